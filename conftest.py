@@ -1,0 +1,41 @@
+"""Settings of every test run: the hardware marker, and how many examples hypothesis tries."""
+
+import pytest
+from hypothesis import settings
+
+# the first example pays for torch's warm-up, so no deadline
+settings.register_profile("fast", max_examples=25, deadline=None)
+settings.register_profile("thorough", max_examples=200, deadline=None)
+settings.load_profile("fast")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-hardware", action="store_true", help="fail, not skip, a test marked `hardware` where the hardware is missing"
+    )
+
+
+def pytest_runtest_setup(item):
+    for marker in item.iter_markers("hardware"):
+        missing = missing_hardware(*marker.args, **marker.kwargs)
+        if missing:
+            pytest.skip(missing)
+
+
+def missing_hardware(num_gpus=1, capability=(0, 0)):
+    """Return what this machine lacks of so many CUDA devices of at least that compute capability; "" if nothing."""
+    import torch
+
+    found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    if sum(device >= capability for device in found) >= num_gpus:
+        return ""
+    return f"needs {num_gpus} CUDA device(s) of compute capability >= {capability[0]}.{capability[1]}; found {found or 'none'}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.skipped and item.config.getoption("--require-hardware") and item.get_closest_marker("hardware"):
+        report.outcome = "failed"
+        report.longrepr = f"{call.excinfo.value} (--require-hardware turns this skip into a failure)"
+    return report
