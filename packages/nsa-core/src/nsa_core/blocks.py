@@ -1,0 +1,65 @@
+"""Block arithmetic in plain integers: counts, visibility, overlap weights, decode reads.
+
+Everything here takes and returns Python integers and knows no tensors. Positions count from the sequence's own start;
+`t` is a query's position. Divisions floor, as the specification's do.
+"""
+
+from nsa_core.config import BlockGeometry
+
+
+def num_compressed_blocks(length: int, geometry: BlockGeometry) -> int:
+    """Return N_c: the compressed blocks of a sequence of `length` tokens; a trailing partial block does not exist (Eq. 7)."""
+    size, stride = geometry.compression_block_size, geometry.compression_stride
+    return (length - size) // stride + 1 if length >= size else 0
+
+
+def num_visible_blocks(t: int, geometry: BlockGeometry) -> int:
+    """Return n_c(t): compressed blocks whose last token is not after `t`; 0 for t < l - 1."""
+    return num_compressed_blocks(t + 1, geometry)
+
+
+def num_selection_blocks(length: int, geometry: BlockGeometry) -> int:
+    """Return N: selection blocks that hold at least one of `length` tokens; the last may be partial."""
+    return -(-length // geometry.selection_block_size)
+
+
+def own_block(t: int, geometry: BlockGeometry) -> int:
+    """Return the selection block that holds token `t`; blocks 0 .. own are the candidates of query `t`."""
+    return t // geometry.selection_block_size
+
+
+def num_chosen_blocks(t: int, geometry: BlockGeometry) -> int:
+    """Return how many selection blocks query `t` attends to: min(n, own + 1)."""
+    return min(geometry.num_selected_blocks, own_block(t, geometry) + 1)
+
+
+def overlap_weights(geometry: BlockGeometry) -> tuple[int, ...]:
+    """Return omega of one selection block over its compressed blocks (Eq. 9): 1, 2, 2, 2, 1 for l=32, d=16, l'=64.
+
+    Entry r belongs to compressed block j * l'/d - (l/d - 1) + r of selection block j, and counts the tokens that
+    the two share, in strides of d tokens. Compressed blocks below 0 do not exist.
+    """
+    strides, reach = (
+        geometry.selection_block_size // geometry.compression_stride,
+        geometry.compression_block_size // geometry.compression_stride,
+    )
+    starts = range(1 - reach, strides)
+    return tuple(min(start + reach, strides) - max(start, 0) for start in starts)
+
+
+def predicted_reads(length: int, geometry: BlockGeometry) -> int:
+    """Return the tokens that one KV head reads to decode the last of `length` tokens (Table 4, counted exactly).
+
+    0 for an empty sequence. The sum of compressed blocks, tokens of the chosen blocks up to the query, and the window.
+    """
+    if length < 1:
+        return 0
+    last = length - 1
+    size = geometry.selection_block_size
+    selected = (num_chosen_blocks(last, geometry) - 1) * size + last % size + 1
+    return num_visible_blocks(last, geometry) + selected + min(geometry.window_size, length)
+
+
+def predicted_reads_of_step(start: int, count: int, geometry: BlockGeometry) -> int:
+    """Return the summed reads of one KV head for the `count` queries at positions start .. start + count - 1."""
+    return sum(predicted_reads(length, geometry) for length in range(start + 1, start + count + 1))

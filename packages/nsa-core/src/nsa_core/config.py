@@ -1,0 +1,259 @@
+"""Configuration of Native Sparse Attention: frozen, validated when built.
+
+The symbols are those of arXiv 2502.11089; docs/glossary.md lists them with the names used here.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from attrs import Attribute, converters, field, frozen, validators
+
+from nsa_core.errors import ConfigError
+
+Compressor = Literal["mlp", "conv", "mean"]
+GateKind = Literal["sigmoid", "softmax"]
+CompressedRope = Literal["block_end", "tokens"]
+RopeScalingKind = Literal["linear", "yarn"]
+BRANCHES = ("cmp", "slc", "win")
+OPERATIONS = ("cmp", "select", "slc", "win", "nsa")
+
+
+def _integer_at_least(minimum: int, *same_as: str) -> Any:
+    """Return a validator; its message suggests the sum of the fields `same_as`, which fits them, or `minimum`."""
+
+    def check(instance: object, attribute: "Attribute[int]", value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            what = f"is a {type(value).__name__}"
+        elif value < minimum:
+            what = "is too small"
+        else:
+            return
+        others = [getattr(instance, name) for name in same_as]
+        use = max(minimum, sum(other for other in others if isinstance(other, int)))
+        raise ConfigError(f"{attribute.name}={value!r} {what} (the rule: an integer >= {minimum}); use {use}")
+
+    return check
+
+
+def _number_above_zero(instance: object, attribute: "Attribute[float]", value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{attribute.name}={value!r} is not a finite number above 0 (the rule); use {attribute.default or 1.0}")
+
+
+def _one_of(choices: tuple[str, ...]) -> Any:
+    def check(instance: object, attribute: "Attribute[str]", value: object) -> None:
+        if value not in choices:
+            names = ", ".join(repr(name) for name in choices)
+            raise ConfigError(f"{attribute.name}={value!r} is unknown (the rule: one of {names}); use {choices[0]!r}")
+
+    return check
+
+
+def nearest_multiples(value: int, step: int, at_least: int = 1) -> str:
+    """Return the multiples of `step` around `value`, none below `at_least`, as text for error messages: `48 or 64`."""
+    below = value // step * step
+    return f"{below} or {below + step}" if below >= at_least else str(-(-max(value, at_least) // step) * step)
+
+
+def nearest_divisors(value: int, number: int) -> str:
+    """Return the divisors of `number` around `value` as text, for error messages: `4 or 8`."""
+    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    below = [candidate for candidate in divisors if candidate < value][-1:]
+    above = [candidate for candidate in divisors if candidate > value][:1]
+    return " or ".join(str(candidate) for candidate in below + above)
+
+
+def _nearest_compression_stride(block_size: int, stride: int, selection_size: int) -> int:
+    common = [c for c in range(1, block_size + 1) if block_size % c == 0 and selection_size % c == 0]
+    return min(common, key=lambda c: (abs(c - stride), c))
+
+
+@frozen
+class BlockGeometry:
+    """Sizes of blocks and window, in tokens, and the number of selected blocks (section 3.3, arXiv 2502.11089).
+
+    Raises:
+        ConfigError: unless d | l, d | l', l <= l', num_initial_blocks + num_local_blocks <= n, and all are >= 1
+            (num_initial_blocks >= 0).
+    """
+
+    compression_block_size: int = field(default=32, validator=_integer_at_least(1, "compression_stride"))
+    """l: tokens that one compressed key / value summarises."""
+    compression_stride: int = field(default=16, validator=_integer_at_least(1))
+    """d: tokens between the starts of neighbouring compressed blocks."""
+    selection_block_size: int = field(default=64, validator=_integer_at_least(1, "compression_block_size"))
+    """l': tokens of one selection block."""
+    num_selected_blocks: int = field(default=16, validator=_integer_at_least(1, "num_initial_blocks", "num_local_blocks"))
+    """n: blocks that a query attends to, the forced ones included."""
+    num_initial_blocks: int = field(default=1, validator=_integer_at_least(0))
+    """First blocks of the sequence, always selected."""
+    num_local_blocks: int = field(default=2, validator=_integer_at_least(1))
+    """Blocks ending with the query's own, always selected."""
+    window_size: int = field(default=512, validator=_integer_at_least(1))
+    """w: tokens of the sliding window, the query's own included."""
+
+    def __attrs_post_init__(self) -> None:
+        self._check_stride()
+        if self.compression_block_size > self.selection_block_size:
+            rounded = -(-self.compression_block_size // self.compression_stride) * self.compression_stride
+            raise ConfigError(
+                f"selection_block_size={self.selection_block_size} is smaller than compression_block_size="
+                f"{self.compression_block_size} (Eq. 9 needs l <= l'); use {rounded}"
+            )
+        forced = self.num_initial_blocks + self.num_local_blocks
+        if forced > self.num_selected_blocks:
+            raise ConfigError(
+                f"num_selected_blocks={self.num_selected_blocks} cannot hold num_initial_blocks={self.num_initial_blocks} + "
+                f"num_local_blocks={self.num_local_blocks} (forced blocks count among the n); use {forced} or more"
+            )
+
+    def as_tuple(self) -> tuple[int, int, int, int, int, int, int]:
+        """Return the seven numbers in the constructor's order: what custom ops and compiled graphs can carry."""
+        return (
+            self.compression_block_size,
+            self.compression_stride,
+            self.selection_block_size,
+            self.num_selected_blocks,
+            self.num_initial_blocks,
+            self.num_local_blocks,
+            self.window_size,
+        )
+
+    def _check_stride(self) -> None:
+        stride = self.compression_stride
+        if self.compression_block_size % stride:
+            use = _nearest_compression_stride(self.compression_block_size, stride, self.selection_block_size)
+            raise ConfigError(
+                f"compression_stride={stride} does not divide compression_block_size={self.compression_block_size} "
+                f"(Eq. 9 needs d | l); use {use}"
+            )
+        if self.selection_block_size % stride:
+            raise ConfigError(
+                f"selection_block_size={self.selection_block_size} is not a multiple of compression_stride={stride} "
+                f"(Eq. 9 needs d | l'); use {nearest_multiples(self.selection_block_size, stride, self.compression_block_size)}"
+            )
+
+
+@frozen(kw_only=True)
+class RopeScaling:
+    """How rotary positions are stretched beyond the length that a model was trained on.
+
+    `linear` divides every position by `factor`. `yarn` (arXiv 2309.00071) divides only the slow dimensions, blends
+    between `beta_fast` and `beta_slow` rotations over `original_max_position`, and scales cos and sin by
+    `attention_factor` (0.1 ln(factor) + 1 where None), as Hugging Face Transformers does.
+    """
+
+    kind: RopeScalingKind = field(validator=_one_of(get_args(RopeScalingKind)))
+    factor: float = field(default=1.0, validator=_number_above_zero)
+    original_max_position: int = field(default=4096, validator=_integer_at_least(1))
+    beta_fast: float = field(default=32.0, validator=_number_above_zero)
+    beta_slow: float = field(default=1.0, validator=_number_above_zero)
+    attention_factor: float | None = field(default=None, validator=validators.optional(_number_above_zero))
+
+    def __attrs_post_init__(self) -> None:
+        if self.factor < 1:
+            raise ConfigError(f"factor={self.factor} would shrink positions (the rule: factor >= 1); use 1.0")
+        if self.beta_slow >= self.beta_fast:
+            raise ConfigError(f"beta_slow={self.beta_slow} is not below beta_fast={self.beta_fast} (YaRN's ramp); use 1.0 and 32.0")
+
+
+def _to_rope_scaling(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    known = {"rope_type": "kind", "type": "kind", "original_max_position_embeddings": "original_max_position"}
+    fields = {known.get(str(key), str(key)): item for key, item in value.items()}
+    try:
+        return RopeScaling(**fields)
+    except TypeError as error:
+        raise ConfigError(
+            f"rope_scaling={dict(value)!r} does not describe a scaling ({error}); use {{'kind': 'linear', 'factor': 2.0}}"
+        ) from None
+
+
+def _to_dict(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _sorted_items(value: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(value.items()))
+
+
+def _check_backends(instance: object, attribute: object, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"backends={value!r} is no table of operation -> backend name; use {{'cmp': 'sdpa'}}")
+    for operation, name in value.items():
+        if operation not in OPERATIONS:
+            raise ConfigError(f"backends names the operation {operation!r} (the rule: one of {', '.join(OPERATIONS)}); use 'cmp'")
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"backends[{operation!r}]={name!r} is not a backend's name; use 'auto' or 'sdpa'")
+
+
+def _check_branches(instance: object, attribute: object, value: tuple[str, ...]) -> None:
+    is_choice = isinstance(value, tuple) and all(branch in BRANCHES for branch in value)
+    if not is_choice or not value or len(set(value)) != len(value):
+        raise ConfigError(f"branches={value!r} is not a non-empty choice of 'cmp', 'slc', 'win', each once; use ('cmp', 'slc', 'win')")
+
+
+def _in_paper_order(value: Any) -> Any:
+    if isinstance(value, list | tuple) and all(branch in BRANCHES for branch in value):
+        return tuple(sorted(value, key=BRANCHES.index))
+    return tuple(value) if isinstance(value, list) else value
+
+
+@frozen
+class NSAConfig:
+    """Everything that `NativeSparseAttention` is built from.
+
+    Raises:
+        ConfigError: when a value, or a pair of values, breaks a rule; the message names a value that would do.
+    """
+
+    hidden_size: int = field(validator=_integer_at_least(1))
+    num_heads: int = field(validator=_integer_at_least(1, "num_kv_heads"))
+    """H: query heads."""
+    num_kv_heads: int = field(validator=_integer_at_least(1))
+    """G: KV heads (= GQA groups); query head h reads KV head h // (H // G)."""
+    head_dim_qk: int = field(validator=_integer_at_least(2))
+    """D_k; even, because RoPE rotates halves."""
+    head_dim_v: int = field(validator=_integer_at_least(1))
+    """D_v; may differ from D_k."""
+    geometry: BlockGeometry = field(factory=BlockGeometry)
+    compressor: Compressor = field(default="mlp", validator=_one_of(get_args(Compressor)))
+    """phi of Eq. 7; K and V have their own."""
+    gate: GateKind = field(default="sigmoid", validator=_one_of(get_args(GateKind)))
+    gate_hidden_size: int = field(default=64, validator=_integer_at_least(1))
+    """Width of the gate MLP's hidden layer."""
+    gate_temperature: float = field(default=1.0, validator=_number_above_zero)
+    """Gate logits are divided by it."""
+    rope_theta: float = field(default=10000.0, validator=_number_above_zero)
+    rope_scaling: RopeScaling | None = field(default=None, converter=converters.optional(_to_rope_scaling))
+    compressed_rope: CompressedRope = field(default="block_end", validator=_one_of(get_args(CompressedRope)))
+    """`block_end`: phi reads unrotated keys, the result is rotated at its block's last token. `tokens`: phi reads rotated keys."""
+    branches: tuple[str, ...] = field(default=BRANCHES, converter=_in_paper_order, validator=_check_branches)
+    """The branches that exist; fewer than three for ablations."""
+    backends: Mapping[str, str] = field(factory=dict, converter=_to_dict, validator=_check_backends, eq=_sorted_items)
+    """Operation -> backend name; an operation that is absent is routed by "auto"."""
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.geometry, BlockGeometry):
+            raise ConfigError(f"geometry={self.geometry!r} is not a BlockGeometry; use BlockGeometry()")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise ConfigError(
+                f"rope_scaling={self.rope_scaling!r} is not a RopeScaling; use None or RopeScaling(kind='linear', factor=2.0)"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads} (each KV head serves H/G query "
+                f"heads); use {nearest_divisors(self.num_kv_heads, self.num_heads)}"
+            )
+        if self.head_dim_qk % 2:
+            raise ConfigError(f"head_dim_qk={self.head_dim_qk} is odd (rotate-half RoPE needs pairs); use {self.head_dim_qk + 1}")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ConfigError(
+                f"rope_theta={self.rope_theta} with YaRN scaling (its ramp divides by ln theta, the rule: above 1); use 10000.0"
+            )
+        if self.compressed_rope == "tokens" and self.compressor != "mean":
+            raise ConfigError(
+                f"compressed_rope='tokens' with compressor={self.compressor!r} would make compressed keys depend on absolute "
+                f"position (it stays relative for 'mean' only); use compressed_rope='block_end' or compressor='mean'"
+            )

@@ -1,0 +1,1 @@
+"""The oracle (`naive`) and the default backend (`sdpa`), which runs on any device."""

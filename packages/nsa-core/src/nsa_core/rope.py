@@ -1,0 +1,72 @@
+"""Rotary position embedding, rotate-half as in Hugging Face Llama, with linear and YaRN scaling."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa_core.config import RopeScaling
+
+
+class RopeTables(NamedTuple):
+    """cos and sin of every position's angles, float32 `(S, D / 2)` or `(B, S, D / 2)`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotation of pairs (x_i, x_{i + D/2}) by position * theta ** (-2i / D). Has no parameters and no buffers."""
+
+    def __init__(self, dim: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> None:
+        """Rotate vectors of even size `dim`."""
+        super().__init__()
+        self.dim = dim
+        self.theta = theta
+        self.scaling = scaling
+
+    def tables(self, positions: Tensor) -> RopeTables:
+        """Return the float32 tables of integer `positions` `(S,)` or `(B, S)`."""
+        angles = positions.to(torch.float32).unsqueeze(-1) * self._frequencies(positions.device)
+        factor = self._attention_factor()
+        return RopeTables(angles.cos() * factor, angles.sin() * factor)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return x `(B, S, H, D)` rotated at `positions` `(S,)` or `(B, S)`, in x's dtype."""
+        return rotate(x, self.tables(positions))
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
+        frequencies = self.theta**-exponents
+        if self.scaling is None:
+            return frequencies
+        if self.scaling.kind == "linear":
+            return frequencies / self.scaling.factor
+        kept = self._extrapolated_share(self.scaling, device)
+        return frequencies * kept + frequencies / self.scaling.factor * (1 - kept)
+
+    def _extrapolated_share(self, scaling: RopeScaling, device: torch.device) -> Tensor:
+        """Return YaRN's share of the unscaled frequency per dimension pair: 1 for the fast ones, 0 for the slow."""
+        low = max(math.floor(self._pair_with_rotations(scaling.beta_fast, scaling)), 0)
+        high = min(math.ceil(self._pair_with_rotations(scaling.beta_slow, scaling)), self.dim - 1)
+        pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
+        return 1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+
+    def _pair_with_rotations(self, rotations: float, scaling: RopeScaling) -> float:
+        turns = scaling.original_max_position / (rotations * 2 * math.pi)
+        return self.dim * math.log(turns) / (2 * math.log(self.theta))
+
+    def _attention_factor(self) -> float:
+        if self.scaling is None or self.scaling.kind == "linear":
+            return 1.0
+        if self.scaling.attention_factor is not None:
+            return self.scaling.attention_factor
+        return 0.1 * math.log(self.scaling.factor) + 1.0
+
+
+def rotate(x: Tensor, tables: RopeTables) -> Tensor:
+    """Return x `(B, S, H, D)` with its halves rotated, computed in at least float32, in x's dtype."""
+    cos, sin = tables.cos.unsqueeze(-2), tables.sin.unsqueeze(-2)
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -1,0 +1,131 @@
+"""Configurations to and from plain dicts and TOML; an unknown key is refused with a suggestion."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import attrs
+import cattrs
+from cattrs.gen import make_dict_unstructure_fn
+
+from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
+from nsa_core.errors import ConfigError, NSAError
+
+
+def config_to_dict(config: NSAConfig) -> dict[str, Any]:
+    """Return `config` as nested dicts, lists, strings and numbers; what is None is left out (TOML has no null)."""
+    return _converter().unstructure(config)  # type: ignore[no-any-return]
+
+
+def config_from_dict(values: Mapping[str, Any]) -> NSAConfig:
+    """Return the config that `values` describe; the inverse of `config_to_dict`.
+
+    Raises:
+        ConfigError: for a missing or unknown key (with a suggestion), a wrong type, or a value that breaks a rule.
+    """
+    _refuse_unknown(NSAConfig, values, "")
+    try:
+        return _converter().structure(values, NSAConfig)
+    except cattrs.BaseValidationError as error:
+        raise _first_reason(error) from None
+
+
+def config_to_toml(config: NSAConfig) -> str:
+    """Return `config` as a TOML document."""
+    return _toml_table(config_to_dict(config), "")
+
+
+def config_from_toml(text: str) -> NSAConfig:
+    """Return the config of a TOML document.
+
+    Raises:
+        ConfigError: where the text is no TOML, or its keys or values are refused.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the text is no TOML ({error}); write key = value lines") from None
+    return config_from_dict(values)
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    # innermost first: a class's hook is made from those of its fields
+    for cls in (BlockGeometry, RopeScaling, NSAConfig):
+        converter.register_unstructure_hook(cls, _without_none(make_dict_unstructure_fn(cls, converter)))
+    # values are judged by the config itself, which names field and rule; cattrs would turn "3" into 3
+    converter.register_structure_hook_func(lambda annotation: _attrs_class(annotation) is None, lambda value, _: value)
+    for scalar in (int, float, str):
+        converter.register_structure_hook(scalar, lambda value, _: value)
+    return converter
+
+
+def _without_none(unstructure: Any) -> Any:
+    def dump(instance: Any) -> dict[str, Any]:
+        values = {key: value for key, value in unstructure(instance).items() if value is not None}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+    return dump
+
+
+def _refuse_unknown(cls: type, values: object, path: str) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path.rstrip('.') or 'the config'}={values!r} is no table (keys and values are expected); use {{...}}")
+    fields = {field.name: field for field in attrs.fields(cls)}
+    for key, value in values.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, 1)
+            use = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(fields)}"
+            raise ConfigError(f"unknown key {path}{key} (the keys of {cls.__name__} are fixed); {use}")
+        nested = _attrs_class(fields[key].type)
+        if nested is not None and not (value is None and type(None) in get_args(fields[key].type)):
+            _refuse_unknown(nested, value, f"{path}{key}.")
+    missing = [name for name, field in fields.items() if field.default is attrs.NOTHING and name not in values]
+    if missing:
+        raise ConfigError(f"missing key {path}{missing[0]} ({cls.__name__} has no default for it); give it")
+
+
+def _attrs_class(annotation: Any) -> type | None:
+    options = get_args(annotation) or (annotation,)
+    return next((option for option in options if isinstance(option, type) and attrs.has(option)), None)
+
+
+def _first_reason(error: BaseException) -> ConfigError:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ConfigError):
+        return error
+    if isinstance(error, NSAError):
+        return ConfigError(str(error))
+    return ConfigError(f"the config cannot be read ({type(error).__name__}: {error}); see NSAConfig for its keys and types")
+
+
+def _toml_table(values: Mapping[str, Any], path: str) -> str:
+    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    lines = [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items()]
+    for key, value in tables.items():
+        name = f"{path}{_toml_key(key)}"
+        lines += ["", f"[{name}]", _toml_table(value, f"{name}.").rstrip("\n")]
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml_value(key)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return '"' + "".join(_toml_character(character) for character in str(value)) + '"'
+
+
+def _toml_character(character: str) -> str:
+    if character in '"\\':
+        return f"\\{character}"
+    return character if character.isprintable() else f"\\U{ord(character):08x}"

@@ -1,0 +1,52 @@
+"""Packed batches: arithmetic on `cu_seqlens`, packing and unpacking.
+
+`cu_seqlens` is int32 `(N + 1,)`: starts at 0, ends at the total, never decreases; empty sequences are allowed. Nothing
+here reads a tensor's values on the host.
+"""
+
+import torch
+from torch import Tensor
+
+from nsa_core.config import BlockGeometry
+
+
+def cu_seqlens_from_lengths(lengths: Tensor) -> Tensor:
+    """Return int32 `(N + 1,)` offsets of sequences of `lengths` `(N,)`."""
+    offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+    offsets[1:] = lengths.cumsum(0)
+    return offsets
+
+
+def sequence_ids(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return int64 `(total,)`: the sequence that each packed row belongs to; rows after the last sequence get N."""
+    rows = torch.arange(total, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].long().contiguous(), rows, right=True)
+
+
+def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Return int64 `(total,)`: each packed row's position inside its own sequence."""
+    starts = cu_seqlens.long()[sequence_ids(cu_seqlens, total)]
+    return torch.arange(total, device=cu_seqlens.device) - starts
+
+
+def compressed_lengths(lengths: Tensor, geometry: BlockGeometry) -> Tensor:
+    """Return N_c of every length, elementwise; same shape and dtype as `lengths`."""
+    size, stride = geometry.compression_block_size, geometry.compression_stride
+    blocks = torch.div(lengths - size, stride, rounding_mode="floor") + 1
+    return torch.where(lengths >= size, blocks, torch.zeros_like(lengths))
+
+
+def cu_blocks_from_cu_seqlens(cu_seqlens: Tensor, geometry: BlockGeometry) -> Tensor:
+    """Return int32 `(N + 1,)`: where each sequence's compressed blocks begin in a packed `k_cmp`."""
+    return cu_seqlens_from_lengths(compressed_lengths(cu_seqlens.diff(), geometry))
+
+
+def pack(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return `(1, total, ...)` and int32 `cu_seqlens` of tensors `(S_i, ...)`, one after another."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int32, device=sequences[0].device)
+    return torch.cat(sequences).unsqueeze(0), cu_seqlens_from_lengths(lengths)
+
+
+def unpack(packed: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Return the tensors `(S_i, ...)` of a packed `(1, total, ...)` whose sequences have `lengths`."""
+    return list(packed[0].split(lengths))
