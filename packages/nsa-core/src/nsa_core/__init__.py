@@ -1,0 +1,77 @@
+"""Native Sparse Attention (arXiv 2502.11089): the attention, its reference on any device, and the seam for kernels."""
+
+from nsa_core.__about__ import __version__
+from nsa_core.attention import (
+    compressed_attention,
+    explain_routing,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+from nsa_core.backends.base import (
+    BranchBackend,
+    BranchOutput,
+    BranchRequest,
+    Capability,
+    Layout,
+    Operation,
+    Placement,
+    Reason,
+    ReasonKind,
+)
+from nsa_core.backends.registry import BackendRegistry, RoutingDecision
+from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
+from nsa_core.errors import (
+    BackendUnavailableError,
+    CacheOverflowError,
+    ConfigError,
+    DuplicateBackendError,
+    InputError,
+    NSAError,
+)
+from nsa_core.kv_cache import NSACache
+from nsa_core.module import NativeSparseAttention
+from nsa_core.plugins.manager import default_plugins, default_registry, load_plugins
+from nsa_core.serialization import config_from_dict, config_from_toml, config_to_dict, config_to_toml
+from nsa_core.telemetry import LayerTelemetry
+
+__all__ = [
+    "BackendRegistry",
+    "BackendUnavailableError",
+    "BlockGeometry",
+    "BranchBackend",
+    "BranchOutput",
+    "BranchRequest",
+    "CacheOverflowError",
+    "Capability",
+    "ConfigError",
+    "DuplicateBackendError",
+    "InputError",
+    "LayerTelemetry",
+    "Layout",
+    "NSACache",
+    "NSAConfig",
+    "NSAError",
+    "NativeSparseAttention",
+    "Operation",
+    "Placement",
+    "Reason",
+    "ReasonKind",
+    "RopeScaling",
+    "RoutingDecision",
+    "__version__",
+    "compressed_attention",
+    "config_from_dict",
+    "config_from_toml",
+    "config_to_dict",
+    "config_to_toml",
+    "default_plugins",
+    "default_registry",
+    "explain_routing",
+    "load_plugins",
+    "nsa_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+]

@@ -1,0 +1,1 @@
+"""The seam between the mathematics and its implementations."""

@@ -1,0 +1,189 @@
+"""The registry of backends and the choice among them, with reasons.
+
+A backend asked for by name never falls back: an incapable one raises, one that only policy refuses runs with a warning.
+"auto" takes the eligible backend of highest preference.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from nsa_core.backends.base import BranchBackend, BranchRequest, Operation, Reason, ReasonKind
+from nsa_core.config import BlockGeometry
+from nsa_core.errors import BackendUnavailableError, DuplicateBackendError
+
+AUTO = "auto"
+
+
+@frozen(kw_only=True)
+class Candidate:
+    """One backend's standing for one request."""
+
+    name: str
+    preference: int
+    reasons: tuple[Reason, ...]
+
+    @property
+    def is_eligible(self) -> bool:
+        """Return True where "auto" may take it."""
+        return not self.reasons
+
+    @property
+    def is_capable(self) -> bool:
+        """Return True where it can run, policy aside."""
+        return all(reason.kind is ReasonKind.POLICY for reason in self.reasons)
+
+
+@frozen(kw_only=True)
+class RoutingDecision:
+    """Which backend serves a request, and what stands against each of the others."""
+
+    request: BranchRequest
+    backend: str
+    """What was asked for: "auto" or a name."""
+    chosen: str | None
+    """The name of the backend that serves it; None where none does."""
+    candidates: tuple[Candidate, ...]
+    """Every backend of the operation, most preferred first."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.request.operation}: {self.chosen or 'none'} (asked for: {self.backend})"]
+        for candidate in self.candidates:
+            verdict = "; ".join(str(reason) for reason in candidate.reasons) or "eligible"
+            lines.append(f"  {candidate.name} (preference {candidate.preference}): {verdict}")
+        return "\n".join(lines)
+
+
+class BackendRegistry:
+    """Backends by operation and name. Routing is remembered per request."""
+
+    def __init__(self, backends: tuple[BranchBackend, ...] = ()) -> None:
+        """Register `backends`, in order.
+
+        Raises:
+            DuplicateBackendError: when two have one name for one operation.
+        """
+        self.backends: list[BranchBackend] = []
+        self._routes: dict[tuple[BranchRequest, str, bool], int] = {}
+        self._warned: set[int] = set()
+        for backend in backends:
+            self.register(backend)
+
+    def register(self, backend: BranchBackend) -> None:
+        """Add `backend`.
+
+        Raises:
+            DuplicateBackendError: when its name is taken for its operation.
+        """
+        if backend.name == AUTO:
+            raise DuplicateBackendError(f"{backend!r} calls itself 'auto', which names routing itself; use another name")
+        for known in self.backends:
+            if (known.name, known.operation) == (backend.name, backend.operation):
+                raise DuplicateBackendError(
+                    f"backend {backend.name!r} for operation {backend.operation!r} is registered twice, by "
+                    f"{_origin(known)} and {_origin(backend)} (names are unique per operation); rename or uninstall one"
+                )
+        self.backends.append(backend)
+        self._routes.clear()
+
+    def has(self, operation: Operation, name: str) -> bool:
+        """Return True where `name` implements `operation`."""
+        return any((backend.name, backend.operation) == (name, operation) for backend in self.backends)
+
+    def named(self, operation: Operation | str, name: str) -> BranchBackend:
+        """Return the backend `name` of `operation`.
+
+        Raises:
+            BackendUnavailableError: when there is none; the message lists those that exist.
+        """
+        for backend in self.backends:
+            if (backend.name, backend.operation) == (name, operation):
+                return backend
+        known = [backend.name for backend in self.backends if backend.operation == operation]
+        raise BackendUnavailableError(
+            f"no backend {name!r} for operation {str(operation)!r} is installed; use {' or '.join(map(repr, [AUTO, *known]))}"
+        )
+
+    def explain(self, request: BranchRequest, backend: str = AUTO) -> RoutingDecision:
+        """Return the decision for `request` and every reason behind it; raises nothing for an incapable choice."""
+        found = self._candidates(request)
+        takers = [c for c in found if (c.is_eligible if backend == AUTO else c.name == backend and c.is_capable)]
+        chosen = takers[0].name if takers else None
+        return RoutingDecision(request=request, backend=backend, chosen=chosen, candidates=tuple(found))
+
+    def resolve(self, request: BranchRequest, backend: str = AUTO) -> BranchBackend:
+        """Return the backend that serves `request`.
+
+        Raises:
+            BackendUnavailableError: when `backend` is unknown or incapable, or "auto" finds none; with all reasons.
+        """
+        return self.backends[self._resolve_index(request, backend)]
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def resolve_index(self, backend: str, optional: bool, device_index: int, *fields: Any) -> int:
+        """Return the index in `backends` of the choice for the request made of `fields`, in BranchRequest's order.
+
+        Takes and returns constants only, so that a compiled graph can ask while it is traced. `optional`: -1 where
+        "auto" finds no eligible backend, instead of an error.
+        """
+        return self._resolve_index(request_of_constants(device_index, *fields), backend, optional)
+
+    def _resolve_index(self, request: BranchRequest, backend: str, optional: bool = False) -> int:
+        key = (request, backend, optional)
+        if key not in self._routes:
+            self._routes[key] = self._choose(request, backend, optional)
+        return self._routes[key]
+
+    def _choose(self, request: BranchRequest, backend: str, optional: bool) -> int:
+        if backend != AUTO:
+            self.named(request.operation, backend)
+        decision = self.explain(request, backend)
+        if decision.chosen is None:
+            if optional and backend == AUTO:
+                return -1
+            raise BackendUnavailableError(
+                f"backend {backend!r} cannot serve this request (a named backend never falls back); "
+                f"use backend='auto' or mend what stands against it:\n{decision}"
+            )
+        index = self.backends.index(self.named(request.operation, decision.chosen))
+        chosen = next(candidate for candidate in decision.candidates if candidate.name == decision.chosen)
+        if chosen.reasons and index not in self._warned:
+            self._warned.add(index)
+            warnings.warn(
+                f"backend {backend!r} for {request.operation!r} runs against policy because it was named: "
+                + "; ".join(reason.message for reason in chosen.reasons),
+                stacklevel=2,
+            )
+        return index
+
+    def _candidates(self, request: BranchRequest) -> list[Candidate]:
+        found = [
+            Candidate(
+                name=backend.name,
+                preference=backend.preference(request),
+                reasons=tuple(backend.reasons_against(request)),
+            )
+            for backend in self.backends
+            if backend.operation == request.operation
+        ]
+        return sorted(found, key=lambda candidate: (-candidate.preference, candidate.name))
+
+
+def request_of_constants(device_index: int, operation: str, geometry: tuple[int, ...], device_type: str, *fields: Any) -> BranchRequest:
+    """Return a request from constants; the compute capability is read from the CUDA device `device_index`."""
+    lengths = ("batch", "num_sequences", "num_queries", "num_keys")
+    names = ("dtype", "kv_dtype", *lengths, "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "layout", "needs_grad")
+    return BranchRequest(
+        operation=operation,
+        geometry=BlockGeometry(*geometry),
+        device_type=device_type,
+        compute_capability=torch.cuda.get_device_capability(device_index) if device_type == "cuda" else None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **dict(zip(names, fields, strict=True)),
+    )
+
+
+def _origin(backend: BranchBackend) -> str:
+    return f"{type(backend).__module__}.{type(backend).__qualname__}"

@@ -1,0 +1,101 @@
+"""phi: from blocks of tokens to one key or value each (Eq. 7). All three start equal to the block mean."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa_core import blocks
+from nsa_core.config import BlockGeometry, Compressor
+from nsa_core.varlen import cu_blocks_from_cu_seqlens, sequence_ids
+
+
+class BlockWindows(NamedTuple):
+    """The tokens of every compressed block."""
+
+    tokens: Tensor
+    """(B, C, l, G, D)."""
+    last_positions: Tensor
+    """int64 (C,): position of each block's last token in its own sequence."""
+
+
+def block_windows(x: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor | None = None) -> BlockWindows:
+    """Return the blocks of x `(B, S, G, D)`; a trailing partial block does not exist.
+
+    Packed (B = 1), the sequences' blocks stand one after another and C = S // d, always enough; blocks beyond the last
+    repeat some tokens and mean nothing.
+    """
+    size, stride = geometry.compression_block_size, geometry.compression_stride
+    if cu_seqlens is not None:
+        return _packed_windows(x, geometry, cu_seqlens)
+    count = blocks.num_compressed_blocks(x.shape[1], geometry)
+    last_positions = torch.arange(count, device=x.device) * stride + size - 1
+    if not count:
+        return BlockWindows(x.new_zeros(x.shape[0], 0, size, *x.shape[2:]), last_positions)
+    return BlockWindows(x.unfold(1, size, stride).movedim(-1, 2), last_positions)
+
+
+def _packed_windows(x: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor) -> BlockWindows:
+    size, stride = geometry.compression_block_size, geometry.compression_stride
+    total = x.shape[1]
+    count = total // stride
+    cu_blocks = cu_blocks_from_cu_seqlens(cu_seqlens, geometry)
+    sequence = sequence_ids(cu_blocks, count)
+    starts = (torch.arange(count, device=x.device) - cu_blocks.long()[sequence]) * stride
+    offsets = torch.arange(size, device=x.device)
+    index = (cu_seqlens.long()[sequence] + starts).unsqueeze(1) + offsets
+    return BlockWindows(x[:, index.clamp(max=max(total - 1, 0))], starts + size - 1)
+
+
+class MeanCompressor(nn.Module):
+    """phi = mean of the block's tokens; no parameters."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return `(B, C, G, D)` of tokens `(B, C, l, G, D)`."""
+        return tokens.mean(2)
+
+
+class ConvCompressor(nn.Module):
+    """phi = depthwise convolution of width l and stride d over the G * D channels, initialised to the mean."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+        """Build one filter of `block_size` taps per channel."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((num_kv_heads * head_dim, 1, block_size), 1 / block_size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return `(B, C, G, D)` of tokens `(B, C, l, G, D)`."""
+        taps = self.weight.view(*tokens.shape[-2:], -1).to(tokens.dtype)
+        return torch.einsum("bclgd,gdl->bcgd", tokens, taps)
+
+
+class MLPCompressor(nn.Module):
+    """phi = MLP of the block's tokens with a position table inside the block, plus their mean; shared over KV heads.
+
+    tokens + position `(l, D)`, flattened, Linear(l * D, D), SiLU, Linear(D, D) that starts at zero (section 3.3.1).
+    """
+
+    def __init__(self, head_dim: int, block_size: int) -> None:
+        """Build for blocks of `block_size` tokens of `head_dim`."""
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(block_size, head_dim) * 0.02)
+        self.up = nn.Linear(block_size * head_dim, head_dim)
+        self.down = nn.Linear(head_dim, head_dim)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return `(B, C, G, D)` of tokens `(B, C, l, G, D)`."""
+        per_head = tokens.transpose(2, 3)
+        flat = (per_head + self.position).flatten(-2)
+        correction: Tensor = self.down(nn.functional.silu(self.up(flat)))
+        return correction + per_head.mean(-2)
+
+
+def build_compressor(kind: Compressor, num_kv_heads: int, head_dim: int, geometry: BlockGeometry) -> nn.Module:
+    """Return the phi `kind`; each of K and V builds its own."""
+    if kind == "mean":
+        return MeanCompressor()
+    if kind == "conv":
+        return ConvCompressor(num_kv_heads, head_dim, geometry.compression_block_size)
+    return MLPCompressor(head_dim, geometry.compression_block_size)

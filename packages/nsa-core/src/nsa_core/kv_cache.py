@@ -1,0 +1,249 @@
+"""Keys and values of past tokens, per branch, for chunked prefill and decode.
+
+The selected branch keeps every token, the sliding branch a ring of the last w (and what a rollback may need), the
+compressed branch its finished blocks and a ring of the raw tokens that unfinished blocks still need. Nothing here waits
+for a GPU: lengths live on the device, and a host-side bound on them guards against overflow. The cache holds no
+autograd graph.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core import blocks, checks
+from nsa_core.config import NSAConfig
+from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.telemetry import ReadCounter, Reads
+from nsa_core.varlen import compressed_lengths
+
+DEFAULT_MAX_ROLLBACK = 64
+
+
+class Ring:
+    """A store `(B, R, G, D)` in which the token at position p lies in slot p % R; R tokens are remembered."""
+
+    def __init__(self, store: Tensor) -> None:
+        """Wrap `store`."""
+        self.store = store
+
+    def write(self, new: Tensor, start: Tensor, count: Tensor) -> None:
+        """Store rows 0 .. count[b] - 1 of new `(B, m, G, D)` at positions start[b] onwards, in place.
+
+        Where more than R rows are new, the last R stay. Rows that do not count change nothing.
+        """
+        width = min(new.shape[1], self.store.shape[1])
+        if not width:
+            return
+        rows = (count.long() - width).unsqueeze(1) + torch.arange(width, device=new.device)
+        slots = _pick(start.long().unsqueeze(1) + rows, self.store)
+        values = new.detach().to(self.store.dtype).gather(1, _pick_all(rows.clamp(min=0), new))
+        kept = self.store.gather(1, slots)
+        self.store.scatter_(1, slots, torch.where((rows >= 0)[..., None, None], values, kept))
+
+    def read(self, positions: Tensor) -> Tensor:
+        """Return `(B, m, G, D)` at positions `(B, m)`; those no longer, or not yet, remembered mean nothing."""
+        return self.store.gather(1, _pick(positions, self.store))
+
+    def join(self, new: Tensor, first: Tensor, tail: Tensor, most: int) -> Tensor:
+        """Return `(B, most + m, G, D)`: `tail[b]` remembered rows from position first[b] on, then new `(B, m, G, D)`.
+
+        `most` bounds `tail`; rows after the last new one mean nothing.
+        """
+        index = torch.arange(most + new.shape[1], device=new.device).expand(new.shape[0], -1)
+        remembered = self.read(first.long().unsqueeze(1) + index[:, :most]).to(new.dtype)
+        after = (index - tail.long().unsqueeze(1)).clamp(max=new.shape[1] - 1) + most
+        source = torch.where(index < tail.long().unsqueeze(1), index, after)
+        both = torch.cat([remembered, new], 1)
+        return both.gather(1, _pick_all(source, both))
+
+
+def _pick(positions: Tensor, store: Tensor) -> Tensor:
+    return _pick_all(positions.remainder(store.shape[1]), store)
+
+
+def _pick_all(rows: Tensor, x: Tensor) -> Tensor:
+    return rows[..., None, None].expand(-1, -1, *x.shape[2:])
+
+
+class Step(NamedTuple):
+    """The tokens that one call of the layer appends."""
+
+    start: Tensor
+    """int32 (B,): each sequence's length before."""
+    added: Tensor
+    """int32 (B,): its new tokens."""
+    bound: int
+    """Host bound on every length afterwards."""
+
+
+class NSACache:
+    """The past of a batch of sequences, each of its own length, for one layer."""
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        batch_size: int,
+        max_seqlen: int,
+        *,
+        max_rollback: int = DEFAULT_MAX_ROLLBACK,
+        keep_raw: bool = False,
+        count_reads: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate for `batch_size` sequences of at most `max_seqlen` tokens.
+
+        `max_rollback`: how far `crop` may go back, in tokens; `keep_raw` keeps every raw token so that it may go back
+        to the start. `count_reads`: count the tokens that each step reads.
+
+        Raises:
+            InputError: for sizes below 1 (batch_size, max_rollback: below 0).
+        """
+        if batch_size < 0 or max_seqlen < 1 or max_rollback < 0:
+            raise InputError(
+                f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (at least 0, 1 and 0); use 1, 4096 and 64"
+            )
+        self.config = config
+        self.max_seqlen = max_seqlen
+        self.max_rollback = max_seqlen if keep_raw else max_rollback
+        geometry = config.geometry
+        self.tail_size = geometry.compression_block_size - 1
+        self.window_tail_size = min(geometry.window_size, max_seqlen) - 1
+        sizes = {
+            "cmp": max(blocks.num_compressed_blocks(max_seqlen, geometry), 1),
+            "raw": max(min(self.tail_size + self.max_rollback, max_seqlen), 1),
+            "slc": max_seqlen,
+            "win": max(min(self.window_tail_size + self.max_rollback, max_seqlen), 1),
+        }
+        self.keys: dict[str, Ring] = {}
+        self.values: dict[str, Ring] = {}
+        for name, size in sizes.items():
+            shape = (batch_size, size, config.num_kv_heads)
+            self.keys[name] = Ring(torch.zeros(*shape, config.head_dim_qk, dtype=dtype, device=device))
+            self.values[name] = Ring(torch.zeros(*shape, config.head_dim_v, dtype=dtype, device=device))
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        """int32 (B,): tokens held of each sequence."""
+        self._bounds = [0] * batch_size
+        self._furthest = [0] * batch_size
+        self.read_counter = ReadCounter() if count_reads else None
+        zero = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._total_reads = Reads(zero, zero.unsqueeze(1).repeat(1, config.num_kv_heads))
+
+    @property
+    def batch_size(self) -> int:
+        """Return the number of sequences."""
+        return self.lengths.shape[0]
+
+    @property
+    def num_compressed(self) -> Tensor:
+        """Return int32 `(B,)`: compressed blocks emitted for each sequence; a block appears with its last token."""
+        return compressed_lengths(self.lengths, self.config.geometry)
+
+    @property
+    def last_reads(self) -> Reads | None:
+        """Return the tokens read in the last step, predicted `(B,)` and actual `(B, G)`; None where nothing was counted."""
+        return self.read_counter.reads if self.read_counter else None
+
+    @property
+    def total_reads(self) -> Reads:
+        """Return the tokens read since the cache was made, predicted `(B,)` and actual `(B, G)`."""
+        return self._total_reads
+
+    def begin_step(self, num_queries: int, query_count: Tensor | None) -> Step:
+        """Return the step that appends up to `num_queries` tokens to each sequence; the lengths stay until `end_step`.
+
+        Raises:
+            CacheOverflowError: when a sequence may outgrow `max_seqlen`. A query_count on the CPU is counted exactly,
+                one on the GPU is not read and counts as `num_queries`.
+            InputError: for a query_count of the wrong shape or range.
+        """
+        if self.read_counter is not None:
+            self.read_counter.reads = None
+        counts = self._host_counts(num_queries, query_count)
+        self._grown = [have + more for have, more in zip(self._bounds, counts, strict=True)]
+        bound = max(self._grown, default=0)
+        if bound > self.max_seqlen:
+            where = self._grown.index(bound)
+            raise CacheOverflowError(
+                f"sequence {where} would hold {bound} tokens (the cache was built for max_seqlen={self.max_seqlen}); "
+                f"build it with new_cache({self.batch_size}, {bound}) or append at most {self.max_seqlen - self._bounds[where]}"
+            )
+        if query_count is None:
+            added = torch.full_like(self.lengths, num_queries)
+        else:
+            added = query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
+        return Step(self.lengths.clone(), added, bound)
+
+    def end_step(self, step: Step) -> None:
+        """Advance the lengths by the step's tokens and add up its reads."""
+        self.lengths += step.added
+        self._bounds = self._grown
+        self._furthest = [max(pair) for pair in zip(self._furthest, self._bounds, strict=True)]
+        if self.read_counter is not None and self.read_counter.reads is not None:
+            last = self.read_counter.reads
+            self._total_reads = Reads(self._total_reads.predicted + last.predicted, self._total_reads.actual + last.actual)
+
+    def _host_counts(self, num_queries: int, query_count: Tensor | None) -> list[int]:
+        if query_count is None:
+            return [num_queries] * self.batch_size
+        if query_count.dtype != torch.int32:
+            raise InputError(f"query_count is {query_count.dtype} (kernels read int32); use query_count.to(torch.int32)")
+        checks.check_shape("query_count", query_count, (self.batch_size,), "(B,)")
+        if query_count.device.type != "cpu":
+            return [num_queries] * self.batch_size
+        counts = [int(count) for count in query_count.tolist()]
+        if any(not 0 <= count <= num_queries for count in counts):
+            raise InputError(f"query_count={counts} leaves 0 .. {num_queries} (the rows that x has); clip it")
+        return counts
+
+    def crop(self, num_tokens: int | Sequence[int]) -> None:
+        """Forget the last `num_tokens` tokens of every sequence (an int, or one per sequence).
+
+        Raises:
+            CacheOverflowError: when that is deeper than `max_rollback` below the furthest length reached, or below 0.
+        """
+        counts = [num_tokens] * self.batch_size if isinstance(num_tokens, int) else list(num_tokens)
+        if len(counts) != self.batch_size or any(count < 0 for count in counts):
+            raise InputError(f"num_tokens={num_tokens} (0 or more, one per sequence); give {self.batch_size} counts")
+        for place, count in enumerate(counts):
+            left = self._bounds[place] - count
+            if left < max(self._furthest[place] - self.max_rollback, 0):
+                raise CacheOverflowError(
+                    f"sequence {place} cannot go back by {count} from {self._bounds[place]} tokens (raw tokens older than max_rollback="
+                    f"{self.max_rollback} are gone); build the cache with keep_raw=True or a larger max_rollback"
+                )
+        self._bounds = [have - count for have, count in zip(self._bounds, counts, strict=True)]
+        self.lengths -= torch.tensor(counts, dtype=torch.int32).to(self.lengths.device)
+
+    def _check_indices(self, indices: Tensor) -> None:
+        checks.check_rank("indices", indices, 1, "(B',)")
+        if indices.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"indices are {indices.dtype} (they name sequences); use indices.to(torch.int64)")
+        outside = [place for place in indices.tolist() if not 0 <= place < self.batch_size] if indices.device.type == "cpu" else []
+        if outside:
+            raise InputError(f"indices name sequence {outside[0]} (the cache holds {self.batch_size}); use 0 .. {self.batch_size - 1}")
+
+    def reorder(self, indices: Tensor) -> None:
+        """Replace the sequences by those at `indices` int64 `(B',)`, in order, repeats allowed (beam search, batch select).
+
+        Indices on the CPU keep the host bounds exact; on the GPU every sequence gets the largest.
+
+        Raises:
+            InputError: for indices that are no vector of integers or, on a CPU, leave 0 .. batch_size - 1.
+        """
+        self._check_indices(indices)
+        for ring in (*self.keys.values(), *self.values.values()):
+            ring.store = ring.store.index_select(0, indices.to(ring.store.device))
+        chosen = indices.to(self.lengths.device)
+        self.lengths = self.lengths.index_select(0, chosen)
+        self._total_reads = Reads(*(reads.index_select(0, chosen) for reads in self._total_reads))
+        if self.read_counter is not None:
+            self.read_counter.reads = None
+        if indices.device.type == "cpu":
+            self._bounds = [self._bounds[place] for place in indices.tolist()]
+            self._furthest = [self._furthest[place] for place in indices.tolist()]
+        else:
+            self._bounds = [max(self._bounds, default=0)] * indices.shape[0]
+            self._furthest = [max(self._furthest, default=0)] * indices.shape[0]

@@ -1,0 +1,277 @@
+"""The attention layer: projections, compression, gates and the cache around `nsa_attention`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa_core import checks
+from nsa_core.attention import nsa_attention
+from nsa_core.backends.registry import BackendRegistry
+from nsa_core.compression import block_windows, build_compressor
+from nsa_core.config import NSAConfig
+from nsa_core.errors import InputError
+from nsa_core.gating import GateMLP, gates_from_logits
+from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, NSACache, Step
+from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
+from nsa_core.telemetry import AttentionObserver, LayerTelemetry
+from nsa_core.varlen import compressed_lengths, positions_from_cu_seqlens
+
+
+class Stores(NamedTuple):
+    """Keys and values as `nsa_attention` takes them; None for an absent branch."""
+
+    k_cmp: Tensor | None = None
+    v_cmp: Tensor | None = None
+    k_slc: Tensor | None = None
+    v_slc: Tensor | None = None
+    k_win: Tensor | None = None
+    v_win: Tensor | None = None
+
+
+class NativeSparseAttention(nn.Module):
+    """Native Sparse Attention as a drop-in layer: x (B, S, hidden_size) -> (B, S, hidden_size) (arXiv 2502.11089).
+
+    One shared query projection, keys and values of their own per branch (section 3.3.3). Without the compressed branch
+    its keys still choose blocks; as nothing trains them then, they are frozen.
+    """
+
+    def __init__(self, config: NSAConfig, *, registry: BackendRegistry | None = None) -> None:
+        """Build the layer that `config` describes; `registry` replaces the installed packages' backends."""
+        super().__init__()
+        self.config = config
+        self.registry = registry
+        self.telemetry: LayerTelemetry | None = None
+        """Attach a `LayerTelemetry` to record the next forward pass; None records nothing."""
+        hidden, kv_heads = config.hidden_size, config.num_kv_heads
+        self.q_proj = nn.Linear(hidden, config.num_heads * config.head_dim_qk, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim_v, hidden, bias=False)
+        with_keys = [branch for branch in ("cmp", "slc", "win") if branch in config.branches or self._chooses_only(branch)]
+        self.k_proj = nn.ModuleDict({name: nn.Linear(hidden, kv_heads * config.head_dim_qk, bias=False) for name in with_keys})
+        self.v_proj = nn.ModuleDict({name: nn.Linear(hidden, kv_heads * config.head_dim_v, bias=False) for name in config.branches})
+        self.gate = GateMLP(hidden, config.num_heads, config.gate_hidden_size)
+        self.rope = RotaryEmbedding(config.head_dim_qk, config.rope_theta, config.rope_scaling)
+        if "cmp" in with_keys:
+            self.compress_k = build_compressor(config.compressor, kv_heads, config.head_dim_qk, config.geometry)
+        if "cmp" in config.branches:
+            self.compress_v = build_compressor(config.compressor, kv_heads, config.head_dim_v, config.geometry)
+        if self._chooses_only("cmp"):
+            self.k_proj["cmp"].requires_grad_(False)
+            self.compress_k.requires_grad_(False)
+
+    def _chooses_only(self, branch: str) -> bool:
+        """Return True for compressed keys that exist only to choose blocks."""
+        return branch == "cmp" and "cmp" not in self.config.branches and "slc" in self.config.branches
+
+    def new_cache(
+        self,
+        batch_size: int,
+        max_seqlen: int,
+        *,
+        max_rollback: int = DEFAULT_MAX_ROLLBACK,
+        keep_raw: bool = False,
+        count_reads: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> NSACache:
+        """Return an empty cache on this layer's device; see `NSACache`. `dtype` None is the weights' own."""
+        weight = self.q_proj.weight
+        return NSACache(
+            self.config,
+            batch_size,
+            max_seqlen,
+            max_rollback=max_rollback,
+            keep_raw=keep_raw,
+            count_reads=count_reads,
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: NSACache | None = None,
+        query_count: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention of x `(B, S, hidden_size)` over itself and, with a cache, over what came before.
+
+        Args:
+            x: `(B, S, hidden_size)`; packed: `(1, total, hidden_size)`.
+            cu_seqlens: int32 (N + 1,), bounds of packed sequences.
+            max_seqlen: host bound on the tokens of a packed sequence.
+            cache: holds the sequences so far; x is appended to it.
+            query_count: int32 (B,), valid rows of x per sequence (default: all S); the rest give 0 and are not cached.
+
+        Raises:
+            InputError: for a shape or combination that does not fit.
+            CacheOverflowError: when the cache is too small.
+        """
+        self._check(x, cu_seqlens, max_seqlen, cache, query_count)
+        if cache is not None:
+            return self._forward_cached(x, cache, query_count)
+        if query_count is not None:
+            query_count = query_count.to(x.device)
+        return self._forward_whole(x, cu_seqlens, max_seqlen, query_count)
+
+    def _check(
+        self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: NSACache | None, query_count: Tensor | None
+    ) -> None:
+        hidden = self.config.hidden_size
+        if x.dim() != 3 or x.shape[2] != hidden:
+            raise InputError(f"x has shape {tuple(x.shape)} (the layout is (B, S, hidden_size={hidden})); reshape it")
+        if cu_seqlens is not None and (cache is not None or query_count is not None):
+            raise InputError("cu_seqlens came with a cache or query_count (a packed batch holds whole sequences); drop one")
+        if cu_seqlens is not None:
+            checks.check_cu_seqlens(cu_seqlens, x, max_seqlen)
+        if cache is not None and cache.batch_size != x.shape[0]:
+            raise InputError(
+                f"the cache holds {cache.batch_size} sequences, x has {x.shape[0]}; build it with new_cache({x.shape[0]}, ...)"
+            )
+        if cache is not None and cache.config != self.config:
+            raise InputError("the cache was built for another config (its stores would not fit); use this layer's new_cache")
+
+    def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
+        total = x.shape[1]
+        positions = torch.arange(total, device=x.device) if cu_seqlens is None else positions_from_cu_seqlens(cu_seqlens, total)
+        tables = self.rope.tables(positions)
+        k_cmp, v_cmp = self._compress_whole(x, tables, cu_seqlens)
+        k_slc, v_slc = self._keys_values(x, "slc", tables)
+        k_win, v_win = self._keys_values(x, "win", tables)
+        return self._attend(
+            x,
+            tables,
+            positions.expand(x.shape[0], total),
+            Stores(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            query_count=query_count,
+        )
+
+    def _compress_whole(self, x: Tensor, tables: RopeTables, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        geometry = self.config.geometry
+        keys, values = self._raw_compressed(x, tables)
+        if keys is None:
+            return None, None
+        windows = block_windows(keys, geometry, cu_seqlens)
+        k_cmp = self._rotate_blocks(self.compress_k(windows.tokens), windows.last_positions)
+        v_cmp = None if values is None else self.compress_v(block_windows(values, geometry, cu_seqlens).tokens)
+        return k_cmp, v_cmp
+
+    def _raw_compressed(self, x: Tensor, tables: RopeTables) -> tuple[Tensor | None, Tensor | None]:
+        """Return the tokens that phi reads; its keys are rotated only where the config says so."""
+        if "cmp" not in self.k_proj:
+            return None, None
+        keys = self._heads(self.k_proj["cmp"](x))
+        if self.config.compressed_rope == "tokens":
+            keys = rotate(keys, tables)
+        return keys, self._heads(self.v_proj["cmp"](x)) if "cmp" in self.v_proj else None
+
+    def _rotate_blocks(self, k_cmp: Tensor, last_positions: Tensor) -> Tensor:
+        return rotate(k_cmp, self.rope.tables(last_positions)) if self.config.compressed_rope == "block_end" else k_cmp
+
+    def _keys_values(self, x: Tensor, branch: str, tables: RopeTables) -> tuple[Tensor | None, Tensor | None]:
+        if branch not in self.v_proj:
+            return None, None
+        return rotate(self._heads(self.k_proj[branch](x)), tables), self._heads(self.v_proj[branch](x))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (self.config.num_kv_heads, -1))
+
+    def _forward_cached(self, x: Tensor, cache: NSACache, query_count: Tensor | None) -> Tensor:
+        step = cache.begin_step(x.shape[1], query_count)
+        if not x.numel():
+            return torch.zeros_like(x)
+        positions = step.start.long().unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
+        tables = self.rope.tables(positions)
+        k_cmp, v_cmp = self._compress_cached(x, tables, cache, step)
+        k_slc, v_slc = self._keys_values(x, "slc", tables)
+        if k_slc is not None and v_slc is not None:
+            cache.keys["slc"].write(k_slc, step.start, step.added)
+            cache.values["slc"].write(v_slc, step.start, step.added)
+            k_slc, v_slc = cache.keys["slc"].store, cache.values["slc"].store
+        k_win, v_win = self._keys_values(x, "win", tables)
+        tail = step.start.clamp(max=cache.window_tail_size)
+        if k_win is not None and v_win is not None:
+            k_win = self._join_and_write(cache, "win", k_win, step, tail, cache.window_tail_size, keys=True)
+            v_win = self._join_and_write(cache, "win", v_win, step, tail, cache.window_tail_size, keys=False)
+        out = self._attend(
+            x,
+            tables,
+            positions,
+            Stores(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win),
+            max_seqlen=step.bound,
+            query_start=step.start,
+            query_count=step.added,
+            window_query_start=tail,
+            counter=cache.read_counter,
+        )
+        cache.end_step(step)
+        return out
+
+    def _compress_cached(self, x: Tensor, tables: RopeTables, cache: NSACache, step: Step) -> tuple[Tensor | None, Tensor | None]:
+        """Return the stores of compressed keys and values with the blocks that the step finished."""
+        geometry = self.config.geometry
+        keys, values = self._raw_compressed(x, tables)
+        if keys is None:
+            return None, None
+        done = compressed_lengths(step.start, geometry)
+        finished = compressed_lengths(step.start + step.added, geometry) - done
+        tail = step.start - done * geometry.compression_stride
+        tokens = block_windows(self._join_and_write(cache, "raw", keys, step, tail, cache.tail_size, keys=True), geometry).tokens
+        index = done.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=x.device)
+        ends = index * geometry.compression_stride + geometry.compression_block_size - 1
+        cache.keys["cmp"].write(self._rotate_blocks(self.compress_k(tokens), ends), done, finished)
+        if values is None:
+            return cache.keys["cmp"].store, None
+        tokens = block_windows(self._join_and_write(cache, "raw", values, step, tail, cache.tail_size, keys=False), geometry).tokens
+        cache.values["cmp"].write(self.compress_v(tokens), done, finished)
+        return cache.keys["cmp"].store, cache.values["cmp"].store
+
+    def _join_and_write(self, cache: NSACache, name: str, new: Tensor, step: Step, tail: Tensor, most: int, *, keys: bool) -> Tensor:
+        """Return the last `tail` tokens before the step and the new ones after them, and remember the new ones."""
+        ring = (cache.keys if keys else cache.values)[name]
+        joined = ring.join(new, step.start - tail, tail, most)
+        ring.write(new, step.start, step.added)
+        return joined
+
+    def _attend(
+        self,
+        x: Tensor,
+        tables: RopeTables,
+        positions: Tensor,
+        stores: Stores,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        query_start: Tensor | None = None,
+        query_count: Tensor | None = None,
+        window_query_start: Tensor | None = None,
+        counter: AttentionObserver | None = None,
+    ) -> Tensor:
+        config = self.config
+        q = rotate(self.q_proj(x).unflatten(-1, (config.num_heads, config.head_dim_qk)), tables)
+        has_compressed = positions >= config.geometry.compression_block_size - 1
+        gates = gates_from_logits(
+            self.gate(x), has_compressed, kind=config.gate, temperature=config.gate_temperature, branches=config.branches
+        )
+        if self.telemetry is not None:
+            is_row = torch.arange(x.shape[1], device=x.device) < (x.shape[1] if query_count is None else query_count.unsqueeze(1))
+            self.telemetry.record_gates(gates, has_compressed & is_row, config.branches)
+        out = nsa_attention(
+            q,
+            *stores,
+            gates,
+            geometry=config.geometry,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            query_start=query_start,
+            query_count=query_count,
+            window_query_start=window_query_start,
+            backend=config.backends,
+            registry=self.registry,
+            observers=tuple(observer for observer in (self.telemetry, counter) if observer is not None),
+        )
+        projected: Tensor = self.o_proj(out.flatten(-2))
+        return projected

@@ -1,0 +1,151 @@
+"""Loading plug-ins one by one, and the process's default registry."""
+
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any
+
+import pluggy
+import torch
+from attrs import define, field, frozen
+
+from nsa_core.backends.base import BranchBackend, Operation
+from nsa_core.backends.registry import AUTO, BackendRegistry
+from nsa_core.errors import DuplicateBackendError
+from nsa_core.plugins import builtin, hookspecs
+
+GROUP = "nsa"
+BUILTIN = "nsa_core.plugins.builtin"
+
+
+@frozen(kw_only=True)
+class LoadedPlugin:
+    """A plug-in that gave its backends."""
+
+    name: str
+    origin: str
+    backends: tuple[BranchBackend, ...]
+
+
+@frozen(kw_only=True)
+class BrokenPlugin:
+    """A plug-in that could not be used, and why."""
+
+    name: str
+    origin: str
+    error: str
+
+
+@frozen(kw_only=True)
+class Plugins:
+    """What was found: plug-ins in the order of registration, the built-in one first."""
+
+    loaded: tuple[LoadedPlugin, ...]
+    broken: tuple[BrokenPlugin, ...]
+
+    def registry(self) -> BackendRegistry:
+        """Return a registry of every loaded backend.
+
+        Raises:
+            DuplicateBackendError: when two plug-ins offer one name for one operation; both are named.
+        """
+        registry = BackendRegistry()
+        for plugin in self.loaded:
+            for backend in plugin.backends:
+                try:
+                    registry.register(backend)
+                except DuplicateBackendError as error:
+                    raise DuplicateBackendError(f"plug-in {plugin.name!r} ({plugin.origin}): {error}") from None
+        return registry
+
+
+def load_plugins(found: Iterable[EntryPoint] | None = None) -> Plugins:
+    """Return the built-in plug-in and those of entry-point group `nsa`; one that fails is listed, never raised.
+
+    `found` replaces the entry points of the installed packages.
+    """
+    loaded, broken = [_ask(builtin, "builtin", BUILTIN)], []
+    for entry_point in sorted(entry_points(group=GROUP) if found is None else found, key=lambda entry: entry.name):
+        if entry_point.value == BUILTIN:
+            continue
+        try:
+            loaded.append(_ask(entry_point.load(), entry_point.name, _origin(entry_point)))
+        except (Exception, SystemExit) as error:  # a third party's import may raise anything; it must not take the host down
+            reason = f"{type(error).__name__}: {error}"
+            broken.append(BrokenPlugin(name=entry_point.name, origin=_origin(entry_point), error=reason))
+    return Plugins(loaded=tuple(loaded), broken=tuple(broken))
+
+
+def _ask(plugin: ModuleType | Any, name: str, origin: str) -> LoadedPlugin:
+    """Return what one plug-in offers; its own manager, so that no plug-in can disturb another."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(plugin, name=name)
+    manager.check_pending()
+    if not manager.hook.nsa_branch_backends.get_hookimpls():
+        raise TypeError(f"{plugin!r} implements no hook nsa_branch_backends; decorate it with nsa_core.plugins.hookimpl")
+    offers = manager.hook.nsa_branch_backends()
+    if not offers:
+        raise TypeError(f"nsa_branch_backends of {plugin!r} returned None (the rule: a sequence of backends); return [] for none")
+    backends = tuple(backend for offer in offers for backend in offer)
+    for backend in backends:
+        _check_backend(backend)
+    return LoadedPlugin(name=name, origin=origin, backends=backends)
+
+
+def _check_backend(backend: Any) -> None:
+    """Raise TypeError or ValueError unless routing can ask `backend`."""
+    if isinstance(backend, type):
+        raise TypeError(f"{backend!r} is a class (the hook returns objects); return {backend.__name__}()")
+    if not isinstance(backend, BranchBackend):
+        raise TypeError(f"{backend!r} is no BranchBackend (name, operation, capability, reasons_against, preference, __call__)")
+    if backend.operation not in tuple(Operation):
+        raise ValueError(f"{backend!r} implements operation {backend.operation!r} (the rule: one of {', '.join(Operation)})")
+    if not isinstance(backend.name, str) or backend.name in ("", AUTO):
+        raise ValueError(f"{backend!r} has the name {backend.name!r} (the rule: a word of its own, and 'auto' is routing); rename it")
+
+
+def _is_backend(offer: object) -> bool:
+    return isinstance(offer, BranchBackend)
+
+
+def _origin(entry_point: EntryPoint) -> str:
+    package = f" of {entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else ""
+    return f"{entry_point.value}{package}"
+
+
+@define
+class _Process:
+    """The one piece of module state: what the process found when it first needed a backend."""
+
+    plugins: Plugins | None = field(default=None)
+    registry: BackendRegistry | None = field(default=None)
+
+
+_process = _Process()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_once() -> bool:
+    if _process.registry is None:
+        _process.plugins = load_plugins()
+        _process.registry = _process.plugins.registry()
+    return True
+
+
+def default_registry() -> BackendRegistry:
+    """Return the process's registry, built from the entry points on first use.
+
+    Raises:
+        DuplicateBackendError: when two installed plug-ins offer one name for one operation.
+    """
+    _build_once()
+    assert _process.registry is not None
+    return _process.registry
+
+
+def default_plugins() -> Plugins:
+    """Return what the default registry was built from, broken plug-ins included."""
+    _build_once()
+    assert _process.plugins is not None
+    return _process.plugins

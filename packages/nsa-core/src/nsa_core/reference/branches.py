@@ -1,0 +1,185 @@
+"""How each branch is cut into tiles: which keys a range of query rows reads, and which of them each row sees."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core import blocks
+from nsa_core.backends.base import Placement
+from nsa_core.config import BlockGeometry
+from nsa_core.reference.rows import Rows, num_visible_blocks, rows_of
+from nsa_core.reference.tiles import KeyRows, KeyRowsPerHead, KeySlice, Tile, accumulator_dtype, rows_per_step
+
+MASKED_RATIO = 8
+"""Selected attention masks whole rows of keys while there are at most this many times the n * l' tokens it would gather."""
+
+MASKED_ROWS = 64
+"""Query rows of one masked step: few enough that the keys of a packed batch's other sequences stay out."""
+
+
+class Extent(NamedTuple):
+    """The numbers that size a branch's loop."""
+
+    batch: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dims: int
+    """D_k + D_v."""
+    itemsize: int
+    """Bytes of an accumulator element."""
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Extent":
+        """Return the extent of q `(B, S, H, D_k)` over k `(B, T, G, D_k)`, v `(B, T, G, D_v)`."""
+        batch, num_queries, num_heads, head_dim = q.shape
+        itemsize = accumulator_dtype(q.dtype).itemsize
+        return cls(batch, num_queries, k.shape[1], num_heads, k.shape[2], head_dim + v.shape[-1], itemsize, q.device)
+
+    def score_bytes(self, num_keys: int) -> int:
+        """Return the scratch of one query row, in every batch entry, against `num_keys` keys: three score-shaped buffers."""
+        return 3 * self.batch * self.num_heads * num_keys * self.itemsize
+
+
+def _is_store(placement: Placement) -> bool:
+    """Return True where keys may hold rows that belong to no token."""
+    return placement.query_start is not None
+
+
+def compressed_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+    """Yield the tiles of the compressed branch; k and v are compressed.
+
+    In a dense batch the d queries of one chunk see one prefix of blocks, so the branch is square causal attention of
+    length N_c with d * H query heads. Elsewhere every row brings its own bounds.
+    """
+    if placement.cu_seqlens is None and placement.query_start is None:
+        return _chunked_compressed_tiles(Extent.of(q, k, v), geometry)
+    return _ragged_compressed_tiles(Extent.of(q, k, v), geometry, placement)
+
+
+def _chunked_compressed_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Tile]:
+    stride, skip = geometry.compression_stride, geometry.compression_block_size - 1
+    num_chunks = blocks.num_compressed_blocks(extent.num_queries, geometry)
+    step = rows_per_step(extent.score_bytes(num_chunks) * stride, extent.device)
+    for first in range(0, num_chunks, step):
+        last = min(first + step, num_chunks)
+        chunks = torch.arange(first, last, device=extent.device).unsqueeze(1)
+        visible = torch.arange(last, device=extent.device) <= chunks
+        yield Tile(skip + first * stride, 1, last - first, stride, KeySlice(0, last), visible[None, None])
+
+
+def _ragged_compressed_tiles(extent: Extent, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
+    ends = rows.first_blocks + num_visible_blocks(rows.positions, geometry)
+    most = blocks.num_compressed_blocks(placement.max_key_count, geometry)
+    step = rows_per_step(extent.score_bytes(extent.num_keys), extent.device)
+    for start in range(0, extent.num_queries, step):
+        first, end = rows.first_blocks[:, start : start + step], ends[:, start : start + step]
+        keys = key_span(first, end, extent.num_keys if placement.cu_seqlens is not None else min(most, extent.num_keys))
+        if keys.stop > keys.start:
+            index = torch.arange(keys.start, keys.stop, device=extent.device)
+            visible = (index >= first.unsqueeze(-1)) & (index < end.unsqueeze(-1))
+            yield Tile(start, 1, first.shape[1], 1, keys, visible.unsqueeze(1), is_guarded=True)
+
+
+def key_span(first: Tensor, end: Tensor, most: int) -> KeySlice:
+    """Return the keys that rows reading first .. end - 1 may touch: exactly on a CPU, all `most` elsewhere (nothing waits)."""
+    if first.numel() and first.device.type == "cpu":
+        return KeySlice(min(int(first.min()), most), min(int(end.max()), most))
+    return KeySlice(0, most)
+
+
+def window_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+    """Yield the tiles of the sliding branch: runs of rows, each with the window of its first row and its own tokens."""
+    extent = Extent.of(q, k, v)
+    window = min(geometry.window_size, placement.max_key_count)
+    tile_rows = max(1, min(extent.num_queries, 256, max(16, window)))
+    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
+    first_keys = _flat_first_keys(rows, extent)
+    num_keys = tile_rows + window - 1
+    offsets = torch.arange(num_keys, device=extent.device) - (window - 1)
+    distance = torch.arange(tile_rows, device=extent.device).unsqueeze(1) - offsets
+    in_window = (distance >= 0) & (distance < window)
+    gathered = 2 * extent.batch * extent.num_kv_heads * num_keys * extent.head_dims * extent.itemsize
+    step = rows_per_step(tile_rows * extent.score_bytes(num_keys) + gathered, extent.device)
+    num_tiles = -(-extent.num_queries // tile_rows)
+    for first in range(0, num_tiles, step):
+        tiles = min(step, num_tiles - first)
+        start = first * tile_rows
+        own = (first_keys + rows.positions)[:, start : start + tiles * tile_rows : tile_rows]
+        index = (own.reshape(-1, 1) + offsets).clamp(0, extent.batch * extent.num_keys - 1)
+        positions = _padded(rows.positions, start, tiles * tile_rows).view(-1, tile_rows, 1)
+        visible = (in_window & (distance <= positions)).unsqueeze(1)
+        yield Tile(start, tiles, tile_rows, 1, KeyRows(index), visible, _is_store(placement))
+
+
+def _flat_first_keys(rows: Rows, extent: Extent) -> Tensor:
+    """Return `(B, S)`: each row's first token in keys flattened to (B * T)."""
+    return rows.first_tokens + torch.arange(extent.batch, device=extent.device).unsqueeze(1) * extent.num_keys
+
+
+def _padded(positions: Tensor, start: int, count: int) -> Tensor:
+    piece = positions[:, start : start + count]
+    return torch.nn.functional.pad(piece, (0, count - piece.shape[1]), value=-1)
+
+
+def selected_tiles(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+    """Yield the tiles of the selected branch: masks over all keys while those are few, gathered blocks beyond."""
+    extent = Extent.of(q, k, v)
+    gathered = block_indices.shape[-1] * geometry.selection_block_size
+    if min(extent.num_keys, placement.max_key_count) <= MASKED_RATIO * gathered:
+        return _masked_selected_tiles(extent, block_indices, geometry, placement)
+    return _gathered_selected_tiles(extent, block_indices, geometry, placement)
+
+
+def _masked_selected_tiles(extent: Extent, block_indices: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+    size = geometry.selection_block_size
+    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
+    num_keys = extent.num_keys if placement.cu_seqlens is not None else min(extent.num_keys, placement.max_key_count)
+    num_blocks = blocks.num_selection_blocks(placement.max_key_count, geometry)
+    step = min(rows_per_step(2 * extent.score_bytes(num_keys), extent.device), MASKED_ROWS)
+    for start in range(0, extent.num_queries, step):
+        here = slice(start, start + step)
+        first, positions = rows.first_tokens[:, here], rows.positions[:, here]
+        keys = key_span(first, first + positions + 1, num_keys)
+        if keys.stop <= keys.start:
+            continue
+        # a key's position in the sequence of the row that looks; outside 0 .. own it is another sequence's, or the future
+        relative = torch.arange(keys.start, keys.stop, device=extent.device) - first.unsqueeze(-1)
+        inside = (relative >= 0) & (relative <= positions.unsqueeze(-1))
+        block = torch.div(relative, size, rounding_mode="floor").clamp(0, num_blocks)
+        chosen = _membership(block_indices[:, here], num_blocks)
+        picked = chosen.gather(-1, block.unsqueeze(2).expand(-1, -1, extent.num_kv_heads, -1))
+        visible = (picked & inside.unsqueeze(2)).transpose(1, 2)
+        yield Tile(start, 1, picked.shape[1], 1, keys, visible, _is_store(placement))
+
+
+def _membership(block_indices: Tensor, num_blocks: int) -> Tensor:
+    """Return bool `(B, R, G, num_blocks + 1)`: which blocks are listed; the last column is always False."""
+    listed = torch.where((block_indices < 0) | (block_indices >= num_blocks), num_blocks, block_indices).long()
+    chosen = torch.zeros(*block_indices.shape[:-1], num_blocks + 1, dtype=torch.bool, device=block_indices.device)
+    chosen.scatter_(-1, listed, True)
+    chosen[..., num_blocks] = False
+    return chosen
+
+
+def _gathered_selected_tiles(extent: Extent, block_indices: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+    size = geometry.selection_block_size
+    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
+    num_keys = block_indices.shape[-1] * size
+    gathered = 3 * extent.batch * extent.num_kv_heads * num_keys * extent.head_dims * extent.itemsize
+    step = rows_per_step(extent.score_bytes(num_keys) + gathered, extent.device)
+    first_keys = _flat_first_keys(rows, extent)
+    offsets = torch.arange(size, device=extent.device)
+    for start in range(0, extent.num_queries, step):
+        here = slice(start, start + step)
+        listed = block_indices[:, here].long()
+        relative = (listed.unsqueeze(-1) * size + offsets).flatten(-2)
+        visible = (relative >= 0) & (relative <= rows.positions[:, here, None, None])
+        index = torch.where(visible, first_keys[:, here, None, None] + relative, 0)
+        keys, seen = KeyRowsPerHead(index.flatten(0, 1)), visible.flatten(0, 1).unsqueeze(2)
+        yield Tile(start, listed.shape[1], 1, 1, keys, seen, _is_store(placement))

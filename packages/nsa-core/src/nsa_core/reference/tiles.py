@@ -1,0 +1,208 @@
+"""Attention of query rows over keys that they share, step by step, forward and backward.
+
+A branch is cut into `Tile` steps; both passes walk the same steps, so scratch is one step's. Shapes: X tiles of a step,
+G KV heads, R rows, M query heads per KV head and row, K keys. Scores and sums are float32 (float64 for float64 inputs).
+A row that sees nothing gets out 0, lse -inf and zero gradients.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+SCRATCH_BYTES = {"cpu": 16 * 2**20, "cuda": 192 * 2**20}
+"""Scratch that one step of a reference loop aims at: on a CPU small enough that the allocator reuses it, and well under 256 MiB anywhere."""
+
+
+class Keys(Protocol):
+    """Which rows of k and v `(B, T, G, D)` the tiles of one step read."""
+
+    def gather(self, stored: Tensor) -> Tensor:
+        """Return `(X, G, K, D)`."""
+
+    def scatter_add(self, grad: Tensor, part: Tensor) -> None:
+        """Add `part` `(X, G, K, D)` to the rows of `grad` `(B, T, G, D)` that `gather` read."""
+
+
+class KeySlice(NamedTuple):
+    """Rows start .. stop - 1 of every batch entry."""
+
+    start: int
+    stop: int
+
+    def gather(self, stored: Tensor) -> Tensor:
+        """Return `(B, G, stop - start, D)`."""
+        return stored[:, self.start : self.stop].transpose(1, 2)
+
+    def scatter_add(self, grad: Tensor, part: Tensor) -> None:
+        """Add `part` `(B, G, stop - start, D)` in place."""
+        grad[:, self.start : self.stop] += part.transpose(1, 2)
+
+
+class KeyRows(NamedTuple):
+    """Rows of the keys flattened to (B * T), the same for every KV head."""
+
+    rows: Tensor
+    """int64 (X, K)."""
+
+    def gather(self, stored: Tensor) -> Tensor:
+        """Return `(X, G, K, D)`."""
+        gathered = stored.flatten(0, 1).index_select(0, self.rows.flatten())
+        return gathered.view(*self.rows.shape, *stored.shape[2:]).transpose(1, 2)
+
+    def scatter_add(self, grad: Tensor, part: Tensor) -> None:
+        """Add `part` `(X, G, K, D)` in place."""
+        grad.flatten(0, 1).index_add_(0, self.rows.flatten(), part.transpose(1, 2).flatten(0, 1))
+
+
+class KeyRowsPerHead(NamedTuple):
+    """Rows of the keys flattened to (B * T), chosen by each KV head for itself."""
+
+    rows: Tensor
+    """int64 (X, G, K)."""
+
+    def gather(self, stored: Tensor) -> Tensor:
+        """Return `(X, G, K, D)`."""
+        return stored.flatten(0, 2).index_select(0, self._flat(stored).flatten()).view(*self.rows.shape, stored.shape[3])
+
+    def scatter_add(self, grad: Tensor, part: Tensor) -> None:
+        """Add `part` `(X, G, K, D)` in place."""
+        grad.flatten(0, 2).index_add_(0, self._flat(grad).flatten(), part.flatten(0, 2))
+
+    def _flat(self, stored: Tensor) -> Tensor:
+        num_kv_heads = stored.shape[2]
+        return self.rows * num_kv_heads + torch.arange(num_kv_heads, device=stored.device).unsqueeze(1)
+
+
+class Tile(NamedTuple):
+    """One step of a branch's loop: the query rows of a range of tokens, in every batch entry, and the keys they read.
+
+    The tokens start .. start + tiles * rows * chunk - 1 are cut into `tiles` tiles of `rows` rows, each of `chunk`
+    tokens that see the same keys: a chunk counts as more query heads, M = chunk * H / G. Tokens beyond the end of the
+    sequence axis read as 0 and are dropped when written.
+    """
+
+    start: int
+    tiles: int
+    rows: int
+    chunk: int
+    keys: Keys
+    visible: Tensor
+    """bool, broadcastable to (X, G, R, K) with X = B * tiles."""
+    is_guarded: bool = False
+    """True where keys that no row sees may hold anything, NaN included (stores, surplus blocks)."""
+
+    def gather(self, stored: Tensor) -> Tensor:
+        """Return `(X, G, K, D)`, this step's rows of k or v `(B, T, G, D)`, in the accumulator's dtype."""
+        gathered = self.keys.gather(stored).to(accumulator_dtype(stored.dtype))
+        if not self.is_guarded:
+            return gathered
+        # 0 * NaN is NaN, so a weight of 0 does not keep out what stands there
+        return torch.where(self.visible.any(-2).unsqueeze(-1), gathered, 0)
+
+    def take(self, x: Tensor, num_kv_heads: int) -> Tensor:
+        """Return `(X, G, R, M, ...)`, this step's rows of x `(B, S, H, ...)`."""
+        batch, _, heads, *rest = x.shape
+        count = self.tiles * self.rows * self.chunk
+        piece = x[:, self.start : self.start + count]
+        if piece.shape[1] < count:
+            tail = x.new_zeros(batch, count - piece.shape[1], heads, *rest)
+            piece = torch.cat([piece, tail], 1)
+        cut = piece.reshape(batch, self.tiles, self.rows, self.chunk, num_kv_heads, heads // num_kv_heads, *rest)
+        others = range(6, 6 + len(rest))
+        return cut.permute(0, 1, 4, 2, 3, 5, *others).flatten(4, 5).flatten(0, 1)
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        """Write `part` `(X, G, R, M, ...)` over this step's rows of x `(B, S, H, ...)`, in place."""
+        batch, _, heads, *rest = x.shape
+        num_kv_heads = part.shape[1]
+        cut = part.reshape(batch, self.tiles, num_kv_heads, self.rows, self.chunk, heads // num_kv_heads, *rest)
+        others = range(6, 6 + len(rest))
+        rows = cut.permute(0, 1, 3, 4, 2, 5, *others).flatten(4, 5).flatten(1, 3)
+        target = x[:, self.start : self.start + rows.shape[1]]
+        target.copy_(rows[:, : target.shape[1]])
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that scores of `dtype` inputs accumulate in: float64 for float64, else float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows_per_step(bytes_per_row: int, device: torch.device) -> int:
+    """Return how many rows of `bytes_per_row` scratch one step may take; at least 1."""
+    return max(1, SCRATCH_BYTES.get(device.type, SCRATCH_BYTES["cpu"]) // max(1, bytes_per_row))
+
+
+def _weights(q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return softmax weights and scores `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`; what is hidden weighs exactly 0.
+
+    Hidden scores are lowered by a finite amount that no score makes up for, so a row that sees nothing stays finite: its
+    weights are uniform, and the caller drops them.
+    """
+    x, g, r, m, d = q.shape
+    scores = torch.matmul(q.reshape(x, g, r * m, d), k.transpose(-1, -2)).view(x, g, r, m, k.shape[2])
+    hidden = torch.finfo(scores.dtype).min / 4
+    scores += torch.zeros_like(visible, dtype=scores.dtype).masked_fill_(~visible, hidden).unsqueeze(-2)
+    return scores.softmax(-1), scores
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out `(X, G, R, M, D_v)` and lse `(X, G, R, M)` of q `(X, G, R, M, D_k)` over stored k, v."""
+    values = tile.gather(v)
+    weights, scores = _weights(q.to(values.dtype) * scale, tile.gather(k), tile.visible)
+    sees = tile.visible.any(-1).unsqueeze(-1)
+    out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
+    # the largest weight is exp(largest score - lse)
+    lse = scores.amax(-1) - weights.amax(-1).log()
+    return torch.where(sees.unsqueeze(-1), out, 0), torch.where(sees, lse, float("-inf"))
+
+
+def attend_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq `(X, G, R, M, D_k)`, dk `(X, G, K, D_k)`, dv `(X, G, K, D_v)` of `attend`, its weights recomputed.
+
+    `dout` `(X, G, R, M, D_v)` and `dlse` `(X, G, R, M)`. Nothing of the forward pass but its inputs is used: a rounded out
+    would put its error into every gradient of large logits.
+    """
+    keys, values = tile.gather(k), tile.gather(v)
+    q = q.to(keys.dtype) * scale
+    sees = tile.visible.any(-1).unsqueeze(-1)
+    rows_dout = torch.where(sees.unsqueeze(-1), dout.to(keys.dtype), 0).flatten(2, 3)
+    weights = _weights(q, keys, tile.visible)[0].flatten(2, 3)
+    dv = torch.matmul(weights.transpose(-1, -2), rows_dout)
+    dweights = torch.matmul(rows_dout, values.transpose(-1, -2))
+    dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
+    if dlse is not None:
+        dscores += weights * torch.where(sees, dlse, 0).flatten(2, 3).unsqueeze(-1)
+    dq = torch.matmul(dscores, keys).mul_(scale).view_as(q)
+    dk = torch.matmul(dscores.transpose(-1, -2), q.flatten(2, 3))
+    return dq, dk, dv
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: float) -> tuple[Tensor, Tensor]:
+    """Return out `(B, S, H, D_v)` and lse `(B, S, H)` of a branch cut into `tiles`; rows in no tile see nothing."""
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
+    for tile in tiles:
+        part, part_lse = attend(tile.take(q, k.shape[2]), k, v, tile, scale)
+        tile.put(out, part)
+        tile.put(lse, part_lse)
+    return out, lse
+
+
+def run_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv in their inputs' shapes and dtypes; `tiles` are those of the forward pass."""
+    acc, num_kv_heads = accumulator_dtype(q.dtype), k.shape[2]
+    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=acc), v.new_zeros(v.shape, dtype=acc)
+    for tile in tiles:
+        part_dlse = None if dlse is None else tile.take(dlse, num_kv_heads)
+        rows, part_dout = tile.take(q, num_kv_heads), tile.take(dout, num_kv_heads)
+        part_dq, part_dk, part_dv = attend_backward(part_dout, part_dlse, rows, k, v, tile, scale)
+        tile.put(dq, part_dq)
+        tile.keys.scatter_add(dk, part_dk)
+        tile.keys.scatter_add(dv, part_dv)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

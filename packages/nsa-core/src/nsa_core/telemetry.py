@@ -1,0 +1,137 @@
+"""What a layer did: gates, chosen blocks, reads, routes. Nothing is computed unless a `LayerTelemetry` is attached.
+
+Figures about gates are taken on shares g_b / sum g over the branches that exist, with the natural logarithm; tokens
+that see no compressed block are left out.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core.config import BlockGeometry
+
+COLLAPSE_ENTROPY = 0.1
+COLLAPSE_SHARE = 0.95
+
+
+class Reads(NamedTuple):
+    """Tokens read by one KV head, summed over the queries of a step; int64."""
+
+    predicted: Tensor
+    """(B,): by the formula of Table 4, counted exactly."""
+    actual: Tensor
+    """(B, G): counted from block_indices and lengths."""
+
+
+def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> Reads:
+    """Return the reads of queries at `positions` `(B, S)` (-1: none) with `block_indices` `(B, S, G, n)`."""
+    is_query = positions >= 0
+    size, stride = geometry.compression_block_size, geometry.compression_stride
+    blocks = torch.where(positions >= size - 1, (positions + 1 - size) // stride + 1, 0)
+    rest = torch.where(is_query, blocks + (positions + 1).clamp(max=geometry.window_size), 0)
+    width = geometry.selection_block_size
+    own = torch.where(is_query, positions // width, 0)
+    chosen = (own + 1).clamp(max=geometry.num_selected_blocks)
+    predicted = torch.where(is_query, (chosen - 1) * width + positions % width + 1, 0)
+    first = block_indices.long() * width
+    gathered = torch.where(block_indices >= 0, positions[..., None, None] + 1 - first, 0).clamp(0, width)
+    actual = gathered.sum(-1) + rest.unsqueeze(-1)
+    return Reads((predicted + rest).sum(1), actual.sum(1))
+
+
+class AttentionObserver:
+    """What `nsa_attention` tells while it runs; every method does nothing until it is overridden."""
+
+    def record_route(self, operation: str, backend: str) -> None:
+        """Note that `backend` runs `operation`."""
+
+    def record_branch(self, branch: str, out: Tensor) -> None:
+        """Note a branch's output `(B, S, H, D_v)` before its gate."""
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Note the chosen blocks `(B, S, G, n)` of queries at `positions` `(B, S)`, -1 for rows that do not count."""
+
+
+class ReadCounter(AttentionObserver):
+    """Counts the reads of the last pass."""
+
+    def __init__(self) -> None:
+        """Start without a count."""
+        self.reads: Reads | None = None
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Count the reads of this pass."""
+        self.reads = count_reads(block_indices, positions, geometry)
+
+
+class LayerTelemetry(AttentionObserver):
+    """The statistics of a layer's last forward pass; attach as `layer.telemetry`, read with `summary`."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.routes: dict[str, str] = {}
+        """Operation -> name of the backend that ran."""
+        self._figures: dict[str, Tensor] = {}
+
+    def record_route(self, operation: str, backend: str) -> None:
+        """Note that `backend` ran `operation`."""
+        self.routes[operation] = backend
+
+    @torch.no_grad()
+    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
+        """Note gates `(B, S, H, 3)`; `has_compressed` `(B, S)` says which tokens see a compressed block."""
+        places = [("cmp", "slc", "win").index(branch) for branch in branches]
+        kept = gates[..., places].double()[has_compressed].flatten(0, -2)
+        shares = kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
+        entropy = -torch.special.xlogy(shares, shares).sum(-1)
+        largest = shares.amax(-1) if kept.numel() else entropy
+        self._figures["gate_entropy_mean"] = entropy.mean()
+        self._figures["gate_entropy_min"] = entropy.amin() if kept.numel() else entropy.mean()
+        self._figures["gate_max_gate"] = largest.mean()
+        collapsed = (entropy < COLLAPSE_ENTROPY) & (largest > COLLAPSE_SHARE)
+        self._figures["gate_collapse_frac"] = collapsed.double().mean()
+        for place, branch in enumerate(branches):
+            self._figures[f"gate_share_{branch}"] = shares[:, place].mean()
+            self._figures[f"gate_mean_{branch}"] = kept[:, place].mean()
+            # by hand: std() warns where no token is kept
+            self._figures[f"gate_std_{branch}"] = (kept[:, place] - kept[:, place].mean()).square().mean().sqrt()
+
+    @torch.no_grad()
+    def record_branch(self, branch: str, out: Tensor) -> None:
+        """Note a branch's output before its gate; its contribution is mean |out|."""
+        self._figures[f"contribution_{branch}"] = out.abs().mean(dtype=torch.float64)
+
+    @torch.no_grad()
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Note the chosen blocks `(B, S, G, n)` of queries at `positions` `(B, S)`."""
+        is_query = positions >= 0
+        rows = is_query.unsqueeze(-1).expand(block_indices.shape[:-1])
+        count = (block_indices >= 0).sum(-1)[rows].double()
+        self._figures["rows"] = torch.tensor(count.numel())
+        self._figures["k_mean"] = count.mean()
+        self._figures["k_max"] = count.amax() if count.numel() else count.sum()
+        self._figures["pct_at_max"] = 100 * (count == geometry.num_selected_blocks).double().mean()
+        own = positions // geometry.selection_block_size
+        initial = (own + 1).clamp(max=geometry.num_initial_blocks)
+        local = (own + 1).clamp(max=geometry.num_local_blocks)
+        forced = torch.minimum(initial + local, own + 1).unsqueeze(-1).expand_as(rows)[rows]
+        self._figures["free_block_share_mean"] = ((count - forced) / count).mean()
+        self._figures["overlap_with_previous_query"] = _overlap_with_previous(block_indices, positions)
+        reads = count_reads(block_indices, positions, geometry)
+        self._figures["reads_pred"] = reads.predicted.sum() * block_indices.shape[2]
+        self._figures["reads_act_total"] = reads.actual.sum()
+
+    def summary(self) -> dict[str, float]:
+        """Return every figure as a float; waits for the device."""
+        return {name: float(value) for name, value in self._figures.items()}
+
+
+def _overlap_with_previous(block_indices: Tensor, positions: Tensor) -> Tensor:
+    """Return the mean share of a query's blocks that the query before it in the same sequence chose as well."""
+    here, before = block_indices[:, 1:], block_indices[:, :-1]
+    follows = (positions[:, 1:] == positions[:, :-1] + 1) & (positions[:, 1:] > 0)
+    shared = sum((here == before[..., slot, None]) & (here >= 0) for slot in range(before.shape[-1]))
+    assert isinstance(shared, Tensor)
+    share = shared.sum(-1) / (here >= 0).sum(-1).clamp(min=1)
+    return share[follows].double().mean()

@@ -1,0 +1,246 @@
+"""What must hold of every backend, as functions that a test calls with drawn shapes.
+
+Each takes a `Shape` and where to run, and raises AssertionError. The backend is asked for by name, so what ran is what
+was meant. Tokens are rows of q and of the keys; a compressed block stands at its last token.
+"""
+
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from nsa_core import attention, blocks
+from nsa_core.config import BlockGeometry
+from nsa_core.reference import naive
+from nsa_core.testing.inputs import Inputs, Shape, make_inputs, unpacked
+from nsa_core.testing.tolerances import NEAR_TIE, allowed_error, max_error
+
+TOKEN_TENSORS = (0, 3, 4, 5, 6, 7)
+"""Places among `Inputs` of what has one row per token; 1 and 2 have one row per compressed block."""
+
+
+@frozen(kw_only=True)
+class Where:
+    """The backend under test, its device and dtype."""
+
+    backend: str = "sdpa"
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+
+    def inputs(self, shape: Shape) -> Inputs:
+        """Return inputs of `shape` for this place."""
+        return make_inputs(shape, self.dtype, self.device)
+
+    def attend(self, inputs: Inputs, geometry: BlockGeometry, **options: Any) -> Tensor:
+        """Return `nsa_attention` of `inputs` through the backend."""
+        options.setdefault("cu_seqlens", inputs.cu_seqlens)
+        return attention.nsa_attention(*inputs.tensors, geometry=geometry, backend=self.backend, **options)
+
+    def select(self, inputs: Inputs, geometry: BlockGeometry) -> Tensor:
+        """Return the blocks that the backend chooses."""
+        options: dict[str, Any] = {"geometry": geometry, "cu_seqlens": inputs.cu_seqlens, "backend": self.backend}
+        lse = attention.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **options).lse
+        return attention.select_blocks(inputs.q, inputs.k_cmp, lse, **options)
+
+
+def block_rows(shape: Shape) -> Tensor:
+    """Return int64 `(C,)`: the row of each compressed block's last token; surplus blocks stand after every token."""
+    geometry, start, rows = shape.geometry, 0, []
+    for length in (shape.num_queries,) if shape.lengths is None else shape.lengths:
+        count = blocks.num_compressed_blocks(length, geometry)
+        rows += [start + i * geometry.compression_stride + geometry.compression_block_size - 1 for i in range(count)]
+        start += length
+    return torch.tensor(rows + [start] * shape.surplus_blocks, dtype=torch.int64)
+
+
+def _later(shape: Shape, row: int) -> list[Tensor]:
+    """Return, per tensor of `Inputs`, bool along its rows: True for what stands after `row`."""
+    tokens = torch.arange(shape.total) > row
+    ends = block_rows(shape) > row
+    return [tokens if place in TOKEN_TENSORS else ends for place in range(8)]
+
+
+def _perturbed(inputs: Inputs, shape: Shape, row: int) -> Inputs:
+    """Return `inputs` with everything after `row` replaced by other finite numbers."""
+    other = make_inputs(evolve(shape, seed=shape.seed + 1), inputs.q.dtype, inputs.q.device)
+    changed = []
+    for x, y, later in zip(inputs.tensors, other.tensors, _later(shape, row), strict=True):
+        changed.append(torch.where(later.to(x.device)[None, :, None, None], 3 * y.nan_to_num() + 1, x.nan_to_num()))
+    return Inputs(*changed, inputs.cu_seqlens)
+
+
+def check_past_outputs_and_choices(shape: Shape, row: int, where: Where) -> None:
+    """(a): outputs and selections at <= row are bit-identical when tokens after `row` change."""
+    inputs = where.inputs(shape)
+    changed = _perturbed(inputs, shape, row)
+    here = slice(0, row + 1)
+    assert torch.equal(where.select(inputs, shape.geometry)[:, here], where.select(changed, shape.geometry)[:, here])
+    assert torch.equal(where.attend(inputs, shape.geometry)[:, here], where.attend(changed, shape.geometry)[:, here])
+
+
+def check_past_outputs_ignore_future_inputs(shape: Shape, row: int, where: Where) -> None:
+    """(b): the gradient of outputs at <= row with respect to anything after `row` is exactly 0."""
+    inputs = where.inputs(shape).with_grad()
+    where.attend(inputs, shape.geometry)[:, : row + 1].sum().backward()
+    for x, later in zip(inputs.tensors, _later(shape, row), strict=True):
+        assert x.grad is not None
+        assert not x.grad[:, later.to(x.device)].any()
+
+
+def check_past_gradients(shape: Shape, row: int, where: Where) -> None:
+    """(c): with dO = 0 after `row`, gradients at <= row do not change with tokens after it, and those after are exactly 0."""
+    inputs = where.inputs(shape)
+    weights = torch.randn(inputs.q.shape[:-1], generator=torch.Generator().manual_seed(5)).to(inputs.q)
+    weights[:, row + 1 :] = 0
+    gradients = []
+    for given in (inputs, _perturbed(inputs, shape, row)):
+        leaves = given.with_grad()
+        (where.attend(leaves, shape.geometry) * weights.unsqueeze(-1)).sum().backward()
+        gradients.append([x.grad for x in leaves.tensors])
+    for ours, theirs, later in zip(*gradients, _later(shape, row), strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)
+        assert not ours[:, later.to(ours.device)].any()
+
+
+def check_heads_permute_within_groups(shape: Shape, where: Where) -> None:
+    """Permuting the query heads of a group permutes the outputs; the chosen blocks stay, above the near-tie margin."""
+    inputs = where.inputs(shape)
+    size = shape.num_heads // shape.num_kv_heads
+    generator = torch.Generator().manual_seed(shape.seed)
+    order = torch.cat([g * size + torch.randperm(size, generator=generator) for g in range(shape.num_kv_heads)]).to(inputs.q.device)
+    permuted = inputs._replace(q=inputs.q[:, :, order], gates=inputs.gates[:, :, order])
+    if not _has_near_tie(inputs, shape):
+        assert torch.equal(where.select(inputs, shape.geometry), where.select(permuted, shape.geometry))
+        _assert_close(where.attend(permuted, shape.geometry), where.attend(inputs, shape.geometry)[:, :, order], where)
+
+
+def check_packed_equals_separate(shape: Shape, where: Where) -> None:
+    """Packed sequences give what each gives alone: outputs and every gradient."""
+    packed = where.inputs(shape).with_grad()
+    weights = torch.randn(packed.q.shape[:-1], generator=torch.Generator().manual_seed(5)).to(packed.q)
+    out = where.attend(packed, shape.geometry)
+    (out * weights.unsqueeze(-1)).sum().backward()
+    token, block = 0, 0
+    for alone in unpacked(shape):
+        rows = (slice(token, token + alone.total), slice(block, block + alone.num_blocks))
+        cuts = [rows[0] if place in TOKEN_TENSORS else rows[1] for place in range(8)]
+        single = Inputs(*(x[:, cut] for x, cut in zip(packed.tensors, cuts, strict=True)), None).with_grad()
+        own = where.attend(single, shape.geometry)
+        (own * weights[:, rows[0], :, None]).sum().backward()
+        _assert_close(out[:, rows[0]], own, where)
+        for x, y, cut in zip(packed.tensors, single.tensors, cuts, strict=True):
+            assert x.grad is not None
+            assert y.grad is not None
+            _assert_close(x.grad[:, cut], y.grad, where)
+        token, block = rows[0].stop, rows[1].stop
+    for x in packed.tensors[1:3]:
+        assert x.grad is not None
+        assert not x.grad[:, block:].any(), "surplus blocks are never read, so their gradient is 0"
+
+
+def check_steps_equal_whole(shape: Shape, cuts: tuple[int, ...], where: Where) -> None:
+    """Queries in steps over stores that already hold their tokens give what one pass gives; the stores' ends may be NaN."""
+    inputs = where.inputs(shape)
+    whole = where.attend(inputs, shape.geometry)
+    bounds = sorted({0, shape.num_queries, *(cut for cut in cuts if cut < shape.num_queries)})
+    pieces = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        later = [mask.to(inputs.q.device)[None, :, None, None] for mask in _later(shape, stop - 1)]
+        stores = [x.masked_fill(mask, float("nan")) for x, mask in zip(inputs.tensors, later, strict=True)]
+        step = Inputs(inputs.q[:, start:stop], *stores[1:7], inputs.gates[:, start:stop])
+        query_start = torch.full((shape.batch,), start, dtype=torch.int32, device=where.device)
+        pieces.append(where.attend(step, shape.geometry, query_start=query_start))
+    _assert_close(torch.cat(pieces, 1), whole, where)
+
+
+def check_mixed_steps(shape: Shape, where: Where) -> None:
+    """Sequences of one batch may stand at different positions with different numbers of rows; the rest give 0."""
+    inputs = where.inputs(shape)
+    whole = where.attend(inputs, shape.geometry)
+    length, rows = shape.num_queries, max(1, shape.num_queries // 2)
+    generator = torch.Generator().manual_seed(shape.seed)
+    query_start = torch.randint(0, length - rows + 1, (shape.batch,), generator=generator, dtype=torch.int32)
+    query_count = torch.randint(0, rows + 1, (shape.batch,), generator=generator, dtype=torch.int32)
+    index = query_start.long().unsqueeze(1) + torch.arange(rows)
+    batch = torch.arange(shape.batch).unsqueeze(1)
+    step = inputs._replace(q=inputs.q[batch, index], gates=inputs.gates[batch, index])
+    placed = {"query_start": query_start.to(where.device), "query_count": query_count.to(where.device)}
+    out = where.attend(step, shape.geometry, **placed)
+    for b in range(shape.batch):
+        count, start = int(query_count[b]), int(query_start[b])
+        _assert_close(out[b, :count], whole[b, start : start + count], where)
+        assert not out[b, count:].any()
+
+
+def check_batch_permutes(shape: Shape, where: Where) -> None:
+    """Permuting the batch permutes the outputs."""
+    inputs = where.inputs(evolve(shape, batch=3))
+    order = torch.tensor([2, 0, 1], device=inputs.q.device)
+    permuted = Inputs(*(x[order] for x in inputs.tensors))
+    _assert_close(where.attend(permuted, shape.geometry), where.attend(inputs, shape.geometry)[order], where)
+
+
+def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
+    """A branch whose gate is 0 contributes exactly what an absent one does."""
+    inputs = where.inputs(shape)
+    for place, absent in ((0, ("v_cmp",)), (1, ("k_slc", "v_slc")), (2, ("k_win", "v_win"))):
+        gates = inputs.gates.clone()
+        gates[..., place] = 0
+        closed = where.attend(inputs._replace(gates=gates), shape.geometry)
+        values: Any = inputs._replace(**dict.fromkeys(absent))
+        without = attention.nsa_attention(*values[:8], geometry=shape.geometry, cu_seqlens=inputs.cu_seqlens, backend=where.backend)
+        assert torch.equal(closed, without)
+
+
+def check_equals_dense(shape: Shape, where: Where) -> None:
+    """w >= S, n * l' >= S and l = d = 1 make the sliding, selected and compressed branch dense causal attention."""
+    length = shape.num_queries
+    covering = evolve(shape.geometry, window_size=max(length, 1), num_selected_blocks=-(-length // shape.geometry.selection_block_size) + 3)
+    inputs = where.inputs(evolve(shape, geometry=covering))
+    options: dict[str, Any] = {"geometry": covering, "backend": where.backend}
+    window = attention.sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, **options)
+    _assert_close(window, naive.dense_attention(inputs.q, inputs.k_win, inputs.v_win), where)
+    block_indices = where.select(inputs, covering)
+    selected = attention.selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, block_indices, **options)
+    _assert_close(selected, naive.dense_attention(inputs.q, inputs.k_slc, inputs.v_slc), where)
+    unit = BlockGeometry(1, 1, 4, 3, 0, 1, 4)
+    compressed = attention.compressed_attention(inputs.q, inputs.k_win, inputs.v_win, geometry=unit, backend=where.backend)
+    _assert_close(compressed, naive.dense_attention(inputs.q, inputs.k_win, inputs.v_win), where)
+
+
+def check_agrees_with_oracle(shape: Shape, where: Where) -> None:
+    """Outputs and the gradients of q, every k and v, and the gates equal the float64 oracle's."""
+    inputs = where.inputs(shape)
+    if _has_near_tie(inputs, shape):
+        return
+    weights = torch.randn(inputs.q.shape[:-1], generator=torch.Generator().manual_seed(5)).to(inputs.q)
+    ours, exact = inputs.with_grad(), inputs.to(torch.float64).with_grad()
+    out = where.attend(ours, shape.geometry)
+    expected = naive.nsa_attention(*exact.tensors, geometry=shape.geometry, cu_seqlens=exact.cu_seqlens)
+    _assert_close(out, expected, where)
+    (out * weights.unsqueeze(-1)).sum().backward()
+    (expected * weights.double().unsqueeze(-1)).sum().backward()
+    for x, y in zip(ours.tensors, exact.tensors, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        _assert_close(x.grad, y.grad, where)
+
+
+def _has_near_tie(inputs: Inputs, shape: Shape) -> bool:
+    """Return True where some choice is too close to call, so that outputs may differ."""
+    exact = inputs.to(torch.float64)
+    options: dict[str, Any] = {"geometry": shape.geometry, "cu_seqlens": exact.cu_seqlens}
+    lse = naive.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, **options).lse
+    margin = naive.selection_margin(exact.q, exact.k_cmp, lse, **options)
+    # equal scores (a margin of exactly 0, from blocks that see nothing) are no tie between backends: the lower block wins
+    return bool(((margin < NEAR_TIE[inputs.q.dtype]) & (margin > 0)).any())
+
+
+def _assert_close(actual: Any, expected: Any, where: Where) -> None:
+    pairs = zip(actual, expected, strict=True) if isinstance(actual, tuple) else ((actual, expected),)
+    for ours, theirs in pairs:
+        error, limit = max_error(ours, theirs), allowed_error(theirs, where.dtype)
+        assert error <= limit, f"off by {error:.2e} (allowed: {limit:.2e})"

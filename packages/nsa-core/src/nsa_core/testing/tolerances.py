@@ -1,0 +1,49 @@
+"""How close is close enough: exact limits for float64 and float32, torch's own error as the yardstick below."""
+
+import torch
+from torch import Tensor
+
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""Largest error relative to the largest reference value."""
+SMALLEST_SCALE = 0.1
+"""Errors of smaller results are taken relative to this: products of inputs around 1 cancel to them."""
+NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Scores closer than this may be ranked either way by two backends."""
+
+
+def max_error(actual: Tensor, expected: Tensor) -> float:
+    """Return max |actual - expected| in float64; infinite where a NaN, or an unequal infinity, stands on either side."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    actual, expected = actual.detach().double(), expected.detach().double().to(actual.device)
+    same = actual == expected
+    error = torch.where(same, 0.0, (actual - expected).abs())
+    return float(error.nan_to_num(nan=float("inf")).max()) if error.numel() else 0.0
+
+
+def largest(x: Tensor) -> float:
+    """Return the largest finite |x|, 0 for an empty tensor."""
+    finite = x.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return `max_error` over the largest finite |expected|, which counts as at least `SMALLEST_SCALE`."""
+    return max_error(actual, expected) / max(largest(expected), SMALLEST_SCALE)
+
+
+def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0) -> float:
+    """Return the error that a result of `dtype` may have against `expected`.
+
+    float64 and float32: `LIMITS` times the largest value. Below: twice the error of torch's MATH SDPA with an explicit
+    mask in that dtype (`torch_error`), plus 2^-8 of the largest value.
+    """
+    scale = max(largest(expected), SMALLEST_SCALE)
+    return LIMITS[dtype] * scale if dtype in LIMITS else 2 * torch_error + 2**-8 * scale
+
+
+def near_tie_margin(row_maximum: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the margin below which a choice between two scores is a near tie, per row."""
+    if dtype in NEAR_TIE:
+        return torch.full_like(row_maximum, NEAR_TIE[dtype])
+    return row_maximum * 2**-9
