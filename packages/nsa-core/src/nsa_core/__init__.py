@@ -3,7 +3,6 @@
 from nsa_core.__about__ import __version__
 from nsa_core.attention import (
     compressed_attention,
-    explain_routing,
     nsa_attention,
     select_blocks,
     selected_attention,
@@ -22,6 +21,7 @@ from nsa_core.backends.base import (
 )
 from nsa_core.backends.registry import BackendRegistry, RoutingDecision
 from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
+from nsa_core.dispatch import explain_routing
 from nsa_core.errors import (
     BackendUnavailableError,
     CacheOverflowError,

@@ -31,7 +31,8 @@ def block_windows(x: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor | None 
     count = blocks.num_compressed_blocks(x.shape[1], geometry)
     last_positions = torch.arange(count, device=x.device) * stride + size - 1
     if not count:
-        return BlockWindows(x.new_zeros(x.shape[0], 0, size, *x.shape[2:]), last_positions)
+        # cut from x, so that what made x still gets a gradient, of zeros: DDP waits for every parameter's
+        return BlockWindows(x[:, :0].unsqueeze(2).expand(-1, -1, size, *x.shape[2:]), last_positions)
     return BlockWindows(x.unfold(1, size, stride).movedim(-1, 2), last_positions)
 
 

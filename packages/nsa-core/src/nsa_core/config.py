@@ -188,7 +188,7 @@ def _check_backends(instance: object, attribute: object, value: Any) -> None:
             raise ConfigError(f"backends[{operation!r}]={name!r} is not a backend's name; use 'auto' or 'sdpa'")
 
 
-def _check_branches(instance: object, attribute: object, value: tuple[str, ...]) -> None:
+def _check_branches(instance: object, attribute: object, value: Any) -> None:
     is_choice = isinstance(value, tuple) and all(branch in BRANCHES for branch in value)
     if not is_choice or not value or len(set(value)) != len(value):
         raise ConfigError(f"branches={value!r} is not a non-empty choice of 'cmp', 'slc', 'win', each once; use ('cmp', 'slc', 'win')")

@@ -16,11 +16,12 @@ def gates_from_logits(
     not in `branches` has gate 0.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    exists = torch.tensor([branch in branches for branch in BRANCHES], device=logits.device)
+    # filled on the device: a tensor made of a Python list would wait for its copy
+    always = torch.ones_like(has_compressed)
+    seen = {"cmp": always if kind == "sigmoid" else has_compressed, "slc": always, "win": always}
+    is_open = torch.stack([seen[name] if name in branches else torch.zeros_like(always) for name in BRANCHES], -1).unsqueeze(-2)
     if kind == "sigmoid":
-        return logits.sigmoid() * exists
-    is_cmp = torch.tensor([branch == "cmp" for branch in BRANCHES], device=logits.device)
-    is_open = exists & (has_compressed[..., None, None] | ~is_cmp)
+        return logits.sigmoid() * is_open
     # finfo.min, not -inf: where nothing is open the gradient must be 0, not NaN
     masked = logits.masked_fill(~is_open, torch.finfo(logits.dtype).min)
     return masked.softmax(-1) * is_open
@@ -41,4 +42,4 @@ class GateMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `(B, S, H, 3)` of x `(B, S, hidden_size)`."""
         logits: Tensor = self.down(nn.functional.silu(self.up(x)))
-        return logits.unflatten(-1, (self.num_heads, 3))
+        return logits.view(*logits.shape[:-1], self.num_heads, 3)

@@ -215,7 +215,7 @@ class NSACache:
                     f"{self.max_rollback} are gone); build the cache with keep_raw=True or a larger max_rollback"
                 )
         self._bounds = [have - count for have, count in zip(self._bounds, counts, strict=True)]
-        self.lengths -= torch.tensor(counts, dtype=torch.int32).to(self.lengths.device)
+        self.lengths -= torch.tensor(counts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
 
     def _check_indices(self, indices: Tensor) -> None:
         checks.check_rank("indices", indices, 1, "(B',)")

@@ -29,6 +29,11 @@ class Stores(NamedTuple):
     v_win: Tensor | None = None
 
 
+def split_heads(projected: Tensor, num_heads: int) -> Tensor:
+    """Return `(B, S, num_heads, D)` of `(B, S, num_heads * D)`."""
+    return projected.view(*projected.shape[:-1], num_heads, projected.shape[-1] // num_heads)
+
+
 class NativeSparseAttention(nn.Module):
     """Native Sparse Attention as a drop-in layer: x (B, S, hidden_size) -> (B, S, hidden_size) (arXiv 2502.11089).
 
@@ -177,7 +182,7 @@ class NativeSparseAttention(nn.Module):
         return rotate(self._heads(self.k_proj[branch](x)), tables), self._heads(self.v_proj[branch](x))
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (self.config.num_kv_heads, -1))
+        return split_heads(projected, self.config.num_kv_heads)
 
     def _forward_cached(self, x: Tensor, cache: NSACache, query_count: Tensor | None) -> Tensor:
         step = cache.begin_step(x.shape[1], query_count)
@@ -251,7 +256,7 @@ class NativeSparseAttention(nn.Module):
         counter: AttentionObserver | None = None,
     ) -> Tensor:
         config = self.config
-        q = rotate(self.q_proj(x).unflatten(-1, (config.num_heads, config.head_dim_qk)), tables)
+        q = rotate(split_heads(self.q_proj(x), config.num_heads), tables)
         has_compressed = positions >= config.geometry.compression_block_size - 1
         gates = gates_from_logits(
             self.gate(x), has_compressed, kind=config.gate, temperature=config.gate_temperature, branches=config.branches

@@ -82,20 +82,20 @@ class LayerTelemetry(AttentionObserver):
     def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
         """Note gates `(B, S, H, 3)`; `has_compressed` `(B, S)` says which tokens see a compressed block."""
         places = [("cmp", "slc", "win").index(branch) for branch in branches]
-        kept = gates[..., places].double()[has_compressed].flatten(0, -2)
+        kept = torch.stack([gates[..., place] for place in places], -1).double()
         shares = kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
-        entropy = -torch.special.xlogy(shares, shares).sum(-1)
-        largest = shares.amax(-1) if kept.numel() else entropy
-        self._figures["gate_entropy_mean"] = entropy.mean()
-        self._figures["gate_entropy_min"] = entropy.amin() if kept.numel() else entropy.mean()
-        self._figures["gate_max_gate"] = largest.mean()
-        collapsed = (entropy < COLLAPSE_ENTROPY) & (largest > COLLAPSE_SHARE)
-        self._figures["gate_collapse_frac"] = collapsed.double().mean()
+        entropy, largest = -torch.special.xlogy(shares, shares).sum(-1), shares.amax(-1)
+        counts = has_compressed.unsqueeze(-1)
+        self._figures["gate_entropy_mean"] = _mean(entropy, counts)
+        self._figures["gate_entropy_min"] = _least(entropy, counts)
+        self._figures["gate_max_gate"] = _mean(largest, counts)
+        self._figures["gate_collapse_frac"] = _mean((entropy < COLLAPSE_ENTROPY) & (largest > COLLAPSE_SHARE), counts)
         for place, branch in enumerate(branches):
-            self._figures[f"gate_share_{branch}"] = shares[:, place].mean()
-            self._figures[f"gate_mean_{branch}"] = kept[:, place].mean()
-            # by hand: std() warns where no token is kept
-            self._figures[f"gate_std_{branch}"] = (kept[:, place] - kept[:, place].mean()).square().mean().sqrt()
+            gate = kept[..., place]
+            mean = _mean(gate, counts)
+            self._figures[f"gate_share_{branch}"] = _mean(shares[..., place], counts)
+            self._figures[f"gate_mean_{branch}"] = mean
+            self._figures[f"gate_std_{branch}"] = _mean((gate - mean).square(), counts).sqrt()
 
     @torch.no_grad()
     def record_branch(self, branch: str, out: Tensor) -> None:
@@ -105,18 +105,17 @@ class LayerTelemetry(AttentionObserver):
     @torch.no_grad()
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
         """Note the chosen blocks `(B, S, G, n)` of queries at `positions` `(B, S)`."""
-        is_query = positions >= 0
-        rows = is_query.unsqueeze(-1).expand(block_indices.shape[:-1])
-        count = (block_indices >= 0).sum(-1)[rows].double()
-        self._figures["rows"] = torch.tensor(count.numel())
-        self._figures["k_mean"] = count.mean()
-        self._figures["k_max"] = count.amax() if count.numel() else count.sum()
-        self._figures["pct_at_max"] = 100 * (count == geometry.num_selected_blocks).double().mean()
+        rows = (positions >= 0).unsqueeze(-1).expand(block_indices.shape[:-1])
+        count = (block_indices >= 0).sum(-1)
+        self._figures["rows"] = rows.sum()
+        self._figures["k_mean"] = _mean(count, rows)
+        self._figures["k_max"] = torch.cat([count.flatten(), count.new_zeros(1)]).amax()
+        self._figures["pct_at_max"] = 100 * _mean(count == geometry.num_selected_blocks, rows)
         own = positions // geometry.selection_block_size
         initial = (own + 1).clamp(max=geometry.num_initial_blocks)
         local = (own + 1).clamp(max=geometry.num_local_blocks)
-        forced = torch.minimum(initial + local, own + 1).unsqueeze(-1).expand_as(rows)[rows]
-        self._figures["free_block_share_mean"] = ((count - forced) / count).mean()
+        forced = torch.minimum(initial + local, own + 1).unsqueeze(-1)
+        self._figures["free_block_share_mean"] = _mean((count - forced) / count.clamp(min=1), rows)
         self._figures["overlap_with_previous_query"] = _overlap_with_previous(block_indices, positions)
         reads = count_reads(block_indices, positions, geometry)
         self._figures["reads_pred"] = reads.predicted.sum() * block_indices.shape[2]
@@ -134,4 +133,17 @@ def _overlap_with_previous(block_indices: Tensor, positions: Tensor) -> Tensor:
     shared = sum((here == before[..., slot, None]) & (here >= 0) for slot in range(before.shape[-1]))
     assert isinstance(shared, Tensor)
     share = shared.sum(-1) / (here >= 0).sum(-1).clamp(min=1)
-    return share[follows].double().mean()
+    return _mean(share, follows.unsqueeze(-1))
+
+
+def _mean(x: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of x over the elements that count, NaN where none does; nothing is picked out, which would wait."""
+    kept = counts.expand(x.shape)
+    return torch.where(kept, x, 0).sum(dtype=torch.float64) / kept.sum()
+
+
+def _least(x: Tensor, counts: Tensor) -> Tensor:
+    """Return the least finite x of the elements that count, NaN where none does."""
+    kept = torch.where(counts.expand(x.shape), x, torch.inf).flatten()
+    least = torch.cat([kept, kept.new_full((1,), torch.inf)]).amin()
+    return torch.where(least == torch.inf, torch.nan, least)

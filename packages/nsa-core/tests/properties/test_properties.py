@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from nsa_core.reference import branches, tiles
 from nsa_core.testing import properties
 from nsa_core.testing.inputs import Shape

@@ -74,8 +74,8 @@ class Reason:
 class BranchRequest:
     """What an operation is asked to do, in plain hashable numbers.
 
-    Lengths are host bounds: `num_queries` rows per batch entry (packed: the total), `num_keys` tokens per sequence
-    (packed: the total). Under torch.compile lengths are rounded up to a power of 8, so that one graph serves many.
+    Lengths are host bounds: `num_queries` rows per batch entry (packed: the total), `num_keys` tokens of the longest
+    sequence. Under torch.compile lengths are rounded up to a power of 8, so that one graph serves many.
     """
 
     operation: Operation = field(converter=Operation)

@@ -13,6 +13,7 @@ from attrs import frozen
 from nsa_core.backends.base import BranchBackend, BranchRequest, Operation, Reason, ReasonKind
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import BackendUnavailableError, DuplicateBackendError
+from nsa_core.tracing import constant_when_traced
 
 AUTO = "auto"
 
@@ -121,7 +122,7 @@ class BackendRegistry:
         """
         return self.backends[self._resolve_index(request, backend)]
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_when_traced
     def resolve_index(self, backend: str, optional: bool, device_index: int, *fields: Any) -> int:
         """Return the index in `backends` of the choice for the request made of `fields`, in BranchRequest's order.
 

@@ -6,13 +6,13 @@ from types import ModuleType
 from typing import Any
 
 import pluggy
-import torch
 from attrs import define, field, frozen
 
 from nsa_core.backends.base import BranchBackend, Operation
 from nsa_core.backends.registry import AUTO, BackendRegistry
 from nsa_core.errors import DuplicateBackendError
 from nsa_core.plugins import builtin, hookspecs
+from nsa_core.tracing import constant_when_traced
 
 GROUP = "nsa"
 BUILTIN = "nsa_core.plugins.builtin"
@@ -70,7 +70,7 @@ def load_plugins(found: Iterable[EntryPoint] | None = None) -> Plugins:
             continue
         try:
             loaded.append(_ask(entry_point.load(), entry_point.name, _origin(entry_point)))
-        except (Exception, SystemExit) as error:  # a third party's import may raise anything; it must not take the host down
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a third party may raise anything; it must not take the host down
             reason = f"{type(error).__name__}: {error}"
             broken.append(BrokenPlugin(name=entry_point.name, origin=_origin(entry_point), error=reason))
     return Plugins(loaded=tuple(loaded), broken=tuple(broken))
@@ -101,12 +101,9 @@ def _check_backend(backend: Any) -> None:
         raise TypeError(f"{backend!r} is no BranchBackend (name, operation, capability, reasons_against, preference, __call__)")
     if backend.operation not in tuple(Operation):
         raise ValueError(f"{backend!r} implements operation {backend.operation!r} (the rule: one of {', '.join(Operation)})")
-    if not isinstance(backend.name, str) or backend.name in ("", AUTO):
-        raise ValueError(f"{backend!r} has the name {backend.name!r} (the rule: a word of its own, and 'auto' is routing); rename it")
-
-
-def _is_backend(offer: object) -> bool:
-    return isinstance(offer, BranchBackend)
+    name: object = backend.name
+    if not isinstance(name, str) or name in ("", AUTO):
+        raise ValueError(f"{backend!r} has the name {name!r} (the rule: a word of its own, and 'auto' is routing); rename it")
 
 
 def _origin(entry_point: EntryPoint) -> str:
@@ -125,7 +122,7 @@ class _Process:
 _process = _Process()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _build_once() -> bool:
     if _process.registry is None:
         _process.plugins = load_plugins()

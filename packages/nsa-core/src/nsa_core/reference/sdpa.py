@@ -7,7 +7,7 @@ tiles and saves only its inputs; the backward op recomputes the weights.
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from nsa_core.backends.base import BranchOutput, BranchRequest, Capability, Operation, Placement, Reason
@@ -48,6 +48,11 @@ def _placement(
     )
 
 
+def _no_autocast(q: Tensor) -> Any:
+    """Autocast has chosen the inputs' dtype by now; inside, it would take the float32 accumulators down with it."""
+    return torch.autocast(q.device.type, enabled=False)
+
+
 @torch.library.custom_op("nsa_core::sdpa_attention", mutates_args=())
 def sdpa_attention(
     branch: str,
@@ -67,7 +72,8 @@ def sdpa_attention(
     """Return out `(B, S, H, D_v)` and lse `(B, S, H)` of the branch "cmp", "slc" or "win"."""
     placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
     steps = _tiles(branch, q, k, v, block_indices, BlockGeometry(*geometry), placement)
-    return tiles.run_forward(q, k, v, steps, scale)
+    with _no_autocast(q):
+        return tiles.run_forward(q, k, v, steps, scale)
 
 
 @sdpa_attention.register_fake
@@ -97,7 +103,8 @@ def sdpa_attention_backward(
     """Return dq, dk, dv of `sdpa_attention` for the gradients of out and lse; lse's may be None."""
     placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
     steps = _tiles(branch, q, k, v, block_indices, BlockGeometry(*geometry), placement)
-    return tiles.run_backward(dout, dlse, q, k, v, steps, scale)
+    with _no_autocast(q):
+        return tiles.run_backward(dout, dlse, q, k, v, steps, scale)
 
 
 @sdpa_attention_backward.register_fake
@@ -140,7 +147,8 @@ def sdpa_select_blocks(
 ) -> Tensor:
     """Return int32 block_indices `(B, S, G, n)`; no gradient."""
     placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
-    return select.select_blocks(q, k_cmp, lse, BlockGeometry(*geometry), scale, placement)
+    with _no_autocast(q):
+        return select.select_blocks(q, k_cmp, lse, BlockGeometry(*geometry), scale, placement)
 
 
 @sdpa_select_blocks.register_fake
@@ -169,7 +177,7 @@ def gather_pages(store: Tensor, page_table: Tensor) -> Tensor:
 class SDPABackend:
     """One operation of the reference; eligible for every request."""
 
-    operation: Operation
+    operation: Operation = field(converter=Operation)
     name: str = NAME
     capability: Capability = Capability(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16))
 

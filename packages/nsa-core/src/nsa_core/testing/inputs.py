@@ -1,5 +1,6 @@
 """Random inputs of every operation, in any layout, from one description."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,11 @@ class Inputs(NamedTuple):
     gates: Tensor
     cu_seqlens: Tensor | None = None
 
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], cu_seqlens: Tensor | None = None) -> "Inputs":
+        """Return the inputs made of eight tensors."""
+        return cls(*tensors, cu_seqlens=cu_seqlens)  # type: ignore[misc]
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the eight differentiable tensors."""
@@ -69,11 +75,11 @@ class Inputs(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         """Return detached copies in `dtype`."""
-        return Inputs(*(x.detach().to(dtype) for x in self.tensors), self.cu_seqlens)
+        return Inputs.of((x.detach().to(dtype) for x in self.tensors), self.cu_seqlens)
 
     def with_grad(self) -> "Inputs":
         """Return detached leaves that require gradients."""
-        return Inputs(*(x.detach().clone().requires_grad_() for x in self.tensors), self.cu_seqlens)
+        return Inputs.of((x.detach().clone().requires_grad_() for x in self.tensors), self.cu_seqlens)
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Inputs:
@@ -94,7 +100,7 @@ def make_inputs(shape: Shape, dtype: torch.dtype = torch.float64, device: torch.
     cu_seqlens = None
     if shape.lengths is not None:
         cu_seqlens = torch.tensor([0, *torch.tensor(shape.lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    return Inputs(*(x.to(device=device, dtype=dtype) for x in tensors), cu_seqlens)
+    return Inputs.of((x.to(device=device, dtype=dtype) for x in tensors), cu_seqlens)
 
 
 def _with_surplus(x: Tensor, rows: int) -> Tensor:

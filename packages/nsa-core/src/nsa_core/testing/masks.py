@@ -33,8 +33,9 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float |
     groups = q.shape[2] // k.shape[2]
     mask = mask.to(q.device).expand(q.shape[0], k.shape[2], q.shape[1], k.shape[1]).repeat_interleave(groups, 1)
     sees = mask.any(-1, keepdim=True)
-    heads = [x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))]
+    heads = q.transpose(1, 2)
+    keys, values = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v))
     with sdpa_kernel(SDPBackend.MATH):
         # an all-False row would be NaN: let it see everything, then drop it
-        out = scaled_dot_product_attention(*heads, attn_mask=mask | ~sees, scale=scale)
+        out = scaled_dot_product_attention(heads, keys, values, attn_mask=mask | ~sees, scale=scale)
     return torch.where(sees, out, 0).transpose(1, 2)

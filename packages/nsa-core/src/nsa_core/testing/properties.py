@@ -67,7 +67,7 @@ def _perturbed(inputs: Inputs, shape: Shape, row: int) -> Inputs:
     changed = []
     for x, y, later in zip(inputs.tensors, other.tensors, _later(shape, row), strict=True):
         changed.append(torch.where(later.to(x.device)[None, :, None, None], 3 * y.nan_to_num() + 1, x.nan_to_num()))
-    return Inputs(*changed, inputs.cu_seqlens)
+    return Inputs.of(changed, inputs.cu_seqlens)
 
 
 def check_past_outputs_and_choices(shape: Shape, row: int, where: Where) -> None:
@@ -127,7 +127,7 @@ def check_packed_equals_separate(shape: Shape, where: Where) -> None:
     for alone in unpacked(shape):
         rows = (slice(token, token + alone.total), slice(block, block + alone.num_blocks))
         cuts = [rows[0] if place in TOKEN_TENSORS else rows[1] for place in range(8)]
-        single = Inputs(*(x[:, cut] for x, cut in zip(packed.tensors, cuts, strict=True)), None).with_grad()
+        single = Inputs.of(x[:, cut] for x, cut in zip(packed.tensors, cuts, strict=True)).with_grad()
         own = where.attend(single, shape.geometry)
         (own * weights[:, rows[0], :, None]).sum().backward()
         _assert_close(out[:, rows[0]], own, where)
@@ -150,7 +150,7 @@ def check_steps_equal_whole(shape: Shape, cuts: tuple[int, ...], where: Where) -
     for start, stop in zip(bounds, bounds[1:], strict=False):
         later = [mask.to(inputs.q.device)[None, :, None, None] for mask in _later(shape, stop - 1)]
         stores = [x.masked_fill(mask, float("nan")) for x, mask in zip(inputs.tensors, later, strict=True)]
-        step = Inputs(inputs.q[:, start:stop], *stores[1:7], inputs.gates[:, start:stop])
+        step = Inputs.of([inputs.q[:, start:stop], *stores[1:7], inputs.gates[:, start:stop]])
         query_start = torch.full((shape.batch,), start, dtype=torch.int32, device=where.device)
         pieces.append(where.attend(step, shape.geometry, query_start=query_start))
     _assert_close(torch.cat(pieces, 1), whole, where)
@@ -179,7 +179,7 @@ def check_batch_permutes(shape: Shape, where: Where) -> None:
     """Permuting the batch permutes the outputs."""
     inputs = where.inputs(evolve(shape, batch=3))
     order = torch.tensor([2, 0, 1], device=inputs.q.device)
-    permuted = Inputs(*(x[order] for x in inputs.tensors))
+    permuted = Inputs.of(x[order] for x in inputs.tensors)
     _assert_close(where.attend(permuted, shape.geometry), where.attend(inputs, shape.geometry)[order], where)
 
 
@@ -190,13 +190,14 @@ def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
         gates = inputs.gates.clone()
         gates[..., place] = 0
         closed = where.attend(inputs._replace(gates=gates), shape.geometry)
-        values: Any = inputs._replace(**dict.fromkeys(absent))
-        without = attention.nsa_attention(*values[:8], geometry=shape.geometry, cu_seqlens=inputs.cu_seqlens, backend=where.backend)
+        values: Any = {**inputs._asdict(), **dict.fromkeys(absent)}
+        del values["cu_seqlens"]
+        without = attention.nsa_attention(**values, geometry=shape.geometry, cu_seqlens=inputs.cu_seqlens, backend=where.backend)
         assert torch.equal(closed, without)
 
 
 def check_equals_dense(shape: Shape, where: Where) -> None:
-    """w >= S, n * l' >= S and l = d = 1 make the sliding, selected and compressed branch dense causal attention."""
+    """Let w >= S, n * l' >= S and l = d = 1 each make its branch dense causal attention."""
     length = shape.num_queries
     covering = evolve(shape.geometry, window_size=max(length, 1), num_selected_blocks=-(-length // shape.geometry.selection_block_size) + 3)
     inputs = where.inputs(evolve(shape, geometry=covering))

@@ -1,0 +1,15 @@
+"""What a graph being traced by torch.compile needs to know."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def constant_when_traced(function: Function) -> Function:
+    """Mark `function` to be called while a graph is traced, its result a constant of the graph.
+
+    The same mark as `torch.compiler.assume_constant_result`, which would load torch's whole compiler on import.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,353 @@
+"""The choice among backends: by preference, by name, with reasons, remembered."""
+
+import warnings
+
+import pytest
+import torch
+from attrs import define
+
+from nsa_core import (
+    BackendRegistry,
+    BackendUnavailableError,
+    BlockGeometry,
+    BranchOutput,
+    BranchRequest,
+    Capability,
+    DuplicateBackendError,
+    NSAError,
+    Operation,
+    Reason,
+    explain_routing,
+    nsa_attention,
+    sliding_window_attention,
+)
+from nsa_core.reference.sdpa import sdpa_backends
+from nsa_core.telemetry import AttentionObserver
+
+GEOMETRY = BlockGeometry(4, 2, 8, 3, 1, 1, 5)
+REQUEST = BranchRequest(operation=Operation.WIN)
+CUDA_ONLY = Capability(device_types=("cuda",))
+
+
+@define(kw_only=True, eq=False)
+class CountingBackend:
+    """A backend that counts how often it is asked and called; it answers with ones."""
+
+    name: str = "counting"
+    operation: Operation = Operation.WIN
+    capability: Capability = Capability()
+    level: int = 1
+    policy: tuple[str, ...] = ()
+    num_asked: int = 0
+    num_calls: int = 0
+    last_request: BranchRequest | None = None
+
+    def reasons_against(self, request):
+        self.num_asked += 1
+        self.last_request = request
+        return (*self.capability.reasons_against(request), *(Reason.policy(message) for message in self.policy))
+
+    def preference(self, request):
+        return self.level
+
+    def __call__(self, *tensors, geometry, scale, placement):
+        self.num_calls += 1
+        q, v = tensors[0], tensors[2]
+        out = q.new_ones(*q.shape[:3], v.shape[3])
+        return out if self.operation is Operation.NSA else BranchOutput(out, q.new_zeros(q.shape[:3]))
+
+
+class HopperKernel(CountingBackend):
+    """A backend as the kernel packages have them: CUDA from 8.0 on, and on 8.9 only where it is named."""
+
+    def reasons_against(self, request):
+        found = Capability(device_types=("cuda",), min_compute_capability=(8, 0)).reasons_against(request)
+        if request.compute_capability == (8, 9):
+            found += (Reason.policy("slower than the reference on SM 8.9"),)
+        return found
+
+
+def registry_of(*fields):
+    return BackendRegistry(tuple(CountingBackend(**each) for each in fields))
+
+
+def chosen(registry, request=REQUEST, backend="auto"):
+    return registry.resolve(request, backend).name
+
+
+def operands(seed=0, S=11, H=4, G=2, D_k=6, D_v=4):
+    torch.manual_seed(seed)
+    C = (S - GEOMETRY.compression_block_size) // GEOMETRY.compression_stride + 1
+    pairs = [torch.randn(1, T, G, D) for T in (C, S, S) for D in (D_k, D_v)]
+    return torch.randn(1, S, H, D_k), *pairs, torch.rand(1, S, H, 3)
+
+
+def test_auto_takes_the_highest_preference():
+    registry = registry_of({"name": "low", "level": -1}, {"name": "high", "level": 7}, {"name": "middle", "level": 3})
+    assert chosen(registry) == "high"
+
+
+def test_auto_passes_over_a_backend_with_any_reason_against_it():
+    registry = registry_of(
+        {"name": "incapable", "level": 9, "capability": CUDA_ONLY}, {"name": "unwise", "level": 8, "policy": ("slow",)}, {"name": "plain"}
+    )
+    assert chosen(registry) == "plain"
+
+
+@pytest.mark.parametrize("order", [("b", "a", "c"), ("c", "b", "a")])
+def test_equal_preferences_go_by_name_whatever_the_order_of_registration(order):
+    assert chosen(registry_of(*({"name": name} for name in order))) == "a"
+
+
+def test_auto_asks_only_backends_of_the_operation():
+    registry = registry_of({"name": "other", "operation": Operation.CMP, "level": 9}, {"name": "window", "level": 0})
+    assert chosen(registry) == "window"
+
+
+def test_a_preference_may_depend_on_the_request():
+    class Short(CountingBackend):
+        def preference(self, request):
+            return 1 if request.num_queries <= 64 else -1
+
+    registry = BackendRegistry((Short(name="short"), *sdpa_backends()))
+    assert chosen(registry, BranchRequest(operation="win", num_queries=64)) == "short"
+    assert chosen(registry, BranchRequest(operation="win", num_queries=65)) == "sdpa"
+
+
+def test_auto_without_an_eligible_backend_names_every_reason_of_each():
+    registry = registry_of(
+        {"name": "gpu", "capability": Capability(device_types=("cuda",), max_head_dim=32)}, {"name": "slow", "policy": ("s",)}
+    )
+    with pytest.raises(BackendUnavailableError) as caught:
+        registry.resolve(REQUEST)
+    for said in ("device cpu (needs cuda)", "head dimension 64 (at most 32)", "slow (preference 1): policy: s"):
+        assert said in str(caught.value)
+
+
+def test_a_name_never_falls_back():
+    registry = registry_of(
+        {"name": "gpu", "capability": Capability(device_types=("cuda",), max_head_dim=32), "policy": ("rarely",)}, {"name": "any"}
+    )
+    with pytest.raises(BackendUnavailableError, match="a named backend never falls back") as caught:
+        registry.resolve(REQUEST, "gpu")
+    for said in ("device cpu (needs cuda)", "head dimension 64 (at most 32)", "policy: rarely", "any (preference 1): eligible"):
+        assert said in str(caught.value)
+
+
+def test_a_name_wins_over_preference():
+    registry = registry_of({"name": "low", "level": -9}, {"name": "high", "level": 9})
+    assert chosen(registry, backend="low") == "low"
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    registry = registry_of({"name": "one"}, {"name": "two"}, {"name": "three", "operation": Operation.CMP})
+    with pytest.raises(BackendUnavailableError, match="no backend 'tow' for operation 'win' is installed; use 'auto' or 'one' or 'two'$"):
+        registry.resolve(REQUEST, "tow")
+
+
+def test_the_error_is_one_that_callers_can_catch():
+    assert issubclass(BackendUnavailableError, NSAError)
+    assert issubclass(BackendUnavailableError, RuntimeError)
+
+
+def test_policy_is_overridden_by_name_with_exactly_one_warning():
+    registry = registry_of({"name": "slow", "policy": ("slower below 4096 tokens",)}, {"name": "other"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for num_queries in (1, 2, 2, 3):
+            request = BranchRequest(operation=Operation.WIN, num_queries=num_queries)
+            assert chosen(registry, request, "slow") == "slow"
+    assert len(caught) == 1
+    assert "'slow'" in str(caught[0].message)
+    assert "slower below 4096 tokens" in str(caught[0].message)
+
+
+def test_each_overridden_backend_warns_for_itself():
+    registry = registry_of({"name": "slow", "policy": ("s",)}, {"name": "late", "policy": ("l",)})
+    for name in ("slow", "late"):
+        with pytest.warns(UserWarning, match=f"{name!r} for .* runs against policy because it was named"):
+            registry.resolve(REQUEST, name)
+
+
+def test_an_operation_runs_the_backend_that_was_named():
+    q, _, _, _, _, k, v, _ = operands()
+    backend = CountingBackend(level=-1)
+    registry = BackendRegistry((*sdpa_backends(), backend))
+    sliding_window_attention(q, k, v, geometry=GEOMETRY, registry=registry)
+    assert backend.num_calls == 0
+    sliding_window_attention(q, k, v, geometry=GEOMETRY, registry=registry, backend="counting")
+    sliding_window_attention(q, k, v, geometry=GEOMETRY, registry=registry, backend={"win": "counting"})
+    assert backend.num_calls == 2
+
+
+def test_a_request_is_routed_once():
+    registry = registry_of({"name": "first"}, {"name": "second", "level": 0})
+    for _ in range(3):
+        registry.resolve(REQUEST)
+    assert [backend.num_asked for backend in registry.backends] == [1, 1]
+    registry.resolve(BranchRequest(operation=Operation.WIN, num_queries=2))
+    assert [backend.num_asked for backend in registry.backends] == [2, 2]
+
+
+def test_routes_are_remembered_apart_for_each_name():
+    registry = registry_of({"name": "a"}, {"name": "b", "level": 5})
+    assert [chosen(registry, backend=name) for name in ("auto", "a", "b", "auto")] == ["b", "a", "b", "b"]
+
+
+def test_calls_of_one_shape_are_routed_once():
+    *tensors, gates = operands()
+    window = CountingBackend()
+    fused = CountingBackend(name="fused", operation=Operation.NSA, capability=CUDA_ONLY)
+    registry = BackendRegistry((*sdpa_backends(), window, fused))
+    for _ in range(3):
+        nsa_attention(*tensors, gates, geometry=GEOMETRY, registry=registry)
+    assert (window.num_calls, window.num_asked, fused.num_asked) == (3, 1, 1)
+
+
+def test_a_backend_registered_later_is_taken_into_account():
+    registry = registry_of({"name": "early"})
+    assert chosen(registry) == "early"
+    registry.register(CountingBackend(name="late", level=2))
+    assert chosen(registry) == "late"
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), "sdpa"), ((8, 0), "hopper"), ((8, 9), "sdpa"), ((9, 0), "hopper"), (None, "sdpa")]
+)
+def test_routing_answers_for_a_gpu_that_is_not_here(capability, expected):
+    registry = BackendRegistry((*sdpa_backends(), HopperKernel(name="hopper", level=10)))
+    request = BranchRequest(
+        operation=Operation.WIN, device_type="cuda", compute_capability=capability, dtype=torch.bfloat16, kv_dtype=torch.bfloat16
+    )
+    assert registry.explain(request).chosen == expected
+    assert chosen(registry, request) == expected
+
+
+def test_policy_on_sm_8_9_gives_way_to_a_name():
+    registry = BackendRegistry((*sdpa_backends(), HopperKernel(name="hopper", level=10)))
+    request = BranchRequest(operation=Operation.WIN, device_type="cuda", compute_capability=(8, 9))
+    assert registry.explain(request, "hopper").chosen == "hopper"
+    with pytest.warns(UserWarning, match="slower than the reference on SM 8.9"):
+        assert chosen(registry, request, "hopper") == "hopper"
+
+
+def test_two_backends_of_one_name_and_operation_are_refused_naming_both():
+    registry = BackendRegistry((HopperKernel(name="same"),))
+    with pytest.raises(DuplicateBackendError, match=r"'same' for operation .*'win'.* twice, by .*HopperKernel and .*CountingBackend"):
+        registry.register(CountingBackend(name="same"))
+    assert len(registry.backends) == 1
+
+
+def test_one_name_may_serve_several_operations():
+    registry = registry_of({"name": "same"}, {"name": "same", "operation": Operation.SLC})
+    assert registry.has(Operation.WIN, "same")
+    assert registry.has(Operation.SLC, "same")
+    assert not registry.has(Operation.CMP, "same")
+
+
+def test_no_backend_may_be_called_auto():
+    with pytest.raises(DuplicateBackendError, match="'auto', which names routing itself"):
+        registry_of({"name": "auto"})
+
+
+def fused_registry(**fields):
+    fused = CountingBackend(name="fused", operation=Operation.NSA, **fields)
+    return BackendRegistry((*sdpa_backends(), fused)), fused
+
+
+@pytest.mark.parametrize(
+    "backend", ["auto", {}, {"nsa": "auto", "win": "auto"}, "fused", {"nsa": "fused"}, {"nsa": "fused", "win": "sdpa"}]
+)
+def test_the_fused_operation_runs_where_it_is_eligible(backend):
+    registry, fused = fused_registry(level=-5)
+    out = nsa_attention(*operands(), geometry=GEOMETRY, registry=registry, backend=backend)
+    assert fused.num_calls == 1
+    assert torch.equal(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", {"win": "sdpa"}, {"select": "sdpa", "nsa": "auto"}])
+def test_naming_an_operation_keeps_the_branches_apart(backend):
+    registry, fused = fused_registry()
+    nsa_attention(*operands(), geometry=GEOMETRY, registry=registry, backend=backend)
+    assert (fused.num_calls, fused.num_asked) == (0, 0)
+
+
+class RouteObserver(AttentionObserver):
+    def __init__(self):
+        self.routes = []
+
+    def record_route(self, operation, backend):
+        self.routes.append((operation, backend))
+
+
+def test_observers_keep_the_branches_apart_and_are_told_the_routes():
+    registry, fused = fused_registry()
+    observer = RouteObserver()
+    nsa_attention(*operands(), geometry=GEOMETRY, registry=registry, observers=(observer,))
+    assert fused.num_calls == 0
+    assert observer.routes == [(operation, "sdpa") for operation in ("cmp", "select", "slc", "win")]
+
+
+def test_an_absent_branch_keeps_the_branches_apart():
+    registry, fused = fused_registry()
+    q, k_cmp, v_cmp, k_slc, v_slc, _, _, gates = operands()
+    nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, None, None, gates, geometry=GEOMETRY, registry=registry)
+    assert fused.num_calls == 0
+
+
+@pytest.mark.parametrize("fields", [{"capability": CUDA_ONLY}, {"policy": ("slow",)}])
+def test_auto_runs_the_branches_where_the_fused_operation_is_not_eligible(fields):
+    registry, fused = fused_registry(**fields)
+    tensors = operands()
+    out = nsa_attention(*tensors, geometry=GEOMETRY, registry=registry)
+    assert fused.num_calls == 0
+    assert torch.equal(out, nsa_attention(*tensors, geometry=GEOMETRY, backend="sdpa"))
+
+
+@pytest.mark.parametrize("backend", ["fused", {"nsa": "fused"}])
+def test_a_fused_operation_that_was_named_never_falls_back(backend):
+    registry, _ = fused_registry(capability=CUDA_ONLY)
+    with pytest.raises(BackendUnavailableError, match=r"device cpu \(needs cuda\)"):
+        nsa_attention(*operands(), geometry=GEOMETRY, registry=registry, backend=backend)
+
+
+def test_remembering_that_auto_finds_no_fused_operation_hides_no_error():
+    registry, fused = fused_registry(capability=CUDA_ONLY)
+    nsa_attention(*operands(), geometry=GEOMETRY, registry=registry)
+    with pytest.raises(BackendUnavailableError, match="cannot serve"):
+        registry.resolve(fused.last_request)
+
+
+def test_a_decision_reads_as_choice_and_reasons():
+    registry = registry_of(
+        {"name": "plain", "level": 0},
+        {"name": "gpu", "level": 20, "capability": CUDA_ONLY, "policy": ("rarely",)},
+        {"name": "slow", "policy": ("s",)},
+    )
+    assert str(explain_routing(REQUEST, registry=registry)).splitlines() == [
+        "win: plain (asked for: auto)",
+        "  gpu (preference 20): incapable: device cpu (needs cuda); policy: rarely",
+        "  slow (preference 1): policy: s",
+        "  plain (preference 0): eligible",
+    ]
+
+
+def test_explaining_an_incapable_name_raises_nothing():
+    registry = registry_of({"name": "gpu", "capability": CUDA_ONLY})
+    decision = explain_routing(REQUEST, "gpu", registry)
+    assert decision.chosen is None
+    assert str(decision).startswith("win: none (asked for: gpu)")
+
+
+def test_explaining_warns_and_remembers_nothing():
+    registry = registry_of({"name": "slow", "policy": ("s",)})
+    decision = explain_routing(REQUEST, "slow", registry)
+    assert (decision.chosen, decision.candidates[0].is_capable, decision.candidates[0].is_eligible) == ("slow", True, False)
+    with pytest.warns(UserWarning, match="runs against policy"):
+        registry.resolve(REQUEST, "slow")
+
+
+def test_the_default_registry_explains_the_reference():
+    decision = explain_routing(REQUEST, "sdpa")
+    assert decision.chosen == "sdpa"
+    assert decision.request is REQUEST

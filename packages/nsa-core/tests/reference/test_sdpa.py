@@ -1,0 +1,357 @@
+"""The SDPA reference against the oracle, and as torch sees it: custom op, compiled, checkpointed, in bounded memory."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from nsa_core import (
+    BlockGeometry,
+    LayerTelemetry,
+    NativeSparseAttention,
+    NSAConfig,
+    Operation,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+from nsa_core.compression import build_compressor
+from nsa_core.errors import InputError
+from nsa_core.gating import gates_from_logits
+from nsa_core.reference import branches, naive, sdpa, tiles
+from nsa_core.reference.causal import causal_attention
+from nsa_core.testing import masks
+from nsa_core.testing.conformance import check_backend
+from nsa_core.testing.inputs import SMALL, Shape, make_inputs, random_block_indices
+from nsa_core.testing.tolerances import allowed_error, max_error, relative_error
+from torch import Tensor, nn
+
+LAYER = NSAConfig(16, 4, 2, 8, 6, geometry=SMALL, gate_hidden_size=8)
+
+
+@pytest.mark.parametrize("backend", sdpa.sdpa_backends(), ids=lambda backend: backend.operation.value)
+def test_every_operation_conforms_to_the_oracle(backend: sdpa.SDPABackend) -> None:
+    report = check_backend(backend)
+    assert len(report.passed) > 80
+    assert not report.declined
+
+
+def test_gathered_blocks_in_one_row_steps_conform_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiles.SCRATCH_BYTES, "cpu", 1)
+    monkeypatch.setattr(branches, "MASKED_RATIO", 0)
+    geometry = evolve(SMALL, num_selected_blocks=3, window_size=5)
+    assert check_backend(sdpa.SDPABackend(operation=Operation.SLC), geometry=geometry).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_large_logits_stay_as_accurate_as_torch_in_low_precision(dtype: torch.dtype) -> None:
+    inputs = make_inputs(Shape(num_queries=64, head_dim_qk=16))
+    q, k, v = (x.to(dtype) for x in (50 * inputs.q, inputs.k_win, inputs.v_win))
+    exact = naive.sliding_window_attention(q.double(), k.double(), v.double(), geometry=SMALL).out
+    torch_error = max_error(masks.math_attention(q, k, v, masks.window_mask(64, SMALL)), exact)
+    out = sliding_window_attention(q, k, v, geometry=SMALL).out
+    assert max_error(out, exact) <= allowed_error(exact, dtype, torch_error)
+
+
+def operands(branch: str, shape: Shape, device: str = "cpu") -> tuple[Any, ...]:
+    """Return the arguments of the custom op for a branch."""
+    inputs = make_inputs(shape, torch.float32, device).with_grad()
+    pairs = {"cmp": (inputs.k_cmp, inputs.v_cmp), "slc": (inputs.k_slc, inputs.v_slc), "win": (inputs.k_win, inputs.v_win)}
+    indices = random_block_indices(shape, device=device) if branch == "slc" else None
+    cu_blocks = None
+    if inputs.cu_seqlens is not None:
+        lengths = [naive.num_blocks(length, shape.geometry) for length in shape.lengths or ()]
+        cu_blocks = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    longest = max(shape.lengths) if shape.lengths else shape.num_queries
+    placed = (inputs.cu_seqlens, cu_blocks, None, None, longest, longest)
+    return (branch, inputs.q, *pairs[branch], indices, list(shape.geometry.as_tuple()), 0.3, *placed)
+
+
+@pytest.mark.parametrize("shape", [Shape(num_queries=21), Shape(lengths=(9, 0, 12))], ids=["dense", "packed"])
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_the_branches_pass_opcheck(branch: str, shape: Shape) -> None:
+    results = torch.library.opcheck(sdpa.sdpa_attention, operands(branch, shape))
+    assert set(results.values()) == {"SUCCESS"}
+    assert len(results) == 4
+
+
+def test_the_choice_passes_opcheck() -> None:
+    inputs = make_inputs(Shape(num_queries=41), torch.float32)
+    lse = torch.zeros(inputs.q.shape[:3])
+    arguments = (inputs.q, inputs.k_cmp, lse, list(SMALL.as_tuple()), 0.3, None, None, None, None, 41, 41)
+    assert set(torch.library.opcheck(sdpa.sdpa_select_blocks, arguments).values()) == {"SUCCESS"}
+
+
+def compiled_equals_eager(layer: nn.Module, x: Tensor, backend: str, **options: Any) -> None:
+    """Assert equal outputs and gradients of one graph without breaks."""
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, expected = compiled(ours, **options), layer(theirs, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_the_layer_compiles_to_one_graph_and_serves_other_lengths() -> None:
+    layer = NativeSparseAttention(LAYER)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for length in (40, 41, 57):
+        x = torch.randn(2, length, 16)
+        torch.testing.assert_close(compiled(x), layer(x))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert compiled(torch.randn(2, 63, 16)).shape == (2, 63, 16)
+
+
+def test_the_layer_compiles_packed_and_backward() -> None:
+    cu_seqlens = torch.tensor([0, 13, 40], dtype=torch.int32)
+    compiled_equals_eager(NativeSparseAttention(LAYER), torch.randn(1, 40, 16), "aot_eager", cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.slow
+def test_the_layer_compiles_with_inductor() -> None:
+    compiled_equals_eager(NativeSparseAttention(LAYER), torch.randn(2, 40, 16), "inductor")
+
+
+@pytest.mark.parametrize("operation", ["cmp", "select", "slc", "win"])
+def test_every_public_operation_compiles_to_one_graph(operation: str) -> None:
+    inputs = make_inputs(Shape(num_queries=24), torch.float32)
+    indices = random_block_indices(Shape(num_queries=24))
+    lse = torch.zeros(inputs.q.shape[:3])
+    calls = {
+        "cmp": lambda q: compressed_attention(q, inputs.k_cmp, inputs.v_cmp, geometry=SMALL).out,
+        "select": lambda q: select_blocks(q, inputs.k_cmp, lse, geometry=SMALL),
+        "slc": lambda q: selected_attention(q, inputs.k_slc, inputs.v_slc, indices, geometry=SMALL).out,
+        "win": lambda q: sliding_window_attention(q, inputs.k_win, inputs.v_win, geometry=SMALL, backend="sdpa").out,
+    }
+    compiled = torch.compile(calls[operation], fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(inputs.q), calls[operation](inputs.q))
+
+
+class TokensToOutput(nn.Module):
+    """phi, the attention and the gates of raw tensors: everything that gradients pass through."""
+
+    def __init__(self, compressor: str, gate: str) -> None:
+        super().__init__()
+        self.gate = gate
+        torch.manual_seed(3)
+        self.phi_k = build_compressor(compressor, 1, 4, SMALL).double()  # type: ignore[arg-type]
+        self.phi_v = build_compressor(compressor, 1, 3, SMALL).double()  # type: ignore[arg-type]
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def compressed(self, x: Tensor, phi: nn.Module) -> Tensor:
+        windows = x.unfold(1, SMALL.compression_block_size, SMALL.compression_stride).movedim(-1, 2)
+        return phi(windows)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, logits: Tensor) -> Tensor:
+        has_compressed = torch.arange(q.shape[1]).expand(q.shape[:2]) >= SMALL.compression_block_size - 1
+        gates = gates_from_logits(logits, has_compressed, kind=self.gate)  # type: ignore[arg-type]
+        k_cmp, v_cmp = self.compressed(k, self.phi_k), self.compressed(v, self.phi_v)
+        return nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry=SMALL, backend="sdpa")
+
+
+def draw_tokens(seed: int) -> list[Tensor]:
+    """Return float64 leaves for `TokensToOutput`."""
+    length, generator = 45, torch.Generator().manual_seed(seed)
+    sizes = [(1, length, 2, 4), *[(1, length, 1, 4), (1, length, 1, 3)] * 3, (1, length, 2, 3)]
+    return [torch.randn(size, dtype=torch.float64, generator=generator, requires_grad=True) for size in sizes]
+
+
+@torch.no_grad()
+def smallest_margin(model: TokensToOutput, inputs: list[Tensor]) -> float:
+    """Return the smallest distance between a chosen free block's score and the next one's."""
+    k_cmp, v_cmp = model.compressed(inputs[1], model.phi_k), model.compressed(inputs[2], model.phi_v)
+    lse = naive.compressed_attention(inputs[0], k_cmp, v_cmp, geometry=SMALL).lse
+    return float(naive.selection_margin(inputs[0], k_cmp, lse, geometry=SMALL).min())
+
+
+@pytest.mark.parametrize(("compressor", "gate"), [("mlp", "sigmoid"), ("conv", "softmax")])
+def test_gradcheck_through_the_whole_operation(compressor: str, gate: str) -> None:
+    model = TokensToOutput(compressor, gate)
+    inputs = next(drawn for drawn in map(draw_tokens, range(100)) if smallest_margin(model, drawn) > 1e-3)
+    # a step of 1e-6 must not change a choice
+    assert 1e-3 < smallest_margin(model, inputs) < float("inf")
+    names = [name for name, _ in model.named_parameters()]
+
+    def call(*tensors: Tensor) -> Tensor:
+        parameters = dict(zip(names, tensors[8:], strict=True))
+        return torch.func.functional_call(model, parameters, tensors[:8])
+
+    assert torch.autograd.gradcheck(call, (*inputs, *model.parameters()), fast_mode=True)
+
+
+def test_the_gradient_of_lse_is_exact() -> None:
+    inputs = make_inputs(Shape(num_queries=19, num_heads=2, num_kv_heads=1)).with_grad()
+    q, k, v = inputs.q, inputs.k_win, inputs.v_win
+    assert torch.autograd.gradcheck(lambda *x: tuple(sliding_window_attention(*x, geometry=SMALL)), (q, k, v), fast_mode=True)
+
+
+def test_activation_checkpointing_leaves_every_gradient_as_it_is() -> None:
+    layer = NativeSparseAttention(LAYER)
+    x = torch.randn(2, 40, 16)
+    gradients = []
+    for checkpointed in (False, True):
+        layer.zero_grad()
+        if checkpointed:
+            torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+        else:
+            layer(x).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in layer.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+def test_the_dense_chunk_form_equals_the_definition_with_a_mask(dtype: torch.dtype) -> None:
+    shape = Shape(num_queries=61, head_dim_v=8, batch=2)
+    inputs = make_inputs(shape, dtype)
+    exact = inputs.to(torch.float64)
+    mask = masks.compressed_mask(61, shape.num_blocks, SMALL)
+    expected = masks.math_attention(exact.q, exact.k_cmp, exact.v_cmp, mask)
+    out = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=SMALL).out
+    torch_error = max_error(masks.math_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, mask), expected)
+    assert max_error(out, expected) <= allowed_error(expected, dtype, torch_error)
+
+
+def test_a_paged_store_gives_what_its_pages_in_order_give() -> None:
+    shape = Shape(num_queries=48, batch=2)
+    inputs = make_inputs(shape)
+    page, pages = 16, 3
+    order = torch.tensor([[4, 0, 3], [1, 5, 2]], dtype=torch.int32)
+
+    def paged(x: Tensor, rows: int) -> Tensor:
+        padded = torch.cat([x, x.new_zeros(2, pages * rows - x.shape[1], *x.shape[2:])], 1).unflatten(1, (pages, rows))
+        store = padded.new_zeros(6, *padded.shape[2:])
+        store[order.long()] = padded
+        return store
+
+    stores = [paged(x, page // SMALL.compression_stride if place < 2 else page) for place, x in enumerate(inputs.tensors[1:7])]
+    query_start = torch.tensor([40, 20], dtype=torch.int32)
+    index = query_start.long().unsqueeze(1) + torch.arange(8)
+    batch = torch.arange(2).unsqueeze(1)
+    q, gates = inputs.q[batch, index], inputs.gates[batch, index]
+    out = nsa_attention(q, *stores, gates, geometry=SMALL, query_start=query_start, page_table=order)
+    whole = nsa_attention(*inputs.tensors, geometry=SMALL)
+    assert relative_error(out, whole[batch, index]) < 1e-12
+
+
+def test_surplus_blocks_may_hold_nan_in_a_dense_batch_too() -> None:
+    inputs = make_inputs(Shape(num_queries=40, surplus_blocks=3)).with_grad()
+    nsa_attention(*inputs.tensors, geometry=SMALL).sum().backward()
+    assert inputs.k_cmp.grad is not None
+    assert not inputs.k_cmp.grad[:, -3:].any()
+    assert inputs.k_cmp.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("length", [0, 1, 7])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_short_and_empty_batches_give_shapes_zeros_and_gradients(batch: int, length: int) -> None:
+    inputs = make_inputs(Shape(batch=batch, num_queries=length)).with_grad()
+    compressed = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=SMALL)
+    assert not compressed.out.any()
+    assert (compressed.lse == float("-inf")).all()
+    out = nsa_attention(*inputs.tensors, geometry=SMALL)
+    assert out.shape == (batch, length, 4, 6)
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in inputs.tensors)
+
+
+def test_low_precision_gradients_of_rows_that_see_nothing_are_zero() -> None:
+    shape = Shape(num_queries=30)
+    inputs = make_inputs(shape, torch.bfloat16).with_grad()
+    nothing = torch.full((1, 30, 2, 3), -1, dtype=torch.int32)
+    result = selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, nothing, geometry=SMALL)
+    assert not result.out.any()
+    assert (result.lse == float("-inf")).all()
+    result.out.sum().backward()
+    assert inputs.q.grad is not None
+    assert not inputs.q.grad.any()
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_scratch_stays_within_its_bound(branch: str) -> None:
+    """Every step's largest buffers, whatever the length: scores and gathered keys of one step stay under 256 MiB."""
+    geometry = BlockGeometry()
+    shape = Shape(geometry=geometry, num_queries=16384, num_heads=16, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
+    extents = make_meta(shape)
+    placement = sdpa.Placement(max_query_count=16384, max_key_count=16384)
+    largest = 0
+    if branch == "slc":
+        indices = torch.zeros(1, 16384, 1, 16, dtype=torch.int32)
+        steps = branches.selected_tiles(*extents, indices, geometry, placement)
+    else:
+        steps = (branches.window_tiles if branch == "win" else branches.compressed_tiles)(*extents, geometry, placement)
+    for tile in steps:
+        rows = tile.tiles * tile.rows * tile.chunk
+        keys = tile.visible.shape[-1]
+        gathered = 2 * tile.tiles * keys * 128 * 4 if branch != "cmp" else 0
+        largest = max(largest, 3 * rows * 16 * keys * 4 + gathered)
+    assert 0 < largest <= 256 * 2**20
+
+
+def make_meta(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v of one branch without memory behind their elements."""
+    q = torch.zeros(1).expand(1, shape.total, shape.num_heads, shape.head_dim_qk)
+    k = torch.zeros(1).expand(1, shape.total, shape.num_kv_heads, shape.head_dim_qk)
+    return q, k, k
+
+
+@pytest.mark.slow
+def test_thirty_two_thousand_tokens_in_eight_gibibytes_and_three_minutes() -> None:
+    """S = 32,768, H = 4, G = 1, D = 64, float32, forward and backward; measured in a fresh process."""
+    import json
+    import subprocess
+    import sys
+
+    script = """
+import json, resource, time
+import torch
+from nsa_core import BlockGeometry, nsa_attention
+from nsa_core.testing.inputs import Shape, make_inputs
+shape = Shape(geometry=BlockGeometry(), num_queries=32768, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
+inputs = make_inputs(shape, torch.float32).with_grad()
+start = time.perf_counter()
+nsa_attention(*inputs.tensors, geometry=shape.geometry).sum().backward()
+seconds = time.perf_counter() - start
+finite = all(bool(x.grad.isfinite().all()) for x in inputs.tensors)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"seconds": seconds, "peak_bytes": peak, "finite": finite}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    measured = json.loads(done.stdout)
+    print(measured)
+    assert measured["finite"]
+    assert measured["peak_bytes"] < 8 * 2**30
+    assert measured["seconds"] < 180
+
+
+def test_the_causal_helper_refuses_unequal_lengths() -> None:
+    q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 5, 2, 4)
+    with pytest.raises(InputError, match="q has 1 rows, k has 5"):
+        causal_attention(q, k, k)
+
+
+def test_the_causal_helper_equals_the_oracle() -> None:
+    inputs = make_inputs(Shape(num_queries=23))
+    expected = naive.dense_attention(inputs.q, inputs.k_win, inputs.v_win).out
+    assert relative_error(causal_attention(inputs.q, inputs.k_win, inputs.v_win), expected) < 1e-12
+
+
+def test_the_telemetry_names_the_backend_that_ran() -> None:
+    layer = NativeSparseAttention(LAYER)
+    layer.telemetry = LayerTelemetry()
+    layer(torch.randn(1, 30, 16))
+    assert layer.telemetry.routes == dict.fromkeys(("cmp", "select", "slc", "win"), "sdpa")
+
+
+def test_tiles_cover_every_row_exactly_once() -> None:
+    shape = Shape(num_queries=61)
+    q, k, v = make_meta(shape)
+    placement = sdpa.Placement(max_query_count=61, max_key_count=61)
+    covered = [(tile.start, tile.start + tile.tiles * tile.rows * tile.chunk) for tile in branches.window_tiles(q, k, v, SMALL, placement)]
+    assert covered[0][0] == 0
+    assert covered[-1][1] >= 61
+    assert all(before[1] == after[0] for before, after in pairwise(covered))
