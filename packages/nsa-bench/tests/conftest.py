@@ -1,0 +1,44 @@
+"""Third-party plug-ins as real, installed packages of one module each."""
+
+import sys
+
+import pytest
+
+HOPPER = """
+from nsa_core import BranchOutput, Capability, Operation, Reason
+from nsa_core.plugins import hookimpl
+
+class Hopper:
+    name, operation = "hopper", Operation.WIN
+    capability = Capability(device_types=("cuda",), min_compute_capability=(8, 0))
+    def reasons_against(self, request):
+        policy = (Reason.policy("slow on SM 8.9 [measured]"),) if request.compute_capability == (8, 9) else ()
+        return self.capability.reasons_against(request) + policy
+    def preference(self, request): return 10
+    def __call__(self, *tensors, geometry, scale, placement): raise NotImplementedError
+
+@hookimpl
+def nsa_branch_backends():
+    return [Hopper()]
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Give a function that installs a package of one module with a plug-in of the same name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def install(name, source=HOPPER):
+        made.append(name)
+        (tmp_path / f"{name}.py").write_text(source)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[nsa]\n{name} = {name}\n")
+        # the folder may have been listed before, within the clock's grain
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    for name in made:
+        sys.modules.pop(name, None)
