@@ -536,3 +536,10 @@ def test_block_indices_are_accepted_exactly_where_each_row_names_candidates_once
         call(selected_attention, block_indices=indices)
     else:
         assert refusal(selected_attention, block_indices=indices).startswith(f"block_indices[0, {t}, 1")
+
+
+@OPERATIONS
+def test_a_backend_for_an_unknown_operation_is_refused(operation):
+    assert refusal(operation, options={"backend": {"compress": "sdpa"}}) == (
+        "backend names the operation 'compress' (the rule: one of 'cmp', 'select', 'slc', 'win', 'nsa'); mend the key"
+    )

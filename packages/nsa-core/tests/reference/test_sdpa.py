@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from torch import Tensor, nn
+
 from nsa_core import (
     BlockGeometry,
     LayerTelemetry,
@@ -27,7 +29,6 @@ from nsa_core.testing import masks
 from nsa_core.testing.conformance import check_backend
 from nsa_core.testing.inputs import SMALL, Shape, make_inputs, random_block_indices
 from nsa_core.testing.tolerances import allowed_error, max_error, relative_error
-from torch import Tensor, nn
 
 LAYER = NSAConfig(16, 4, 2, 8, 6, geometry=SMALL, gate_hidden_size=8)
 
@@ -35,7 +36,7 @@ LAYER = NSAConfig(16, 4, 2, 8, 6, geometry=SMALL, gate_hidden_size=8)
 @pytest.mark.parametrize("backend", sdpa.sdpa_backends(), ids=lambda backend: backend.operation.value)
 def test_every_operation_conforms_to_the_oracle(backend: sdpa.SDPABackend) -> None:
     report = check_backend(backend)
-    assert len(report.passed) > 80
+    assert len(report.passed) >= 100
     assert not report.declined
 
 
@@ -112,6 +113,7 @@ def test_the_layer_compiles_packed_and_backward() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_the_layer_compiles_with_inductor() -> None:
     compiled_equals_eager(NativeSparseAttention(LAYER), torch.randn(2, 40, 16), "inductor")
 
@@ -147,7 +149,9 @@ class TokensToOutput(nn.Module):
         windows = x.unfold(1, SMALL.compression_block_size, SMALL.compression_stride).movedim(-1, 2)
         return phi(windows)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, logits: Tensor) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, logits: Tensor
+    ) -> Tensor:
         has_compressed = torch.arange(q.shape[1]).expand(q.shape[:2]) >= SMALL.compression_block_size - 1
         gates = gates_from_logits(logits, has_compressed, kind=self.gate)  # type: ignore[arg-type]
         k_cmp, v_cmp = self.compressed(k, self.phi_k), self.compressed(v, self.phi_v)
@@ -300,6 +304,7 @@ def make_meta(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_thirty_two_thousand_tokens_in_eight_gibibytes_and_three_minutes() -> None:
     """S = 32,768, H = 4, G = 1, D = 64, float32, forward and backward; measured in a fresh process."""
     import json

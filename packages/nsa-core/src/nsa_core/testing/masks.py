@@ -5,7 +5,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from nsa_core import blocks
+from nsa_core.backends.base import Operation
 from nsa_core.config import BlockGeometry
+from nsa_core.testing.inputs import Shape
 
 
 def window_mask(length: int, geometry: BlockGeometry) -> Tensor:
@@ -20,14 +23,6 @@ def compressed_mask(length: int, num_blocks: int, geometry: BlockGeometry) -> Te
     return ends <= torch.arange(length).unsqueeze(1)
 
 
-def selected_mask(block_indices: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return bool `(B, G, S, S)`: query t sees the tokens s <= t of its chosen blocks."""
-    length = block_indices.shape[1]
-    blocks = torch.arange(length) // geometry.selection_block_size
-    chosen = (block_indices.cpu().unsqueeze(-1) == blocks).any(3).transpose(1, 2)
-    return chosen & torch.ones(length, length, dtype=torch.bool).tril()
-
-
 def math_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
     """Return torch's MATH attention `(B, S, H, D_v)` under a mask broadcastable to (B, G, S, T); empty rows give 0."""
     groups = q.shape[2] // k.shape[2]
@@ -39,3 +34,35 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float |
         # an all-False row would be NaN: let it see everything, then drop it
         out = scaled_dot_product_attention(heads, keys, values, attn_mask=mask | ~sees, scale=scale)
     return torch.where(sees, out, 0).transpose(1, 2)
+
+
+def branch_attention(operation: Operation, tensors: tuple[Tensor, ...], block_indices: Tensor, shape: Shape) -> Tensor:
+    """Return a branch, or the gated sum of all, by `math_attention`; packed sequences by a block-diagonal mask."""
+    if operation is Operation.NSA:
+        q, *pairs, gates = tensors
+        branches = (Operation.CMP, Operation.SLC, Operation.WIN)
+        outs = [branch_attention(name, (q, *pairs[2 * i : 2 * i + 2]), block_indices, shape) for i, name in enumerate(branches)]
+        return torch.stack([out * gates[..., place, None] for place, out in enumerate(outs)]).sum(0)
+    q, k, v = tensors
+    if operation is Operation.CMP:
+        k, v = k[:, : shape.num_blocks], v[:, : shape.num_blocks]
+        if not shape.num_blocks:
+            return (q.sum() + k.sum() + v.sum()) * 0 + q.new_zeros(*q.shape[:-1], v.shape[-1])
+    return math_attention(q, k, v, _branch_mask(operation, block_indices, shape))
+
+
+def _branch_mask(operation: Operation, block_indices: Tensor, shape: Shape) -> Tensor:
+    lengths = (shape.num_queries,) if shape.lengths is None else shape.lengths
+    geometry = shape.geometry
+    if operation is Operation.CMP:
+        parts = [compressed_mask(n, blocks.num_compressed_blocks(n, geometry), geometry) for n in lengths]
+        diagonal: Tensor = torch.block_diag(*(part.float() for part in parts))
+        return diagonal.bool()
+    ids = torch.cat([torch.full((length,), place) for place, length in enumerate(lengths)])
+    same = ids.unsqueeze(1) == ids
+    if operation is Operation.WIN:
+        return window_mask(shape.total, geometry) & same
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    block = positions // geometry.selection_block_size
+    chosen = (block_indices.cpu().unsqueeze(-1) == block).any(3).transpose(1, 2)
+    return chosen & same & (positions <= positions.unsqueeze(1))

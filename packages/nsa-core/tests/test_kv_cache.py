@@ -1,0 +1,579 @@
+"""The cache: any split of a sequence gives what one pass gives, and nothing is kept, counted or forgotten wrongly."""
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_core import BlockGeometry, CacheOverflowError, InputError, NSACache, NSAConfig, NSAError, RopeScaling, blocks
+from nsa_core.config import BRANCHES
+from nsa_core.kv_cache import Ring
+
+SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
+CONFIG = NSAConfig(8, 4, 2, 6, 5, geometry=SMALL, gate_hidden_size=8)
+SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("cmp", "win"), ("slc", "win")]
+
+
+@pytest.fixture(autouse=True)
+def _no_graph():
+    with torch.no_grad():
+        yield
+
+
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def draw_steps(data, length, label="steps"):
+    """A random cut of `length` tokens into steps, empty ones among them."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, length), max_size=5), label=label))
+    return [stop - start for start, stop in zip([0, *cuts], [*cuts, length], strict=True)]
+
+
+def run_steps(layer, cache, x, steps):
+    """The outputs of x (B, S, hidden) appended to the cache in steps, and the reads of every step checked on the way."""
+    start, outs = int(cache.lengths[0]) if cache.batch_size else 0, []
+    done = 0
+    for count in steps:
+        outs.append(layer(x[:, done : done + count], cache=cache))
+        check_step(layer.config, cache, start + done, count)
+        done += count
+    return torch.cat(outs, 1)
+
+
+def check_step(config, cache, start, count):
+    geometry, batch = config.geometry, cache.batch_size
+    assert cache.lengths.tolist() == [start + count] * batch
+    assert cache.num_compressed.tolist() == [blocks.num_compressed_blocks(start + count, geometry)] * batch
+    if "slc" in config.branches and count:
+        expected = blocks.predicted_reads_of_step(start, count, geometry)
+        assert cache.last_reads.predicted.tolist() == [expected] * batch
+        assert cache.last_reads.actual.tolist() == [[expected] * config.num_kv_heads] * batch
+
+
+def check_split(layer, x, steps, max_seqlen=None, **options):
+    """Steps give one pass's outputs, compressed stores and read totals."""
+    config, length = layer.config, x.shape[1]
+    max_seqlen = max(length, 1) if max_seqlen is None else max_seqlen
+    cache, whole = layer.new_cache(x.shape[0], max_seqlen, **options), layer.new_cache(x.shape[0], max_seqlen, **options)
+
+    assert_close(run_steps(layer, cache, x, steps), layer(x))
+    assert_close(layer(x, cache=whole), layer(x))
+
+    count = blocks.num_compressed_blocks(length, config.geometry)
+    for name in ("keys", "values"):
+        stored, expected = (getattr(one, name)["cmp"].store for one in (cache, whole))
+        assert_close(stored[:, :count], expected[:, :count])
+        assert not stored[:, count:].any()
+    total = blocks.predicted_reads_of_step(0, length, config.geometry) if "slc" in config.branches else 0
+    for one in (cache, whole):
+        assert one.total_reads.predicted.tolist() == [total] * x.shape[0]
+        assert one.total_reads.actual.tolist() == [[total] * config.num_kv_heads] * x.shape[0]
+
+
+@settings(max_examples=40)
+@given(data=st.data(), length=st.integers(0, 30))
+def test_any_split_equals_one_pass_in_outputs_stores_and_reads(geometries, random_layer, random_input, data, length):
+    config = attrs.evolve(CONFIG, geometry=data.draw(geometries()), gate=data.draw(st.sampled_from(["sigmoid", "softmax"])))
+    layer = random_layer(config)
+
+    check_split(layer, random_input(2, length, 8), draw_steps(data, length))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compressor": "mean"},
+        {"compressor": "mean", "compressed_rope": "tokens"},
+        {"compressor": "conv"},
+        {"compressor": "conv", "gate": "softmax"},
+        {"compressor": "mlp", "gate": "softmax", "gate_temperature": 0.5},
+        {"compressor": "mean", "compressed_rope": "tokens", "gate": "softmax"},
+        {"num_heads": 1, "num_kv_heads": 1, "head_dim_v": 6},
+        {"num_heads": 4, "num_kv_heads": 4},
+        {"num_heads": 6, "num_kv_heads": 2, "head_dim_v": 3},
+        {"num_heads": 4, "num_kv_heads": 1, "head_dim_v": 9},
+        {"num_heads": 16, "num_kv_heads": 1},
+        {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+        {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=64)},
+        *({"branches": branches} for branches in SUBSETS),
+        *({"branches": branches, "gate": "softmax"} for branches in SUBSETS),
+    ],
+    ids=lambda changes: "-".join(f"{value}" for value in changes.values()),
+)
+def test_prefill_and_steps_equal_one_pass_for_every_kind_of_layer(random_layer, random_input, changes):
+    layer = random_layer(attrs.evolve(CONFIG, **changes))
+
+    check_split(layer, random_input(2, 19, 8), [3, 1, 1, 7, 0, 1, 1, 1, 4])
+
+
+@pytest.mark.parametrize(
+    ("geometry", "length"),
+    [
+        pytest.param(BlockGeometry(4, 2, 4, 3, 1, 1, 3), 30, id="S far beyond w"),
+        pytest.param(BlockGeometry(4, 2, 4, 3, 1, 1, 8), 16, id="S = 2w"),
+        pytest.param(BlockGeometry(4, 2, 4, 3, 1, 1, 7), 15, id="S = 2w + 1"),
+        pytest.param(BlockGeometry(4, 2, 4, 3, 1, 1, 100), 17, id="w > max_seqlen"),
+        pytest.param(BlockGeometry(4, 2, 4, 3, 1, 1, 1), 17, id="w = 1"),
+        pytest.param(BlockGeometry(4, 4, 4, 3, 1, 1, 5), 17, id="l = d"),
+        pytest.param(BlockGeometry(1, 1, 4, 3, 1, 1, 5), 17, id="l = 1"),
+        pytest.param(BlockGeometry(1, 1, 1, 2, 0, 1, 1), 9, id="everything 1"),
+        pytest.param(BlockGeometry(6, 2, 6, 3, 1, 1, 5), 17, id="l = 3d"),
+        pytest.param(BlockGeometry(16, 2, 16, 3, 1, 1, 5), 13, id="S < l"),
+        pytest.param(BlockGeometry(4, 2, 4, 100, 1, 1, 5), 17, id="n l' > S"),
+    ],
+)
+@pytest.mark.parametrize("max_rollback", [0, 1, 64])
+@pytest.mark.parametrize("steps", ["tokens", "one", "threes"])
+def test_edges_of_block_and_window_equal_one_pass(random_layer, random_input, geometry, length, max_rollback, steps):
+    layer = random_layer(attrs.evolve(CONFIG, geometry=geometry))
+    cut = {"tokens": [1] * length, "one": [length], "threes": [3] * (length // 3) + [length % 3]}[steps]
+
+    check_split(layer, random_input(1, length, 8), cut, max_rollback=max_rollback)
+
+
+def test_a_larger_cache_changes_nothing(random_layer, random_input):
+    check_split(random_layer(CONFIG), random_input(2, 19, 8), [5, 1, 13], max_seqlen=64)
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_mixed_steps_equal_each_sequence_alone(geometries, random_layer, random_input, data):
+    layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries())))
+    cuts = [draw_steps(data, data.draw(st.integers(0, 20)), label=f"steps of sequence {b}") for b in range(3)]
+    num_steps = max(len(cut) for cut in cuts)
+    cuts = [cut + [0] * (num_steps - len(cut)) for cut in cuts]
+    lengths = [sum(cut) for cut in cuts]
+    sequences = [random_input(1, length, 8, seed=b) for b, length in enumerate(lengths)]
+    cache = layer.new_cache(3, max(1, *lengths), max_rollback=data.draw(st.integers(0, 3)))
+
+    outs, done, reads = [[] for _ in cuts], [0] * 3, [0] * 3
+    for step in range(num_steps):
+        counts = [cut[step] for cut in cuts]
+        rows = max(counts) + 1
+        # rows that do not count hold rubbish
+        x = torch.full((3, rows, 8), 1e3, dtype=torch.float64)
+        for b, count in enumerate(counts):
+            x[b, :count] = sequences[b][0, done[b] : done[b] + count]
+        out = layer(x, cache=cache, query_count=int32(counts))
+        expected = []
+        for b, count in enumerate(counts):
+            outs[b].append(out[b, :count])
+            assert not out[b, count:].any()
+            expected.append(blocks.predicted_reads_of_step(done[b], count, layer.config.geometry))
+            done[b] += count
+            reads[b] += expected[-1]
+        assert cache.lengths.tolist() == done
+        assert cache.num_compressed.tolist() == [blocks.num_compressed_blocks(have, layer.config.geometry) for have in done]
+        assert cache.last_reads.predicted.tolist() == expected
+        assert cache.last_reads.actual.tolist() == [[count] * 2 for count in expected]
+    assert cache.total_reads.predicted.tolist() == reads
+    assert cache.total_reads.actual.tolist() == [[count] * 2 for count in reads]
+    for b, sequence in enumerate(sequences):
+        assert_close(torch.cat(outs[b]).unsqueeze(0), layer(sequence))
+
+
+@settings(max_examples=30)
+@given(data=st.data(), length=st.integers(1, 24), max_rollback=st.integers(1, 8))
+def test_after_a_crop_another_continuation_equals_a_fresh_run(geometries, random_layer, random_input, data, length, max_rollback):
+    layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries())))
+    back = data.draw(st.integers(1, min(max_rollback, length)))
+    x, other = random_input(2, length, 8, seed=3), random_input(2, 9, 8, seed=4)
+    cache = layer.new_cache(2, length + 9, max_rollback=max_rollback)
+    run_steps(layer, cache, x, draw_steps(data, length))
+
+    cache.crop(back)
+
+    assert cache.lengths.tolist() == [length - back] * 2
+    continued = run_steps(layer, cache, other, draw_steps(data, 9))
+    assert_close(continued, layer(torch.cat([x[:, : length - back], other], 1))[:, length - back :])
+
+
+def test_sequences_may_be_cropped_by_different_counts(random_layer, random_input):
+    layer, x, other = random_layer(CONFIG), random_input(2, 17, 8, seed=3), random_input(2, 6, 8, seed=4)
+    cache = layer.new_cache(2, 30)
+    layer(x, cache=cache)
+
+    cache.crop([5, 0])
+    out = layer(other, cache=cache)
+
+    assert_close(out[:1], layer(torch.cat([x[:1, :12], other[:1]], 1))[:, 12:])
+    assert_close(out[1:], layer(torch.cat([x[1:], other[1:]], 1))[:, 17:])
+
+
+def test_after_a_crop_to_nothing_the_cache_is_as_new(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 9, 8)
+    cache = layer.new_cache(1, 20)
+    layer(x, cache=cache)
+
+    cache.crop(9)
+
+    assert cache.num_compressed.tolist() == [0]
+    assert_close(run_steps(layer, cache, x, [4, 5]), layer(x))
+
+
+def test_keep_raw_crops_from_any_length_to_0(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 40, 8)
+    cache = layer.new_cache(1, 40, keep_raw=True, max_rollback=0)
+    layer(x, cache=cache)
+
+    for left in (33, 18, 1, 0):
+        cache.crop(int(cache.lengths) - left)
+        assert_close(layer(x[:, left:], cache=cache), layer(x)[:, left:])
+    cache.crop(40)
+    assert cache.lengths.tolist() == [0]
+
+
+def test_a_crop_deeper_than_max_rollback_is_refused_and_changes_nothing(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 21, 8)
+    cache = layer.new_cache(1, 30, max_rollback=3)
+    layer(x[:, :20], cache=cache)
+
+    with pytest.raises(CacheOverflowError) as caught:
+        cache.crop(4)
+
+    assert str(caught.value) == (
+        "sequence 0 cannot go back by 4 from 20 tokens (raw tokens older than max_rollback=3 are gone); "
+        "build the cache with keep_raw=True or a larger max_rollback"
+    )
+    assert cache.lengths.tolist() == [20]
+    assert_close(layer(x[:, 20:], cache=cache), layer(x)[:, 20:])
+
+
+def test_rollbacks_add_up_until_the_sequence_has_grown_again(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 30, 8)
+    cache = layer.new_cache(1, 30, max_rollback=5)
+    layer(x[:, :20], cache=cache)
+    cache.crop(3)
+    layer(x[:, 17:18], cache=cache)
+
+    # 20 was reached, so 15 is as far back as it goes: from 18 by 3
+    with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 4 from 18 tokens"):
+        cache.crop(4)
+    cache.crop(3)
+    assert_close(layer(x[:, 15:], cache=cache), layer(x)[:, 15:])
+    cache.crop(5)
+    assert_close(layer(x[:, 25:], cache=cache), layer(x)[:, 25:])
+
+
+def test_one_sequence_too_deep_refuses_the_crop_of_all(random_layer, random_input):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(2, 30, max_rollback=3)
+    layer(random_input(2, 20, 8), cache=cache)
+
+    with pytest.raises(CacheOverflowError, match="sequence 1 cannot go back by 4 from 20"):
+        cache.crop([2, 4])
+
+    assert cache.lengths.tolist() == [20, 20]
+
+
+def test_a_crop_below_0_is_refused(random_layer, random_input):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(1, 30)
+    layer(random_input(1, 3, 8), cache=cache)
+
+    with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 4 from 3 tokens"):
+        cache.crop(4)
+
+
+@pytest.mark.parametrize("counts", [-1, [1], [1, 1, 1], [0, -1]])
+def test_a_crop_of_other_than_one_count_per_sequence_is_refused(random_layer, counts):
+    cache = random_layer(CONFIG).new_cache(2, 30)
+
+    with pytest.raises(InputError) as caught:
+        cache.crop(counts)
+
+    assert str(caught.value) == f"num_tokens={counts} (0 or more, one per sequence); give 2 counts"
+
+
+@settings(max_examples=15)
+@given(data=st.data(), chosen=st.lists(st.integers(0, 2), max_size=4))
+def test_reordered_sequences_continue_as_those_they_came_from(random_layer, random_input, data, chosen):
+    layer, x = random_layer(CONFIG), random_input(3, 13, 8, seed=3)
+    lengths = data.draw(st.lists(st.integers(0, 13), min_size=3, max_size=3))
+    cache = layer.new_cache(3, 20)
+    layer(x, cache=cache, query_count=int32(lengths))
+    total = cache.total_reads
+
+    cache.reorder(torch.tensor(chosen, dtype=torch.int64))
+
+    assert cache.batch_size == len(chosen)
+    assert cache.lengths.tolist() == [lengths[b] for b in chosen]
+    assert cache.total_reads.predicted.tolist() == [int(total.predicted[b]) for b in chosen]
+    assert cache.last_reads is None
+    other = random_input(len(chosen), 6, 8, seed=4)
+    out = layer(other, cache=cache)
+    for place, b in enumerate(chosen):
+        together = torch.cat([x[b : b + 1, : lengths[b]], other[place : place + 1]], 1)
+        assert_close(out[place : place + 1], layer(together)[:, lengths[b] :])
+
+
+def test_reordered_sequences_keep_their_own_bounds(random_layer, random_input):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(2, 20, max_rollback=4)
+    layer(random_input(2, 18, 8), cache=cache, query_count=int32([18, 3]))
+
+    cache.reorder(torch.tensor([1, 1, 0]))
+
+    layer(random_input(3, 10, 8), cache=cache, query_count=int32([10, 4, 2]))
+    with pytest.raises(CacheOverflowError, match="sequence 2 would hold 21 tokens"):
+        layer(random_input(3, 1, 8), cache=cache)
+    cache.crop([4, 4, 4])
+    with pytest.raises(CacheOverflowError, match="sequence 1 cannot go back by 1 from 3"):
+        cache.crop([0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (torch.tensor([0, 2]), "indices name sequence 2 (the cache holds 2); use 0 .. 1"),
+        (torch.tensor([-1]), "indices name sequence -1 (the cache holds 2); use 0 .. 1"),
+        (torch.tensor([0.0]), "indices are torch.float32 (they name sequences); use indices.to(torch.int64)"),
+        (torch.tensor([[0]]), "indices has shape (1, 1) (the layout is (B',)); give it 1 dimensions"),
+    ],
+)
+def test_indices_that_name_no_sequence_are_refused(random_layer, indices, message):
+    cache = random_layer(CONFIG).new_cache(2, 20)
+
+    with pytest.raises(InputError) as caught:
+        cache.reorder(indices)
+
+    assert str(caught.value) == message
+    assert cache.batch_size == 2
+
+
+def test_more_tokens_than_the_cache_was_built_for_are_refused_before_anything_is_written(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(2, 12, 8)
+    cache = layer.new_cache(2, 10)
+    layer(x[:, :7], cache=cache)
+    before = {name: ring.store.clone() for name, ring in cache.keys.items()}
+
+    with pytest.raises(CacheOverflowError) as caught:
+        layer(x[:, 7:11], cache=cache)
+
+    assert str(caught.value) == (
+        "sequence 0 would hold 11 tokens (the cache was built for max_seqlen=10); build it with new_cache(2, 11) or append at most 3"
+    )
+    assert all(torch.equal(ring.store, before[name]) for name, ring in cache.keys.items())
+    assert_close(layer(x[:, 7:10], cache=cache), layer(x[:, :10])[:, 7:])
+
+
+def test_the_overflow_counts_each_sequences_own_rows(random_layer, random_input):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(2, 10)
+    layer(random_input(2, 9, 8), cache=cache, query_count=int32([9, 2]))
+
+    layer(random_input(2, 8, 8), cache=cache, query_count=int32([1, 8]))
+
+    assert cache.lengths.tolist() == [10, 10]
+    with pytest.raises(CacheOverflowError, match="sequence 1 would hold 11 tokens .* or append at most 0"):
+        layer(random_input(2, 1, 8), cache=cache, query_count=int32([0, 1]))
+
+
+def test_an_overflow_is_an_nsa_error_and_a_runtime_error():
+    assert issubclass(CacheOverflowError, NSAError)
+    assert issubclass(CacheOverflowError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (int32([1, 4]), "query_count=[1, 4] leaves 0 .. 3 (the rows that x has); clip it"),
+        (int32([-1, 2]), "query_count=[-1, 2] leaves 0 .. 3 (the rows that x has); clip it"),
+        (int32([1]), "query_count has shape (1,) (the layout is (B,)); give it (2,)"),
+        (int32([[1, 1]]), "query_count has shape (1, 2) (the layout is (B,)); give it (2,)"),
+        (torch.tensor([1, 1]), "query_count is torch.int64 (kernels read int32); use query_count.to(torch.int32)"),
+        (torch.tensor([1.5, 1]), "query_count is torch.float32 (kernels read int32); use query_count.to(torch.int32)"),
+    ],
+)
+def test_a_query_count_that_does_not_fit_is_refused(random_layer, random_input, count, message):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(2, 20)
+
+    with pytest.raises(InputError) as caught:
+        layer(random_input(2, 3, 8), cache=cache, query_count=count)
+
+    assert str(caught.value) == message
+    assert cache.lengths.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("batch_size", "max_seqlen", "max_rollback"), [(-1, 8, 0), (1, 0, 0), (1, 8, -1)])
+def test_a_size_that_is_too_small_is_refused(batch_size, max_seqlen, max_rollback):
+    with pytest.raises(InputError) as caught:
+        NSACache(CONFIG, batch_size, max_seqlen, max_rollback=max_rollback)
+
+    assert str(caught.value) == (
+        f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (at least 0, 1 and 0); use 1, 4096 and 64"
+    )
+
+
+def test_an_empty_batch_passes(random_layer, random_input):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(0, 8)
+
+    assert layer(random_input(0, 3, 8), cache=cache).shape == (0, 3, 8)
+    assert cache.lengths.shape == (0,)
+
+
+def test_a_step_of_no_tokens_changes_nothing_and_reads_nothing(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(2, 9, 8)
+    cache = layer.new_cache(2, 20)
+    layer(x[:, :5], cache=cache)
+    total = cache.total_reads
+
+    assert layer(x[:, :0], cache=cache).shape == (2, 0, 8)
+
+    assert cache.lengths.tolist() == [5, 5]
+    assert cache.last_reads is None
+    assert torch.equal(cache.total_reads.actual, total.actual)
+    assert_close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:])
+
+
+def test_reads_can_be_left_uncounted(random_layer, random_input):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(1, 20, count_reads=False)
+    layer(random_input(1, 9, 8), cache=cache)
+
+    assert cache.last_reads is None
+    assert cache.total_reads.predicted.tolist() == [0]
+
+
+def test_reads_are_none_where_no_block_is_selected(random_layer, random_input):
+    layer = random_layer(attrs.evolve(CONFIG, branches=("cmp", "win")))
+    cache = layer.new_cache(1, 20)
+    layer(random_input(1, 9, 8), cache=cache)
+
+    assert cache.last_reads is None
+
+
+def test_a_block_appears_with_its_last_token_and_not_before(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 9, 8)
+    cache = layer.new_cache(1, 20)
+
+    counts = []
+    for t in range(9):
+        layer(x[:, t : t + 1], cache=cache)
+        counts.append(int(cache.num_compressed))
+        stored = cache.keys["cmp"].store[0].abs().sum((-1, -2)) > 0
+        assert int(stored.sum()) == counts[-1]
+
+    # l = 4, d = 2: blocks end at tokens 3, 5, 7
+    assert counts == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_window_of_the_paper_stores_no_more_than_it_needs(random_layer):
+    cache = random_layer(CONFIG).new_cache(2, 1000, max_rollback=3)
+
+    rows = {name: ring.store.shape[1] for name, ring in cache.keys.items()}
+    assert rows == {"cmp": blocks.num_compressed_blocks(1000, SMALL), "raw": 4 - 1 + 3, "slc": 1000, "win": 5 - 1 + 3}
+    assert cache.keys["slc"].store.shape == (2, 1000, 2, 6)
+    assert cache.values["slc"].store.shape == (2, 1000, 2, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_stores_have_the_layers_dtype_unless_told(random_layer, dtype):
+    layer = random_layer(CONFIG, dtype=dtype)
+
+    assert layer.new_cache(1, 8).keys["slc"].store.dtype == dtype
+    assert layer.new_cache(1, 8, dtype=torch.float16).values["win"].store.dtype == torch.float16
+
+
+def test_a_bfloat16_layer_decodes_close_to_its_float32_twin(random_layer, random_input):
+    wide, narrow = random_layer(CONFIG, dtype=torch.float32), random_layer(CONFIG, dtype=torch.bfloat16)
+    narrow.load_state_dict(wide.state_dict())
+    x = random_input(1, 19, 8, dtype=torch.bfloat16)
+
+    out = run_steps(narrow, narrow.new_cache(1, 19), x, [12, 1, 1, 5])
+
+    assert out.dtype == torch.bfloat16
+    assert (out - narrow(x)).abs().max() <= 2**-6 * narrow(x).abs().max()
+
+
+def test_autocast_decodes_with_a_cache_in_the_weights_dtype(random_layer, random_input):
+    layer, x = random_layer(CONFIG, dtype=torch.float32), random_input(1, 19, 8, dtype=torch.float32)
+    cache = layer.new_cache(1, 19)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.cat([layer(x[:, :12], cache=cache), layer(x[:, 12:], cache=cache)], 1)
+        whole = layer(x)
+
+    assert out.dtype == torch.bfloat16
+    assert (out - whole).abs().max() <= 2**-6 * whole.abs().max()
+
+
+def test_the_cache_keeps_no_graph(random_layer, random_input):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(1, 20)
+
+    with torch.enable_grad():
+        layer(random_input(1, 9, 8).requires_grad_(), cache=cache)
+
+    assert not any(ring.store.requires_grad for ring in (*cache.keys.values(), *cache.values.values()))
+
+
+def test_a_cache_of_another_batch_size_or_config_is_refused(random_layer, random_input):
+    layer = random_layer(CONFIG)
+
+    with pytest.raises(InputError) as caught:
+        layer(random_input(2, 3, 8), cache=layer.new_cache(3, 8))
+    assert str(caught.value) == "the cache holds 3 sequences, x has 2; build it with new_cache(2, ...)"
+
+    other = NSACache(attrs.evolve(CONFIG, gate="softmax"), 2, 8, dtype=torch.float64)
+    with pytest.raises(InputError, match="the cache was built for another config"):
+        layer(random_input(2, 3, 8), cache=other)
+
+
+@given(
+    size=st.integers(1, 5),
+    writes=st.lists(st.tuples(st.integers(0, 7), st.lists(st.integers(0, 7), min_size=2, max_size=2)), max_size=5),
+)
+def test_a_ring_remembers_the_last_tokens_of_each_sequence(size, writes):
+    ring, history, serial = Ring(torch.zeros(2, size, 1, 1)), [[], []], 0
+
+    for rows, wanted in writes:
+        counts = [min(count, rows) for count in wanted]
+        new = torch.arange(serial + 1.0, serial + 1 + 2 * rows).view(2, rows, 1, 1)
+        serial += 2 * rows
+        ring.write(new, int32([len(past) for past in history]), int32(counts))
+        for b in range(2):
+            history[b] += new[b, : counts[b], 0, 0].tolist()
+
+    for b, past in enumerate(history):
+        first = max(0, len(past) - size)
+        positions = torch.arange(first, len(past)).expand(2, -1)
+        assert ring.read(positions)[b, :, 0, 0].tolist() == past[first:]
+
+
+def test_a_ring_joins_what_it_remembers_with_what_is_new():
+    ring = Ring(torch.zeros(2, 4, 1, 1))
+    past = torch.arange(1.0, 13).view(2, 6, 1, 1)
+    ring.write(past, int32([0, 0]), int32([6, 5]))
+    new = torch.tensor([[100.0, 101], [200, 201]])[..., None, None]
+
+    joined = ring.join(new, int32([4, 4]), int32([2, 1]), 3)
+
+    # sequence 0 holds 1..6 and joins its last two; sequence 1 holds 7..11 and joins its last one
+    assert joined[0, :4, 0, 0].tolist() == [5, 6, 100, 101]
+    assert joined[1, :3, 0, 0].tolist() == [11, 200, 201]
+    assert joined.shape == (2, 5, 1, 1)
+
+
+@pytest.mark.parametrize("branches", [BRANCHES, ("slc",)])
+def test_a_failed_step_leaves_lengths_and_reads_as_they_were(random_layer, random_input, branches):
+    layer, x = random_layer(attrs.evolve(CONFIG, branches=branches)), random_input(1, 20, 8)
+    cache = layer.new_cache(1, 20)
+    layer(x[:, :9], cache=cache)
+    total = cache.total_reads
+
+    layer.config = attrs.evolve(layer.config, backends={"slc": "absent"})
+    cache.config = layer.config
+    with pytest.raises(NSAError, match="no backend 'absent'"):
+        layer(x[:, 9:12], cache=cache)
+
+    assert cache.lengths.tolist() == [9]
+    assert torch.equal(cache.total_reads.actual, total.actual)
