@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from nsa_core import (
     BackendRegistry,
     BlockGeometry,
@@ -23,7 +25,6 @@ from nsa_core import (
 )
 from nsa_core.testing.masks import math_attention
 from nsa_core.varlen import positions_from_cu_seqlens, sequence_ids
-from torch import Tensor, nn
 
 VOCABULARY, STEPS, LAST = 32, 200, 50
 LIMIT_NATS = 20.0

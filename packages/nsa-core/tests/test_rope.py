@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nsa_core import ConfigError, NSAConfig, RopeScaling
@@ -181,6 +181,9 @@ def yarn_frequencies(dim, theta, scaling):
     length=st.integers(300, 100000),
     attention_factor=st.none() | st.floats(0.5, 2),
 )
+# the slowest pair still turns often: the ramp ends beyond the last pair, then beyond D - 1 as well
+@example(half=8, theta=1000.0, factor=8.0, length=100000, attention_factor=None)
+@example(half=8, theta=100.0, factor=8.0, length=100000, attention_factor=None)
 def test_yarn_is_the_published_formula(half, theta, factor, length, attention_factor):
     scaling = RopeScaling(kind="yarn", factor=factor, original_max_position=length, attention_factor=attention_factor)
 

@@ -158,15 +158,16 @@ def test_overlap_ignores_slots_that_hold_none():
     assert selection_figures([[[[0, -1, -1]], [[0, 1, -1]]]], [[3, 4]])["overlap_with_previous_query"] == 0.5
 
 
-@pytest.mark.parametrize("positions", [[7, 0, 1], [7, -1, -1], [7, 7, 8]])
+@pytest.mark.parametrize("positions", [[7, 0, 1], [7, 7, 8], [3, 9, 10], [-1, 0, 1]])
 def test_overlap_stays_inside_a_sequence(positions):
-    # the first two rows are no neighbours; the last two are where they follow each other
-    figures = selection_figures([[[[0, 1, -1]], [[0, -1, -1]], [[0, -1, -1]]]], [positions])
+    # the first two rows share nothing and are no neighbours, the last two share all
+    figures = selection_figures([[[[1, -1, -1]], [[0, -1, -1]], [[0, -1, -1]]]], [positions])
 
-    if positions[2] < 0:
-        assert math.isnan(figures["overlap_with_previous_query"])
-    else:
-        assert figures["overlap_with_previous_query"] == 1
+    assert figures["overlap_with_previous_query"] == 1
+
+
+def test_without_neighbours_there_is_no_overlap_figure():
+    assert math.isnan(selection_figures([[[[0, -1, -1]], [[-1, -1, -1]]]], [[0, -1]])["overlap_with_previous_query"])
 
 
 def test_rows_that_hold_no_query_are_left_out():

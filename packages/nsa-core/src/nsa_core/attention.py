@@ -9,7 +9,8 @@ Keyword arguments that every operation takes:
     max_seqlen: host bound on tokens per sequence; None: the longest on a CPU, the tensor's extent elsewhere.
     query_start: int32 (B,), position of each sequence's first query row in keys that hold the whole sequence (a cache).
     query_count: int32 (B,), valid query rows per sequence; rows beyond give out 0, lse -inf.
-    page_table: int32 (B, max_pages), pages of each sequence in stores (pages, page_size, G, D); needs query_start.
+    page_table: int32 (B, max_pages), pages of each sequence in stores (pages, page_size, G, D); needs query_start. One
+        table serves all stores: a page of k_cmp holds the blocks, page_size / d, of the page of tokens with its number.
     backend: "auto", a backend's name, or names by operation; a name never falls back.
     registry: where backends are looked up; None: those of the installed packages.
 

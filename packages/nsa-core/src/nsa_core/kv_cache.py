@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_core import blocks, checks
-from nsa_core.config import NSAConfig
+from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.telemetry import ReadCounter, Reads
 from nsa_core.varlen import compressed_lengths
@@ -96,7 +96,7 @@ class NSACache:
         """Allocate for `batch_size` sequences of at most `max_seqlen` tokens.
 
         `max_rollback`: how far `crop` may go back, in tokens; `keep_raw` keeps every raw token so that it may go back
-        to the start. `count_reads`: count the tokens that each step reads.
+        to the start. `count_reads`: count the tokens that each step reads, where all three branches exist.
 
         Raises:
             InputError: for sizes below 1 (batch_size, max_rollback: below 0).
@@ -108,28 +108,37 @@ class NSACache:
         self.config = config
         self.max_seqlen = max_seqlen
         self.max_rollback = max_seqlen if keep_raw else max_rollback
-        geometry = config.geometry
-        self.tail_size = geometry.compression_block_size - 1
-        self.window_tail_size = min(geometry.window_size, max_seqlen) - 1
-        sizes = {
-            "cmp": max(blocks.num_compressed_blocks(max_seqlen, geometry), 1),
-            "raw": max(min(self.tail_size + self.max_rollback, max_seqlen), 1),
-            "slc": max_seqlen,
-            "win": max(min(self.window_tail_size + self.max_rollback, max_seqlen), 1),
-        }
+        self.tail_size = config.geometry.compression_block_size - 1
+        self.window_tail_size = min(config.geometry.window_size, max_seqlen) - 1
         self.keys: dict[str, Ring] = {}
         self.values: dict[str, Ring] = {}
-        for name, size in sizes.items():
+        for name, size in self._store_sizes().items():
             shape = (batch_size, size, config.num_kv_heads)
             self.keys[name] = Ring(torch.zeros(*shape, config.head_dim_qk, dtype=dtype, device=device))
-            self.values[name] = Ring(torch.zeros(*shape, config.head_dim_v, dtype=dtype, device=device))
+            if name in config.branches or (name == "raw" and "cmp" in config.branches):
+                self.values[name] = Ring(torch.zeros(*shape, config.head_dim_v, dtype=dtype, device=device))
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
         self._bounds = [0] * batch_size
         self._furthest = [0] * batch_size
-        self.read_counter = ReadCounter() if count_reads else None
+        # Table 4 counts all three branches, so nothing is counted of a layer with fewer
+        counts = count_reads and len(config.branches) == len(BRANCHES)
+        self.read_counter = ReadCounter() if counts else None
         zero = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._total_reads = Reads(zero, zero.unsqueeze(1).repeat(1, config.num_kv_heads))
+
+    def _store_sizes(self) -> dict[str, int]:
+        """Return the tokens (blocks, for "cmp") that each store of the branches in use holds per sequence."""
+        branches, longest = self.config.branches, self.max_seqlen
+        sizes = {}
+        if "cmp" in branches or "slc" in branches:
+            sizes["cmp"] = max(blocks.num_compressed_blocks(longest, self.config.geometry), 1)
+            sizes["raw"] = max(min(self.tail_size + self.max_rollback, longest), 1)
+        if "slc" in branches:
+            sizes["slc"] = longest
+        if "win" in branches:
+            sizes["win"] = max(min(self.window_tail_size + self.max_rollback, longest), 1)
+        return sizes
 
     @property
     def batch_size(self) -> int:
@@ -215,7 +224,9 @@ class NSACache:
                     f"{self.max_rollback} are gone); build the cache with keep_raw=True or a larger max_rollback"
                 )
         self._bounds = [have - count for have, count in zip(self._bounds, counts, strict=True)]
+        # a length may lie below its host bound, so the bound's check alone does not keep it from passing 0
         self.lengths -= torch.tensor(counts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
+        self.lengths.clamp_(min=0)
 
     def _check_indices(self, indices: Tensor) -> None:
         checks.check_rank("indices", indices, 1, "(B',)")

@@ -112,9 +112,8 @@ class LayerTelemetry(AttentionObserver):
         self._figures["k_max"] = torch.cat([count.flatten(), count.new_zeros(1)]).amax()
         self._figures["pct_at_max"] = 100 * _mean(count == geometry.num_selected_blocks, rows)
         own = positions // geometry.selection_block_size
-        initial = (own + 1).clamp(max=geometry.num_initial_blocks)
-        local = (own + 1).clamp(max=geometry.num_local_blocks)
-        forced = torch.minimum(initial + local, own + 1).unsqueeze(-1)
+        # initial and local blocks lie at the ends of the candidates 0 .. own, and there are no more than candidates
+        forced = (own + 1).clamp(max=geometry.num_initial_blocks + geometry.num_local_blocks).unsqueeze(-1)
         self._figures["free_block_share_mean"] = _mean((count - forced) / count.clamp(min=1), rows)
         self._figures["overlap_with_previous_query"] = _overlap_with_previous(block_indices, positions)
         reads = count_reads(block_indices, positions, geometry)

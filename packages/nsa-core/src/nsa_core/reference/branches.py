@@ -15,8 +15,8 @@ from nsa_core.reference.tiles import KeyRows, KeyRowsPerHead, KeySlice, Tile, ac
 MASKED_RATIO = 8
 """Selected attention masks whole rows of keys while there are at most this many times the n * l' tokens it would gather."""
 
-MASKED_ROWS = 64
-"""Query rows of one masked step: few enough that the keys of a packed batch's other sequences stay out."""
+MASKED_ROWS = 128
+"""Query rows of one masked or packed step: few enough that the keys of other sequences, and the future, stay out."""
 
 
 class Extent(NamedTuple):
@@ -76,7 +76,7 @@ def _ragged_compressed_tiles(extent: Extent, geometry: BlockGeometry, placement:
     rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
     ends = rows.first_blocks + num_visible_blocks(rows.positions, geometry)
     most = blocks.num_compressed_blocks(placement.max_key_count, geometry)
-    step = rows_per_step(extent.score_bytes(extent.num_keys), extent.device)
+    step = min(rows_per_step(extent.score_bytes(extent.num_keys), extent.device), 4 * MASKED_ROWS)
     for start in range(0, extent.num_queries, step):
         first, end = rows.first_blocks[:, start : start + step], ends[:, start : start + step]
         keys = key_span(first, end, extent.num_keys if placement.cu_seqlens is not None else min(most, extent.num_keys))
@@ -137,25 +137,39 @@ def selected_tiles(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, geome
 
 
 def _masked_selected_tiles(extent: Extent, block_indices: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
-    size = geometry.selection_block_size
-    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
+    is_dense = placement.cu_seqlens is None and placement.query_start is None
     num_keys = extent.num_keys if placement.cu_seqlens is not None else min(extent.num_keys, placement.max_key_count)
     num_blocks = blocks.num_selection_blocks(placement.max_key_count, geometry)
+    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
     step = min(rows_per_step(2 * extent.score_bytes(num_keys), extent.device), MASKED_ROWS)
     for start in range(0, extent.num_queries, step):
         here = slice(start, start + step)
-        first, positions = rows.first_tokens[:, here], rows.positions[:, here]
-        keys = key_span(first, first + positions + 1, num_keys)
-        if keys.stop <= keys.start:
-            continue
-        # a key's position in the sequence of the row that looks; outside 0 .. own it is another sequence's, or the future
-        relative = torch.arange(keys.start, keys.stop, device=extent.device) - first.unsqueeze(-1)
-        inside = (relative >= 0) & (relative <= positions.unsqueeze(-1))
-        block = torch.div(relative, size, rounding_mode="floor").clamp(0, num_blocks)
         chosen = _membership(block_indices[:, here], num_blocks)
-        picked = chosen.gather(-1, block.unsqueeze(2).expand(-1, -1, extent.num_kv_heads, -1))
-        visible = (picked & inside.unsqueeze(2)).transpose(1, 2)
-        yield Tile(start, 1, picked.shape[1], 1, keys, visible, _is_store(placement))
+        if is_dense:
+            keys, visible = _aligned_view(chosen, start, geometry)
+        else:
+            keys = key_span(rows.first_tokens[:, here], (rows.first_tokens + rows.positions + 1)[:, here], num_keys)
+            visible = _relative_view(chosen, keys, rows.first_tokens[:, here], rows.positions[:, here], geometry)
+        if keys.stop > keys.start:
+            yield Tile(start, 1, visible.shape[1], 1, keys, visible.transpose(1, 2), _is_store(placement))
+
+
+def _aligned_view(chosen: Tensor, start: int, geometry: BlockGeometry) -> tuple[KeySlice, Tensor]:
+    """Return the keys before the end of a dense step, and bool `(B, R, G, K)` which of them each row sees."""
+    stop = start + chosen.shape[1]
+    causal = torch.ones(chosen.shape[1], stop, dtype=torch.bool, device=chosen.device).tril(start)
+    picked = chosen.repeat_interleave(geometry.selection_block_size, -1)[..., :stop]
+    return KeySlice(0, stop), picked & causal.unsqueeze(1)
+
+
+def _relative_view(chosen: Tensor, keys: KeySlice, first: Tensor, positions: Tensor, geometry: BlockGeometry) -> Tensor:
+    """Return bool `(B, R, G, K)`: which keys each row sees, counted from the first token of the row's own sequence."""
+    # outside 0 .. own a key is another sequence's, or the future
+    relative = torch.arange(keys.start, keys.stop, device=first.device) - first.unsqueeze(-1)
+    inside = (relative >= 0) & (relative <= positions.unsqueeze(-1))
+    block = torch.div(relative, geometry.selection_block_size, rounding_mode="floor").clamp(0, chosen.shape[-1] - 1)
+    picked = chosen.gather(-1, block.unsqueeze(2).expand(-1, -1, chosen.shape[2], -1))
+    return picked & inside.unsqueeze(2)
 
 
 def _membership(block_indices: Tensor, num_blocks: int) -> Tensor:

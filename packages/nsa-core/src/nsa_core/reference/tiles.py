@@ -135,40 +135,40 @@ def rows_per_step(bytes_per_row: int, device: torch.device) -> int:
 
 
 def _weights(q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Return softmax weights and scores `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`; what is hidden weighs exactly 0.
+    """Return softmax weights `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`, and the largest score `(X, G, R, M)`.
 
-    Hidden scores are lowered by a finite amount that no score makes up for, so a row that sees nothing stays finite: its
-    weights are uniform, and the caller drops them.
+    What is hidden weighs exactly 0. Its scores are lowered by a finite amount that no score makes up for, so a row that
+    sees nothing stays finite: its weights are uniform, and the caller drops them.
     """
     x, g, r, m, d = q.shape
     scores = torch.matmul(q.reshape(x, g, r * m, d), k.transpose(-1, -2)).view(x, g, r, m, k.shape[2])
     hidden = torch.finfo(scores.dtype).min / 4
     scores += torch.zeros_like(visible, dtype=scores.dtype).masked_fill_(~visible, hidden).unsqueeze(-2)
-    return scores.softmax(-1), scores
+    return scores.softmax(-1), scores.amax(-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """Return out `(X, G, R, M, D_v)` and lse `(X, G, R, M)` of q `(X, G, R, M, D_k)` over stored k, v."""
     values = tile.gather(v)
-    weights, scores = _weights(q.to(values.dtype) * scale, tile.gather(k), tile.visible)
-    sees = tile.visible.any(-1).unsqueeze(-1)
+    weights, largest = _weights(q.to(values.dtype) * scale, tile.gather(k), tile.visible)
+    sees = largest > torch.finfo(largest.dtype).min / 8
     out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
     # the largest weight is exp(largest score - lse)
-    lse = scores.amax(-1) - weights.amax(-1).log()
+    lse = largest - weights.amax(-1).log()
     return torch.where(sees.unsqueeze(-1), out, 0), torch.where(sees, lse, float("-inf"))
 
 
 def attend_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float
+    dout: Tensor, dlse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq `(X, G, R, M, D_k)`, dk `(X, G, K, D_k)`, dv `(X, G, K, D_v)` of `attend`, its weights recomputed.
 
-    `dout` `(X, G, R, M, D_v)` and `dlse` `(X, G, R, M)`. Nothing of the forward pass but its inputs is used: a rounded out
-    would put its error into every gradient of large logits.
+    `dout` `(X, G, R, M, D_v)`, `dlse` and `lse` `(X, G, R, M)`. lse only tells which rows see nothing. A rounded out is
+    not used at all: it would put its error into every gradient of large logits.
     """
     keys, values = tile.gather(k), tile.gather(v)
     q = q.to(keys.dtype) * scale
-    sees = tile.visible.any(-1).unsqueeze(-1)
+    sees = lse > float("-inf")
     rows_dout = torch.where(sees.unsqueeze(-1), dout.to(keys.dtype), 0).flatten(2, 3)
     weights = _weights(q, keys, tile.visible)[0].flatten(2, 3)
     dv = torch.matmul(weights.transpose(-1, -2), rows_dout)
@@ -193,7 +193,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: f
 
 
 def run_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: float
+    dout: Tensor, dlse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in their inputs' shapes and dtypes; `tiles` are those of the forward pass."""
     acc, num_kv_heads = accumulator_dtype(q.dtype), k.shape[2]
@@ -201,7 +201,8 @@ def run_backward(
     for tile in tiles:
         part_dlse = None if dlse is None else tile.take(dlse, num_kv_heads)
         rows, part_dout = tile.take(q, num_kv_heads), tile.take(dout, num_kv_heads)
-        part_dq, part_dk, part_dv = attend_backward(part_dout, part_dlse, rows, k, v, tile, scale)
+        part_lse = tile.take(lse, num_kv_heads)
+        part_dq, part_dk, part_dv = attend_backward(part_dout, part_dlse, part_lse, rows, k, v, tile, scale)
         tile.put(dq, part_dq)
         tile.keys.scatter_add(dk, part_dk)
         tile.keys.scatter_add(dv, part_dv)
