@@ -3,7 +3,7 @@
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,7 +83,6 @@ def check_split(layer, x, steps, max_seqlen=None, **options):
         assert one.total_reads.actual.tolist() == [[total] * config.num_kv_heads] * x.shape[0]
 
 
-@settings(max_examples=40)
 @given(data=st.data(), length=st.integers(0, 30))
 def test_any_split_equals_one_pass_in_outputs_stores_and_reads(geometries, random_layer, random_input, data, length):
     config = attrs.evolve(CONFIG, geometry=data.draw(geometries()), gate=data.draw(st.sampled_from(["sigmoid", "softmax"])))
@@ -148,7 +147,6 @@ def test_a_larger_cache_changes_nothing(random_layer, random_input):
     check_split(random_layer(CONFIG), random_input(2, 19, 8), [5, 1, 13], max_seqlen=64)
 
 
-@settings(max_examples=20)
 @given(data=st.data())
 def test_mixed_steps_equal_each_sequence_alone(geometries, random_layer, random_input, data):
     layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries())))
@@ -185,7 +183,6 @@ def test_mixed_steps_equal_each_sequence_alone(geometries, random_layer, random_
         assert_close(torch.cat(outs[b]).unsqueeze(0), layer(sequence))
 
 
-@settings(max_examples=30)
 @given(data=st.data(), length=st.integers(1, 24), max_rollback=st.integers(1, 8))
 def test_after_a_crop_another_continuation_equals_a_fresh_run(geometries, random_layer, random_input, data, length, max_rollback):
     layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries())))
@@ -298,7 +295,6 @@ def test_a_crop_of_other_than_one_count_per_sequence_is_refused(random_layer, co
     assert str(caught.value) == f"num_tokens={counts} (0 or more, one per sequence); give 2 counts"
 
 
-@settings(max_examples=15)
 @given(data=st.data(), chosen=st.lists(st.integers(0, 2), max_size=4))
 def test_reordered_sequences_continue_as_those_they_came_from(random_layer, random_input, data, chosen):
     layer, x = random_layer(CONFIG), random_input(3, 13, 8, seed=3)

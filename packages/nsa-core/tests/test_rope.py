@@ -179,13 +179,22 @@ def yarn_frequencies(dim, theta, scaling):
     theta=st.floats(100, 1e6),
     factor=st.floats(1, 64),
     length=st.integers(300, 100000),
+    beta_fast=st.floats(16, 1000),
+    beta_slow=st.floats(0.5, 8),
     attention_factor=st.none() | st.floats(0.5, 2),
 )
 # the slowest pair still turns often: the ramp ends beyond the last pair, then beyond D - 1 as well
-@example(half=8, theta=1000.0, factor=8.0, length=100000, attention_factor=None)
-@example(half=8, theta=100.0, factor=8.0, length=100000, attention_factor=None)
-def test_yarn_is_the_published_formula(half, theta, factor, length, attention_factor):
-    scaling = RopeScaling(kind="yarn", factor=factor, original_max_position=length, attention_factor=attention_factor)
+@example(half=8, theta=1000.0, factor=8.0, length=100000, beta_fast=1000.0, beta_slow=1.0, attention_factor=None)
+@example(half=8, theta=100.0, factor=8.0, length=100000, beta_fast=1000.0, beta_slow=1.0, attention_factor=None)
+def test_yarn_is_the_published_formula(half, theta, factor, length, beta_fast, beta_slow, attention_factor):
+    scaling = RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_position=length,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        attention_factor=attention_factor,
+    )
 
     tables = RotaryEmbedding(2 * half, theta, scaling).tables(torch.tensor([1]))
 

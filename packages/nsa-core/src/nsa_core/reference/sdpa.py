@@ -1,7 +1,7 @@
 """The default backend: scaled dot-product attention in plain torch, on any device, of any shape.
 
 Every branch is one custom op (so torch.compile, FSDP and activation checkpointing see through it) that walks bounded
-tiles and saves only its inputs and lse; the backward op recomputes the weights.
+tiles and saves only its inputs, out and lse; the backward op recomputes the weights.
 """
 
 from typing import Any
@@ -86,6 +86,7 @@ def _(branch: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor,
 def sdpa_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
+    out: Tensor,
     lse: Tensor,
     branch: str,
     q: Tensor,
@@ -105,12 +106,12 @@ def sdpa_attention_backward(
     placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
     steps = _tiles(branch, q, k, v, block_indices, BlockGeometry(*geometry), placement)
     with _no_autocast(q):
-        return tiles.run_backward(dout, dlse, lse, q, k, v, steps, scale)
+        return tiles.run_backward(dout, dlse, tiles.Saved(q, k, v, out, lse), steps, scale)
 
 
 @sdpa_attention_backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, lse: Tensor, branch: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, branch: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -118,16 +119,16 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     branch, q, k, v, block_indices, geometry, scale, *placed, max_query_count, max_key_count = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, block_indices, output[1], *placed)
+    ctx.save_for_backward(q, k, v, block_indices, *output, *placed)
     ctx.constants = (branch, geometry, scale, max_query_count, max_key_count)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, block_indices, lse, *placed = ctx.saved_tensors
+    q, k, v, block_indices, out, lse, *placed = ctx.saved_tensors
     branch, geometry, scale, max_query_count, max_key_count = ctx.constants
     dout = q.new_zeros(*q.shape[:-1], v.shape[-1]) if dout is None else dout
     arguments = (branch, q, k, v, block_indices, geometry, scale, *placed, max_query_count, max_key_count)
-    dq, dk, dv = sdpa_attention_backward(dout, dlse, lse, *arguments)
+    dq, dk, dv = sdpa_attention_backward(dout, dlse, out, lse, *arguments)
     return None, dq, dk, dv, *[None] * 9
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nsa_core.reference.fused import fused_attention, fused_attention_backward, is_fusable
+
 SCRATCH_BYTES = {"cpu": 16 * 2**20, "cuda": 192 * 2**20}
 """Scratch that one step of a reference loop aims at: on a CPU small enough that the allocator reuses it, and well under 256 MiB anywhere."""
 
@@ -134,42 +136,63 @@ def rows_per_step(bytes_per_row: int, device: torch.device) -> int:
     return max(1, SCRATCH_BYTES.get(device.type, SCRATCH_BYTES["cpu"]) // max(1, bytes_per_row))
 
 
-def _weights(q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Return softmax weights `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`, and the largest score `(X, G, R, M)`.
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: 0 where visible, elsewhere a finite amount that no score makes up for.
 
-    What is hidden weighs exactly 0. Its scores are lowered by a finite amount that no score makes up for, so a row that
-    sees nothing stays finite: its weights are uniform, and the caller drops them.
+    Finite, so that a row that sees nothing stays finite: its weights are uniform, and the caller drops them.
     """
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min / 4)
+
+
+def _row_bias(q: Tensor, tile: Tile) -> Tensor:
+    """Return the bias `(X, G, R * M, K)`, repeated for the M heads of a row."""
+    x, g, r, m, _ = q.shape
+    visible = tile.visible.unsqueeze(-2)
+    return _bias(visible, q.dtype).expand(x, g, r, m, visible.shape[-1]).reshape(x, g, r * m, -1)
+
+
+def _weights(q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return softmax weights `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`, and the largest score `(X, G, R, M)`."""
     x, g, r, m, d = q.shape
     scores = torch.matmul(q.reshape(x, g, r * m, d), k.transpose(-1, -2)).view(x, g, r, m, k.shape[2])
-    hidden = torch.finfo(scores.dtype).min / 4
-    scores += torch.zeros_like(visible, dtype=scores.dtype).masked_fill_(~visible, hidden).unsqueeze(-2)
+    scores += _bias(visible, scores.dtype).unsqueeze(-2)
     return scores.softmax(-1), scores.amax(-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """Return out `(X, G, R, M, D_v)` and lse `(X, G, R, M)` of q `(X, G, R, M, D_k)` over stored k, v."""
-    values = tile.gather(v)
-    weights, largest = _weights(q.to(values.dtype) * scale, tile.gather(k), tile.visible)
-    sees = largest > torch.finfo(largest.dtype).min / 8
-    out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
-    # the largest weight is exp(largest score - lse)
-    lse = largest - weights.amax(-1).log()
+    keys, values = tile.gather(k), tile.gather(v)
+    q = q.to(values.dtype)
+    if is_fusable(q, keys, values):
+        out, lse = fused_attention(q.flatten(2, 3), keys, values, _row_bias(q, tile), scale)
+        out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    else:
+        weights, largest = _weights(q * scale, keys, tile.visible)
+        out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
+        # the largest weight is exp(largest score - lse)
+        lse = largest - weights.amax(-1).log()
+    sees = lse > torch.finfo(lse.dtype).min / 8
     return torch.where(sees.unsqueeze(-1), out, 0), torch.where(sees, lse, float("-inf"))
 
 
 def attend_backward(
-    dout: Tensor, dlse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq `(X, G, R, M, D_k)`, dk `(X, G, K, D_k)`, dv `(X, G, K, D_v)` of `attend`, its weights recomputed.
 
-    `dout` `(X, G, R, M, D_v)`, `dlse` and `lse` `(X, G, R, M)`. lse only tells which rows see nothing. A rounded out is
-    not used at all: it would put its error into every gradient of large logits.
+    `dout`, `out` `(X, G, R, M, D_v)`, `dlse`, `lse` `(X, G, R, M)`. out serves float32 alone: rounded to lower precision,
+    its error would stand in every gradient of large logits.
     """
     keys, values = tile.gather(k), tile.gather(v)
-    q = q.to(keys.dtype) * scale
+    q = q.to(keys.dtype)
     sees = lse > float("-inf")
-    rows_dout = torch.where(sees.unsqueeze(-1), dout.to(keys.dtype), 0).flatten(2, 3)
+    dout = torch.where(sees.unsqueeze(-1), dout.to(keys.dtype), 0)
+    if dlse is None and out.dtype == keys.dtype and is_fusable(q, keys, values):
+        rows = [x.flatten(2, 3) for x in (dout, q, out, torch.where(sees, lse, 0))]
+        dq, dk, dv = fused_attention_backward(rows[0], rows[1], keys, values, rows[2], rows[3], _row_bias(q, tile), scale)
+        return dq.reshape(q.shape), dk, dv
+    q = q * scale
+    rows_dout = dout.flatten(2, 3)
     weights = _weights(q, keys, tile.visible)[0].flatten(2, 3)
     dv = torch.matmul(weights.transpose(-1, -2), rows_dout)
     dweights = torch.matmul(rows_dout, values.transpose(-1, -2))
@@ -192,17 +215,25 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: f
     return out, lse
 
 
-def run_backward(
-    dout: Tensor, dlse: Tensor | None, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+class Saved(NamedTuple):
+    """What the forward pass leaves for the backward one, besides block_indices and placement."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def run_backward(dout: Tensor, dlse: Tensor | None, saved: Saved, tiles: Iterable[Tile], scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in their inputs' shapes and dtypes; `tiles` are those of the forward pass."""
+    q, k, v, out, lse = saved
     acc, num_kv_heads = accumulator_dtype(q.dtype), k.shape[2]
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=acc), v.new_zeros(v.shape, dtype=acc)
     for tile in tiles:
         part_dlse = None if dlse is None else tile.take(dlse, num_kv_heads)
-        rows, part_dout = tile.take(q, num_kv_heads), tile.take(dout, num_kv_heads)
-        part_lse = tile.take(lse, num_kv_heads)
-        part_dq, part_dk, part_dv = attend_backward(part_dout, part_dlse, part_lse, rows, k, v, tile, scale)
+        rows, part_dout, part_out, part_lse = (tile.take(x, num_kv_heads) for x in (q, dout, out, lse))
+        part_dq, part_dk, part_dv = attend_backward(part_dout, part_dlse, part_out, part_lse, rows, k, v, tile, scale)
         tile.put(dq, part_dq)
         tile.keys.scatter_add(dk, part_dk)
         tile.keys.scatter_add(dv, part_dv)
