@@ -115,7 +115,7 @@ def test_without_a_token_that_sees_a_block_the_gate_figures_are_nan_and_nothing_
 
 def test_a_branchs_contribution_is_its_mean_size():
     layer_telemetry = LayerTelemetry()
-    layer_telemetry.record_branch("win", torch.tensor([[1.0, -3.0]]))
+    layer_telemetry.record_branch("win", torch.tensor([[[[1.0, -3.0]], [[50.0, 50.0]]]]), torch.tensor([[0, -1]]))
 
     assert layer_telemetry.summary() == {"contribution_win": 2.0}
 

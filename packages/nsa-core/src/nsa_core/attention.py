@@ -224,7 +224,7 @@ def nsa_attention(
     call = prepare(q, bound, geometry, scale, placed, backend, registry)._replace(observers=observers)
     _check_extents(q, branches, call, window_query_start)
     one_by_one = _reason_for_branches(branches, window_query_start, observers)
-    fused = fused_backend((q, *branches), call, one_by_one)
+    fused = fused_backend((q, *branches, gates), call, one_by_one)
     if fused is not None:
         out: Tensor = fused(q, *branches, gates, geometry=geometry, scale=call.scale, placement=call.placement)
         return out
@@ -287,10 +287,15 @@ def _combine(q: Tensor, gates: Tensor, outputs: dict[int, Tensor], call: Call) -
     total = None
     for place, out in outputs.items():
         for observer in call.observers:
-            observer.record_branch(BRANCHES[place], out)
+            observer.record_branch(BRANCHES[place], out, rows_of(call.placement, q.shape[0], q.shape[1], q.device).positions)
         term = out.to(acc) * gates[..., place, None].to(acc)
         total = term if total is None else total + term
     assert total is not None
+    count = call.placement.query_count
+    if count is not None:
+        # a row that does not count is 0 whatever its gates are, NaN included
+        is_row = torch.arange(q.shape[1], device=q.device) < count.unsqueeze(1)
+        total = torch.where(is_row[..., None, None], total, 0)
     return total.to(q.dtype)
 
 

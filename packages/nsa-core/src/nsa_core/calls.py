@@ -49,7 +49,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def token_bound(k: Tensor, page_table: Tensor | None) -> int:
@@ -113,6 +113,8 @@ def _place(q: Tensor, bound: int, geometry: BlockGeometry, placed: Placed) -> tu
             raise InputError("page_table came without query_start (pages hold whole sequences, so rows need a position); give it")
     if query_start is None:
         if query_count is None:
+            if max_seqlen is not None and max_seqlen < num_queries:
+                raise InputError(f"max_seqlen={max_seqlen} is below S={num_queries} (it bounds every sequence); use {num_queries} or None")
             return Layout.DENSE, Placement(max_query_count=num_queries, max_key_count=num_queries)
         query_start = torch.zeros_like(query_count)
     placement = Placement(

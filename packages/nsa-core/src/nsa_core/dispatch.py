@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_core.backends.base import BranchRequest, Operation
+from nsa_core.backends.base import BranchRequest, Layout, Operation
 from nsa_core.backends.registry import AUTO, BackendRegistry, RoutingDecision
 from nsa_core.calls import Call
 from nsa_core.plugins.manager import default_registry
@@ -64,7 +64,7 @@ def _constants(operation: Operation, tensors: tuple[Tensor | None, ...], call: C
         _length_bucket(q.shape[0]),
         _length_bucket(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1),
         _length_bucket(q.shape[1]),
-        _length_bucket(call.placement.max_key_count),
+        _key_bucket(call),
         q.shape[2],
         k.shape[2],
         q.shape[3],
@@ -72,6 +72,14 @@ def _constants(operation: Operation, tensors: tuple[Tensor | None, ...], call: C
         call.layout.value,
         needs_grad,
     )
+
+
+def _key_bucket(call: Call) -> int:
+    """Return the bound on keys; over a store the next power of 2, so that a growing cache does not route at every step."""
+    length = call.placement.max_key_count
+    if call.layout in (Layout.CACHED, Layout.PAGED) and not torch.compiler.is_compiling():
+        return 1 << max(length - 1, 0).bit_length()
+    return _length_bucket(length)
 
 
 def _length_bucket(length: int) -> int:

@@ -120,7 +120,8 @@ class NSACache:
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
         self._bounds = [0] * batch_size
-        self._furthest = [0] * batch_size
+        self._depth = [0] * batch_size
+        self._pending: list[tuple[Ring, Tensor]] = []
         # Table 4 counts all three branches, so nothing is counted of a layer with fewer
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
@@ -171,8 +172,12 @@ class NSACache:
         if self.read_counter is not None:
             self.read_counter.reads = None
         counts = self._host_counts(num_queries, query_count)
+        self._pending = []
         self._grown = [have + more for have, more in zip(self._bounds, counts, strict=True)]
-        bound = max(self._grown, default=0)
+        # what is not read may be 0, and then wins back nothing of what a rollback used up
+        won_back = counts if query_count is None or query_count.device.type == "cpu" else [0] * self.batch_size
+        self._next_depth = [max(depth - count, 0) for depth, count in zip(self._depth, won_back, strict=True)]
+        bound = max([0, *self._grown])
         if bound > self.max_seqlen:
             where = self._grown.index(bound)
             raise CacheOverflowError(
@@ -185,11 +190,22 @@ class NSACache:
             added = query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
         return Step(self.lengths.clone(), added, bound)
 
+    def join(self, ring: Ring, new: Tensor, step: Step, tail: Tensor, most: int) -> Tensor:
+        """Return the last `tail` `(B,)` tokens before the step, at most `most`, and the new ones after them.
+
+        The ring itself takes the new ones in `end_step`: it forgets as it is written, and a step that fails on the way
+        can then be tried again.
+        """
+        self._pending.append((ring, new))
+        return ring.join(new, step.start - tail, tail, most)
+
     def end_step(self, step: Step) -> None:
-        """Advance the lengths by the step's tokens and add up its reads."""
+        """Remember the step's tokens, advance the lengths and add up the reads."""
+        for ring, new in self._pending:
+            ring.write(new, step.start, step.added)
         self.lengths += step.added
         self._bounds = self._grown
-        self._furthest = [max(pair) for pair in zip(self._furthest, self._bounds, strict=True)]
+        self._depth = self._next_depth
         if self.read_counter is not None and self.read_counter.reads is not None:
             last = self.read_counter.reads
             self._total_reads = Reads(self._total_reads.predicted + last.predicted, self._total_reads.actual + last.actual)
@@ -211,19 +227,19 @@ class NSACache:
         """Forget the last `num_tokens` tokens of every sequence (an int, or one per sequence).
 
         Raises:
-            CacheOverflowError: when that is deeper than `max_rollback` below the furthest length reached, or below 0.
+            CacheOverflowError: when crops since the tokens were last replaced go deeper than `max_rollback`, or below 0.
         """
         counts = [num_tokens] * self.batch_size if isinstance(num_tokens, int) else list(num_tokens)
         if len(counts) != self.batch_size or any(count < 0 for count in counts):
             raise InputError(f"num_tokens={num_tokens} (0 or more, one per sequence); give {self.batch_size} counts")
         for place, count in enumerate(counts):
-            left = self._bounds[place] - count
-            if left < max(self._furthest[place] - self.max_rollback, 0):
+            if count > min(self._bounds[place], self.max_rollback - self._depth[place]):
                 raise CacheOverflowError(
                     f"sequence {place} cannot go back by {count} from {self._bounds[place]} tokens (raw tokens older than max_rollback="
                     f"{self.max_rollback} are gone); build the cache with keep_raw=True or a larger max_rollback"
                 )
         self._bounds = [have - count for have, count in zip(self._bounds, counts, strict=True)]
+        self._depth = [depth + count for depth, count in zip(self._depth, counts, strict=True)]
         # a length may lie below its host bound, so the bound's check alone does not keep it from passing 0
         self.lengths -= torch.tensor(counts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
         self.lengths.clamp_(min=0)
@@ -254,7 +270,7 @@ class NSACache:
             self.read_counter.reads = None
         if indices.device.type == "cpu":
             self._bounds = [self._bounds[place] for place in indices.tolist()]
-            self._furthest = [self._furthest[place] for place in indices.tolist()]
+            self._depth = [self._depth[place] for place in indices.tolist()]
         else:
-            self._bounds = [max(self._bounds, default=0)] * indices.shape[0]
-            self._furthest = [max(self._furthest, default=0)] * indices.shape[0]
+            self._bounds = [max([0, *self._bounds])] * indices.shape[0]
+            self._depth = [max([0, *self._depth])] * indices.shape[0]

@@ -106,7 +106,7 @@ class NativeSparseAttention(nn.Module):
             x: `(B, S, hidden_size)`; packed: `(1, total, hidden_size)`.
             cu_seqlens: int32 (N + 1,), bounds of packed sequences.
             max_seqlen: host bound on the tokens of a packed sequence.
-            cache: holds the sequences so far; x is appended to it.
+            cache: holds the sequences so far; x is appended to it. Such a pass records no gradient.
             query_count: int32 (B,), valid rows of x per sequence (default: all S); the rest give 0 and are not cached.
 
         Raises:
@@ -117,7 +117,7 @@ class NativeSparseAttention(nn.Module):
         if cache is not None:
             return self._forward_cached(x, cache, query_count)
         if query_count is not None:
-            query_count = query_count.to(x.device)
+            query_count = query_count.to(x.device, non_blocking=True)
         return self._forward_whole(x, cu_seqlens, max_seqlen, query_count)
 
     def _check(
@@ -134,7 +134,7 @@ class NativeSparseAttention(nn.Module):
             raise InputError(
                 f"the cache holds {cache.batch_size} sequences, x has {x.shape[0]}; build it with new_cache({x.shape[0]}, ...)"
             )
-        if cache is not None and cache.config != self.config:
+        if cache is not None and cache.config is not self.config and cache.config != self.config:
             raise InputError("the cache was built for another config (its stores would not fit); use this layer's new_cache")
 
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
@@ -184,6 +184,7 @@ class NativeSparseAttention(nn.Module):
     def _heads(self, projected: Tensor) -> Tensor:
         return split_heads(projected, self.config.num_kv_heads)
 
+    @torch.no_grad()
     def _forward_cached(self, x: Tensor, cache: NSACache, query_count: Tensor | None) -> Tensor:
         step = cache.begin_step(x.shape[1], query_count)
         if not x.numel():
@@ -199,8 +200,8 @@ class NativeSparseAttention(nn.Module):
         k_win, v_win = self._keys_values(x, "win", tables)
         tail = step.start.clamp(max=cache.window_tail_size)
         if k_win is not None and v_win is not None:
-            k_win = self._join_and_write(cache, "win", k_win, step, tail, cache.window_tail_size, keys=True)
-            v_win = self._join_and_write(cache, "win", v_win, step, tail, cache.window_tail_size, keys=False)
+            k_win = cache.join(cache.keys["win"], k_win, step, tail, cache.window_tail_size)
+            v_win = cache.join(cache.values["win"], v_win, step, tail, cache.window_tail_size)
         out = self._attend(
             x,
             tables,
@@ -224,22 +225,15 @@ class NativeSparseAttention(nn.Module):
         done = compressed_lengths(step.start, geometry)
         finished = compressed_lengths(step.start + step.added, geometry) - done
         tail = step.start - done * geometry.compression_stride
-        tokens = block_windows(self._join_and_write(cache, "raw", keys, step, tail, cache.tail_size, keys=True), geometry).tokens
+        tokens = block_windows(cache.join(cache.keys["raw"], keys, step, tail, cache.tail_size), geometry).tokens
         index = done.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=x.device)
         ends = index * geometry.compression_stride + geometry.compression_block_size - 1
         cache.keys["cmp"].write(self._rotate_blocks(self.compress_k(tokens), ends), done, finished)
         if values is None:
             return cache.keys["cmp"].store, None
-        tokens = block_windows(self._join_and_write(cache, "raw", values, step, tail, cache.tail_size, keys=False), geometry).tokens
+        tokens = block_windows(cache.join(cache.values["raw"], values, step, tail, cache.tail_size), geometry).tokens
         cache.values["cmp"].write(self.compress_v(tokens), done, finished)
         return cache.keys["cmp"].store, cache.values["cmp"].store
-
-    def _join_and_write(self, cache: NSACache, name: str, new: Tensor, step: Step, tail: Tensor, most: int, *, keys: bool) -> Tensor:
-        """Return the last `tail` tokens before the step and the new ones after them, and remember the new ones."""
-        ring = (cache.keys if keys else cache.values)[name]
-        joined = ring.join(new, step.start - tail, tail, most)
-        ring.write(new, step.start, step.added)
-        return joined
 
     def _attend(
         self,
@@ -258,6 +252,8 @@ class NativeSparseAttention(nn.Module):
         config = self.config
         q = rotate(split_heads(self.q_proj(x), config.num_heads), tables)
         has_compressed = positions >= config.geometry.compression_block_size - 1
+        if "cmp" not in config.branches:
+            has_compressed = torch.ones_like(has_compressed)
         gates = gates_from_logits(
             self.gate(x), has_compressed, kind=config.gate, temperature=config.gate_temperature, branches=config.branches
         )

@@ -46,8 +46,8 @@ class AttentionObserver:
     def record_route(self, operation: str, backend: str) -> None:
         """Note that `backend` runs `operation`."""
 
-    def record_branch(self, branch: str, out: Tensor) -> None:
-        """Note a branch's output `(B, S, H, D_v)` before its gate."""
+    def record_branch(self, branch: str, out: Tensor, positions: Tensor) -> None:
+        """Note a branch's output `(B, S, H, D_v)` before its gate, of queries at `positions` `(B, S)`."""
 
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
         """Note the chosen blocks `(B, S, G, n)` of queries at `positions` `(B, S)`, -1 for rows that do not count."""
@@ -98,9 +98,9 @@ class LayerTelemetry(AttentionObserver):
             self._figures[f"gate_std_{branch}"] = _mean((gate - mean).square(), counts).sqrt()
 
     @torch.no_grad()
-    def record_branch(self, branch: str, out: Tensor) -> None:
-        """Note a branch's output before its gate; its contribution is mean |out|."""
-        self._figures[f"contribution_{branch}"] = out.abs().mean(dtype=torch.float64)
+    def record_branch(self, branch: str, out: Tensor, positions: Tensor) -> None:
+        """Note a branch's output before its gate; its contribution is mean |out| over the rows that count."""
+        self._figures[f"contribution_{branch}"] = _mean(out.abs(), (positions >= 0)[..., None, None])
 
     @torch.no_grad()
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:

@@ -16,6 +16,8 @@ from nsa_core.errors import BackendUnavailableError, DuplicateBackendError
 from nsa_core.tracing import constant_when_traced
 
 AUTO = "auto"
+MAX_ROUTES = 4096
+"""Requests remembered before the memory starts anew."""
 
 
 @frozen(kw_only=True)
@@ -134,6 +136,8 @@ class BackendRegistry:
     def _resolve_index(self, request: BranchRequest, backend: str, optional: bool = False) -> int:
         key = (request, backend, optional)
         if key not in self._routes:
+            if len(self._routes) >= MAX_ROUTES:
+                self._routes.clear()
             self._routes[key] = self._choose(request, backend, optional)
         return self._routes[key]
 

@@ -45,11 +45,6 @@ class Extent(NamedTuple):
         return 3 * self.batch * self.num_heads * num_keys * self.itemsize
 
 
-def _is_store(placement: Placement) -> bool:
-    """Return True where keys may hold rows that belong to no token."""
-    return placement.query_start is not None
-
-
 def compressed_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
     """Yield the tiles of the compressed branch; k and v are compressed.
 
@@ -114,7 +109,7 @@ def window_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, place
         index = (own.reshape(-1, 1) + offsets).clamp(0, extent.batch * extent.num_keys - 1)
         positions = _padded(rows.positions, start, tiles * tile_rows).view(-1, tile_rows, 1)
         visible = (in_window & (distance <= positions)).unsqueeze(1)
-        yield Tile(start, tiles, tile_rows, 1, KeyRows(index), visible, _is_store(placement))
+        yield Tile(start, tiles, tile_rows, 1, KeyRows(index), visible, is_guarded=True)
 
 
 def _flat_first_keys(rows: Rows, extent: Extent) -> Tensor:
@@ -151,7 +146,7 @@ def _masked_selected_tiles(extent: Extent, block_indices: Tensor, geometry: Bloc
             keys = key_span(rows.first_tokens[:, here], (rows.first_tokens + rows.positions + 1)[:, here], num_keys)
             visible = _relative_view(chosen, keys, rows.first_tokens[:, here], rows.positions[:, here], geometry)
         if keys.stop > keys.start:
-            yield Tile(start, 1, visible.shape[1], 1, keys, visible.transpose(1, 2), _is_store(placement))
+            yield Tile(start, 1, visible.shape[1], 1, keys, visible.transpose(1, 2), is_guarded=not is_dense)
 
 
 def _aligned_view(chosen: Tensor, start: int, geometry: BlockGeometry) -> tuple[KeySlice, Tensor]:
@@ -196,4 +191,4 @@ def _gathered_selected_tiles(extent: Extent, block_indices: Tensor, geometry: Bl
         visible = (relative >= 0) & (relative <= rows.positions[:, here, None, None])
         index = torch.where(visible, first_keys[:, here, None, None] + relative, 0)
         keys, seen = KeyRowsPerHead(index.flatten(0, 1)), visible.flatten(0, 1).unsqueeze(2)
-        yield Tile(start, listed.shape[1], 1, 1, keys, seen, _is_store(placement))
+        yield Tile(start, listed.shape[1], 1, 1, keys, seen, is_guarded=True)

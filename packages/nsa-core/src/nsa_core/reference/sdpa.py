@@ -173,8 +173,8 @@ def _flatten(placement: Placement) -> tuple[Any, ...]:
 
 
 def gather_pages(store: Tensor, page_table: Tensor) -> Tensor:
-    """Return `(B, max_pages * page_size, G, D)`: the pages of each sequence in order; entries below 0 read page 0."""
-    return store[page_table.long().clamp(min=0)].flatten(1, 2)
+    """Return `(B, max_pages * page_size, G, D)`: the pages of each sequence in order; entries outside the store read some page."""
+    return store[page_table.long().clamp(0, max(store.shape[0] - 1, 0))].flatten(1, 2)
 
 
 @frozen(kw_only=True)

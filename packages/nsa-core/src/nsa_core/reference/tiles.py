@@ -155,7 +155,8 @@ def _weights(q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Return softmax weights `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`, and the largest score `(X, G, R, M)`."""
     x, g, r, m, d = q.shape
     scores = torch.matmul(q.reshape(x, g, r * m, d), k.transpose(-1, -2)).view(x, g, r, m, k.shape[2])
-    scores += _bias(visible, scores.dtype).unsqueeze(-2)
+    # filled, not added to: a NaN that a row does not see stays out of it
+    scores.masked_fill_(~visible.unsqueeze(-2), torch.finfo(scores.dtype).min / 4)
     return scores.softmax(-1), scores.amax(-1)
 
 
@@ -171,7 +172,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[T
         out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
         # the largest weight is exp(largest score - lse)
         lse = largest - weights.amax(-1).log()
-    sees = lse > torch.finfo(lse.dtype).min / 8
+    sees = tile.visible.any(-1).unsqueeze(-1)
     return torch.where(sees.unsqueeze(-1), out, 0), torch.where(sees, lse, float("-inf"))
 
 
@@ -184,8 +185,8 @@ def attend_backward(
     its error would stand in every gradient of large logits.
     """
     keys, values = tile.gather(k), tile.gather(v)
-    q = q.to(keys.dtype)
-    sees = lse > float("-inf")
+    sees = tile.visible.any(-1).unsqueeze(-1)
+    q = torch.where(sees.unsqueeze(-1), q.to(keys.dtype), 0)
     dout = torch.where(sees.unsqueeze(-1), dout.to(keys.dtype), 0)
     if dlse is None and out.dtype == keys.dtype and is_fusable(q, keys, values):
         rows = [x.flatten(2, 3) for x in (dout, q, out, torch.where(sees, lse, 0))]
