@@ -478,6 +478,28 @@ def test_a_window_of_the_paper_stores_no_more_than_it_needs(random_layer):
     assert cache.values["slc"].store.shape == (2, 1000, 2, 5)
 
 
+def test_no_store_holds_more_than_the_longest_sequence(random_layer):
+    cache = random_layer(CONFIG).new_cache(2, 20, max_rollback=64)
+
+    assert {name: ring.store.shape[1] for name, ring in cache.keys.items()} == {"cmp": 9, "raw": 20, "slc": 20, "win": 20}
+
+
+def test_a_window_far_wider_than_the_cache_costs_nothing(random_layer, random_input):
+    geometry = attrs.evolve(SMALL, window_size=10**12)
+
+    check_split(random_layer(attrs.evolve(CONFIG, geometry=geometry)), random_input(1, 9, 8), [4, 1, 4])
+
+
+def test_a_step_keeps_the_lengths_it_started_from():
+    cache = NSACache(CONFIG, 2, 20)
+
+    step = cache.begin_step(3, None)
+    cache.end_step(step)
+
+    assert step.start.tolist() == [0, 0]
+    assert cache.lengths.tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_stores_have_the_layers_dtype_unless_told(random_layer, dtype):
     layer = random_layer(CONFIG, dtype=dtype)
@@ -606,3 +628,47 @@ def test_a_failed_step_leaves_lengths_and_reads_as_they_were(random_layer, rando
 
     assert cache.lengths.tolist() == [9]
     assert torch.equal(cache.total_reads.actual, total.actual)
+
+
+def test_unread_counts_win_back_no_rollback(random_layer, random_input):
+    """On a GPU counts are not read: a step that may have appended nothing must not pay for an earlier crop."""
+    cache = random_layer(CONFIG).new_cache(1, 64, max_rollback=4)
+    cache._bounds, cache._depth = [20], [0]
+
+    class Unread:
+        shape, dtype, device = (1,), torch.int32, torch.device("cuda")
+
+        def to(self, **_):
+            return int32([0])
+
+    cache.crop(4)
+    cache.end_step(cache.begin_step(4, Unread()))
+
+    with pytest.raises(CacheOverflowError, match="max_rollback=4"):
+        cache.crop(1)
+
+
+def test_a_step_that_fails_can_be_tried_again(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 40, 8)
+    whole = layer(x)
+    cache = layer.new_cache(1, 40, max_rollback=0)
+    layer(x[:, :20], cache=cache)
+    project = layer.o_proj.forward
+    layer.o_proj.forward = lambda _: (_ for _ in ()).throw(MemoryError)
+    with pytest.raises(MemoryError):
+        layer(x[:, 20:], cache=cache)
+    layer.o_proj.forward = project
+
+    assert_close(layer(x[:, 20:], cache=cache), whole[:, 20:])
+
+
+def test_a_cached_pass_records_no_gradient(random_layer, random_input):
+    layer = random_layer(CONFIG)
+
+    assert not layer(random_input(1, 9, 8), cache=layer.new_cache(1, 9)).requires_grad
+
+
+def test_stores_exist_for_the_branches_in_use_alone(random_layer):
+    cache = random_layer(attrs.evolve(CONFIG, branches=("win",))).new_cache(1, 9)
+
+    assert set(cache.keys) == set(cache.values) == {"win"}

@@ -112,6 +112,15 @@ def test_the_layer_compiles_packed_and_backward() -> None:
     compiled_equals_eager(NativeSparseAttention(LAYER), torch.randn(1, 40, 16), "aot_eager", cu_seqlens=cu_seqlens)
 
 
+def test_a_cached_prefill_and_steps_compile_to_graphs_without_breaks() -> None:
+    layer, x = NativeSparseAttention(LAYER), torch.randn(2, 40, 16)
+    cache = layer.new_cache(2, 64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        pieces = [compiled(x[:, :36], cache=cache), *(compiled(x[:, t : t + 1], cache=cache) for t in range(36, 40))]
+        torch.testing.assert_close(torch.cat(pieces, 1), layer(x))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_the_layer_compiles_with_inductor() -> None:
@@ -248,6 +257,31 @@ def test_surplus_blocks_may_hold_nan_in_a_dense_batch_too() -> None:
     assert inputs.k_cmp.grad is not None
     assert not inputs.k_cmp.grad[:, -3:].any()
     assert inputs.k_cmp.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nan_shows_in_the_rows_that_see_it_and_in_no_other_sequence(dtype: torch.dtype) -> None:
+    inputs = make_inputs(Shape(num_queries=24, batch=2), dtype)
+    for place in (3, 4, 5, 6):
+        broken = list(inputs.tensors)
+        broken[place] = broken[place].clone()
+        broken[place][0, 5] = float("nan")
+        out = nsa_attention(*broken, geometry=SMALL)
+        assert out[0, 5].isnan().all()
+        assert out[1].isfinite().all()
+
+
+def test_rows_beyond_the_count_may_hold_nan() -> None:
+    inputs = make_inputs(Shape(num_queries=24)).with_grad()
+    count = torch.tensor([17], dtype=torch.int32)
+    with torch.no_grad():
+        inputs.q[:, 17:], inputs.gates[:, 17:] = float("nan"), float("nan")
+    out = nsa_attention(*inputs.tensors, geometry=SMALL, query_count=count)
+    assert not out[:, 17:].any()
+    out.sum().backward()
+    for x in inputs.tensors[1:7]:
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
