@@ -1,0 +1,265 @@
+"""The four tables of a run: `model`, `nsa`, `data`, `train`. Frozen, validated when built.
+
+Every key that a recipe may hold is a field below, and every field is read somewhere; an unknown key is refused with the
+nearest known one. The values of `nsa` are judged by `nsa_core.NSAConfig`, which `nsa_config` builds.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+import cattrs
+from attrs import field, fields, frozen
+
+from nsa_train.errors import ConfigError
+from nsa_train.rules import Table, above_zero, flag, integer, not_negative, one_of
+
+if TYPE_CHECKING:
+    from nsa_core import NSAConfig
+
+
+@frozen(kw_only=True)
+class ModelTable(Table):
+    """The decoder. Its output layer shares the token embedding; its MLP is 8/3 `dim` wide, rounded up to 64."""
+
+    table = "model"
+    dim: int = integer(at_least=1, example=128)
+    """Width of the residual stream."""
+    n_layers: int = integer(at_least=1, example=4)
+    n_heads: int = integer(at_least=1, example=4)
+    """H: query heads."""
+    n_kv_heads: int = integer(at_least=1, example=2)
+    """G: KV heads; divides n_heads."""
+    head_dim_qk: int = integer(at_least=2, example=32)
+    """D_k; even."""
+    head_dim_v: int = integer(at_least=1, example=32)
+    """D_v."""
+    attention: str = one_of("nsa", "dense", default="nsa")
+    """"dense": the same decoder with full causal attention, the baseline twin."""
+
+    def broken_pairs(self) -> list[str]:
+        """Return what stands against n_heads / n_kv_heads and head_dim_qk."""
+        found: list[str] = []
+        if self.n_heads % self.n_kv_heads:
+            divisors = [count for count in range(1, self.n_heads + 1) if self.n_heads % count == 0]
+            nearest = min(divisors, key=lambda count: abs(count - self.n_kv_heads))
+            found.append(
+                f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads} "
+                f"(each KV head serves H/G query heads); use {nearest}"
+            )
+        if self.head_dim_qk % 2:
+            found.append(f"model.head_dim_qk={self.head_dim_qk} is odd (RoPE rotates pairs); use {self.head_dim_qk + 1}")
+        return found
+
+
+def _tuple_of_list(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@frozen(kw_only=True)
+class NSATable:
+    """Native Sparse Attention; names, defaults and rules are those of `nsa_core.NSAConfig` and `BlockGeometry`."""
+
+    table: ClassVar[str] = "nsa"
+    compression_block_size: int = 32
+    """l."""
+    compression_stride: int = 16
+    """d."""
+    selection_block_size: int = 64
+    """l'."""
+    num_selected_blocks: int = 16
+    """n, forced blocks included."""
+    num_initial_blocks: int = 1
+    num_local_blocks: int = 2
+    window_size: int = 512
+    """w, in tokens, the query's own included."""
+    compressor: str = "mlp"
+    gate: str = "sigmoid"
+    gate_hidden_size: int = 64
+    gate_temperature: float = 1.0
+    rope_theta: float = 10000.0
+    """Read by the dense twin too."""
+    rope_scaling: Any = None
+    """None or a table such as {kind = "linear", factor = 2.0}; read by the dense twin too."""
+    compressed_rope: str = "block_end"
+    branches: tuple[str, ...] = field(default=("cmp", "slc", "win"), converter=_tuple_of_list)
+    backends: Any = field(factory=dict)
+    """Operation -> backend name; absent operations are routed by "auto"."""
+
+
+@frozen(kw_only=True)
+class DataTable(Table):
+    """What is read, and in which order."""
+
+    table = "data"
+    source: str = one_of("stdlib", "text")
+    """"stdlib": the sources of Python's standard library. "text": local files."""
+    path: str | None = None
+    """File or glob of source "text"."""
+    tokenizer: str = one_of("byte", default="byte")
+    prefetch: int = integer(at_least=1, example=4, default=4)
+    """Batches made ready ahead of the trainer."""
+    shuffle_seed: int = integer(at_least=0, example=0, default=0)
+
+    def broken_pairs(self) -> list[str]:
+        """Return what stands against source and path together."""
+        if self.source == "text" and not (isinstance(self.path, str) and self.path):
+            return [
+                f"data.path={self.path!r} does not name a file (data.source='text' reads local files); "
+                "use --set data.path=FILE, or a quoted glob such as 'texts/*.txt'"
+            ]
+        if self.source != "text" and self.path is not None:
+            return [f"data.path={self.path!r} would be ignored (data.source={self.source!r} reads no path); use --set data.source=text"]
+        return []
+
+
+@frozen(kw_only=True)
+class TrainTable(Table):
+    """How long, how fast, how exactly. A step is an optimizer step."""
+
+    table = "train"
+    steps: int = integer(at_least=1, example=600)
+    seq_len: int = integer(at_least=2, example=256)
+    """T: tokens of one row; documents are cut across rows."""
+    batch_size: int = integer(at_least=1, example=8)
+    """Rows of one micro-batch; a step consumes batch_size * accumulate * seq_len tokens."""
+    accumulate: int = integer(at_least=1, example=1, default=1)
+    """Micro-batches per step."""
+    lr: float = above_zero(example=3e-3)
+    """Peak learning rate; the cosine ends at a tenth of it."""
+    warmup_steps: int = integer(at_least=0, example=20, default=0)
+    weight_decay: float = not_negative(example=0.1, default=0.1)
+    """On matrices only: never on norms, biases, embeddings."""
+    grad_clip: float = above_zero(example=1.0, default=1.0, or_inf=True)
+    """Largest global gradient norm; inf: no clipping."""
+    log_every: int = integer(at_least=1, example=10, default=10)
+    eval_every: int = integer(at_least=1, example=100, default=100)
+    save_every: int = integer(at_least=0, example=500, default=0)
+    """0: only the end is saved."""
+    seed: int = integer(at_least=0, example=0, default=0)
+    precision: str = one_of("fp32", "bf16", default="fp32")
+    """"bf16": autocast; the weights stay float32."""
+    activation_checkpointing: str = one_of("none", "full", default="none")
+    compile: bool = flag(default=False)
+    deterministic: bool = flag(default=False)
+    """Refuse operations that may differ from run to run."""
+
+    def broken_pairs(self) -> list[str]:
+        """Return what stands against warmup_steps and steps together."""
+        if self.warmup_steps >= self.steps:
+            return [
+                f"train.warmup_steps={self.warmup_steps} leaves no step for the cosine of train.steps={self.steps} "
+                f"(the rule: warmup_steps < steps); use {self.steps // 10}"
+            ]
+        return []
+
+
+@frozen(kw_only=True)
+class RunConfig:
+    """Everything that a run depends on besides code and machine."""
+
+    model: ModelTable
+    nsa: NSATable = field(factory=NSATable)
+    data: DataTable
+    train: TrainTable
+
+    def nsa_config(self) -> "NSAConfig":
+        """Return the attention layer's configuration. Imports torch.
+
+        Raises:
+            ConfigError: when core refuses a value of table `nsa`.
+        """
+        from nsa_core import BlockGeometry, NSAConfig
+        from nsa_core.errors import ConfigError as CoreConfigError
+
+        values = attrs.asdict(self.nsa, recurse=False)
+        sizes = {attribute.name: values.pop(attribute.name) for attribute in fields(BlockGeometry)}
+        model = self.model
+        try:
+            return NSAConfig(
+                hidden_size=model.dim,
+                num_heads=model.n_heads,
+                num_kv_heads=model.n_kv_heads,
+                head_dim_qk=model.head_dim_qk,
+                head_dim_v=model.head_dim_v,
+                geometry=BlockGeometry(**sizes),
+                **values,
+            )
+        except (CoreConfigError, TypeError) as error:
+            raise ConfigError(f"nsa.{error}") from None
+
+
+TABLES: dict[str, type] = {"model": ModelTable, "nsa": NSATable, "data": DataTable, "train": TrainTable}
+
+
+def structure(tables: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration that nested `tables` describe. Imports no torch: table `nsa` is judged by `nsa_config`.
+
+    Raises:
+        ConfigError: one line for every unknown key, missing key and value that breaks a rule.
+    """
+    problems = [
+        f"{name}={value!r} is not a table of keys; use a section [{name}]"
+        for name, value in tables.items()
+        if name in TABLES and not isinstance(value, Mapping)
+    ]
+    if problems:
+        raise ConfigError.of(problems)
+    try:
+        return _converter().structure(tables, RunConfig)
+    except (cattrs.ClassValidationError, ConfigError) as error:
+        raise ConfigError.of(_problems(error)) from None
+
+
+def unstructure(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return `config` as nested tables, keys without a value left out; `structure` reads it back equal."""
+    tables: dict[str, dict[str, Any]] = _converter().unstructure(config)
+    return {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    # no silent casts: a field's own rule sees what the recipe says
+    converter.register_structure_hook_func(lambda kind: not attrs.has(kind), lambda value, _: value)
+    for kind in (int, float, str, bool):
+        converter.register_structure_hook(kind, lambda value, _: value)
+    return converter
+
+
+def _problems(error: BaseException) -> list[str]:
+    found: list[str] = []
+    for entry in cattrs.transform_error(error, path="", format_exception=_describe):
+        text, _, path = entry.rpartition(" @ ")
+        key = path.removeprefix(".")
+        prefix = f"{key}." if key else ""
+        found.extend(line.replace("<key>", key).replace("<prefix>", prefix) for line in text.split("\n"))
+    return found
+
+
+def _describe(error: BaseException, _: type | None) -> str:
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        return "\n".join(_unknown_key(name, error.cl) for name in sorted(error.extra_fields))
+    if isinstance(error, KeyError):
+        return f"<key> is missing (it has no default); use {_example(str(error.args[0]))}"
+    return str(error)
+
+
+def _unknown_key(name: str, owner: type) -> str:
+    known = [attribute.name for attribute in fields(owner)]
+    elsewhere = [f"{table}.{item.name}" for table, kind in TABLES.items() for item in fields(kind) if item.name == name]
+    near = elsewhere or [f"<prefix>{match}" for match in difflib.get_close_matches(name, known, n=1)]
+    advice = f"did you mean {near[0]}?" if near else f"use one of {listed(known)}"
+    return f"<prefix>{name} is unknown (every key is read or refused); {advice}"
+
+
+def _example(name: str) -> str:
+    if name in TABLES:
+        return f"a section [{name}]"
+    rules = [item.metadata["rule"] for kind in TABLES.values() for item in fields(kind) if item.name == name]
+    return f"{name} = {rules[0].example}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return `names` for a message: `a, b, c`."""
+    return ", ".join(names)

@@ -1,0 +1,1 @@
+"""From files to packed batches: sources -> tokenizer -> packing -> pipeline."""

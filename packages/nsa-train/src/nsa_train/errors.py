@@ -1,0 +1,35 @@
+"""The errors that end a command on purpose; each knows the exit code that the command line returns for it.
+
+They stand apart from `nsa_core.errors` so that a mistyped key is reported without importing torch.
+"""
+
+
+class TrainError(Exception):
+    """Base of them all: what was found (with the value), why it is refused, what to do."""
+
+    exit_code = 1
+
+
+class ConfigError(TrainError, ValueError):
+    """A recipe, a `--set` or an argument breaks a rule; one line per problem."""
+
+    exit_code = 2
+
+    @classmethod
+    def of(cls, problems: list[str]) -> "ConfigError":
+        """Return one error that lists every problem, a line each."""
+        return cls("\n".join(problems))
+
+
+class DataError(TrainError, ValueError):
+    """A file of the corpus is missing, empty, unreadable or too small; the message names it."""
+
+    exit_code = 2
+
+
+class CheckpointError(TrainError):
+    """A checkpoint is incomplete or damaged: the message names file, expected and found."""
+
+
+class GuardError(TrainError):
+    """Training was stopped before bad numbers reached the weights; the message names step and parameter."""

@@ -1,0 +1,116 @@
+"""Full causal attention with the calling convention of `nsa_core.NativeSparseAttention`: the baseline twin."""
+
+import torch
+from torch import Tensor, nn
+
+from nsa_core import NSAConfig
+from nsa_core.errors import CacheOverflowError
+from nsa_core.reference.causal import causal_attention
+from nsa_core.rope import RotaryEmbedding
+from nsa_core.varlen import positions_from_cu_seqlens, sequence_ids
+
+
+class DenseCache:
+    """Keys and values of every sequence, at their positions; lengths may differ within the batch."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        """Start empty in stores `(B, max_seqlen + 1, G, D)`; the last row takes what is not valid."""
+        self.keys, self.values = keys, values
+        self.lengths = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
+        """(B,): tokens held of each sequence."""
+        self.bound = 0
+        """The longest that a sequence can be, known on the host."""
+
+    def append(self, k: Tensor, v: Tensor, query_count: Tensor | None) -> Tensor:
+        """Store `k`, `v` `(B, S, G, D)` after what is held and return int64 `(B, S)`, their positions.
+
+        Rows from `query_count` `(B,)` on are not valid and are dropped.
+
+        Raises:
+            CacheOverflowError: when a sequence could pass max_seqlen.
+        """
+        spare, step = self.keys.shape[1] - 1, torch.arange(k.shape[1], device=k.device)
+        if self.bound + k.shape[1] > spare:
+            raise CacheOverflowError(
+                f"{k.shape[1]} tokens after {self.bound} pass max_seqlen={spare} of this cache; "
+                f"use new_cache with max_seqlen={self.bound + k.shape[1]} or more"
+            )
+        self.bound += k.shape[1]
+        positions = self.lengths[:, None] + step
+        counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.long()
+        rows = torch.where(step < counts[:, None], positions, spare)
+        sequences = torch.arange(len(k), device=k.device)[:, None]
+        self.keys[sequences, rows], self.values[sequences, rows] = k, v
+        self.lengths = self.lengths + counts
+        return positions
+
+
+class DenseAttention(nn.Module):
+    """GQA with RoPE over the whole past. Reads of `config` the sizes and RoPE, nothing of sparsity."""
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        self.dim_qk, self.dim_v = config.head_dim_qk, config.head_dim_v
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.dim_qk, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_qk, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_v, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim_v, config.hidden_size, bias=False)
+        self.rope = RotaryEmbedding(self.dim_qk, theta=config.rope_theta, scaling=config.rope_scaling)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: DenseCache | None = None,
+        query_count: Tensor | None = None,
+    ) -> Tensor:
+        """Return `(B, S, hidden)` of `x` `(B, S, hidden)`; packed: B = 1 with `cu_seqlens` and its bound `max_seqlen`.
+
+        With `cache`, the S tokens follow those that it holds, of which `query_count` `(B,)` are valid.
+        """
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.dim_qk))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim_qk))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim_v))
+        if cache is not None:
+            out = self._cached(q, k, v, cache, query_count)
+        elif cu_seqlens is not None:
+            out = self._packed(q, k, v, cu_seqlens, max_seqlen or x.shape[1])
+        else:
+            positions = torch.arange(x.shape[1], device=x.device)
+            out = causal_attention(self.rope(q, positions), self.rope(k, positions), v)
+        result: Tensor = self.o_proj(out.flatten(-2))
+        return result
+
+    def new_cache(self, batch_size: int, max_seqlen: int) -> DenseCache:
+        """Return an empty cache for sequences of at most `max_seqlen` tokens."""
+        rows, weight = max_seqlen + 1, self.k_proj.weight
+        keys = weight.new_zeros(batch_size, rows, self.kv_heads, self.dim_qk)
+        return DenseCache(keys, weight.new_zeros(batch_size, rows, self.kv_heads, self.dim_v))
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Spread the sequences over a padded batch `(N, max_seqlen, ...)`, attend causally, gather the rows back."""
+        total = q.shape[1]
+        positions = positions_from_cu_seqlens(cu_seqlens, total)
+        sequences = sequence_ids(cu_seqlens, total)
+        within = torch.arange(max_seqlen, device=q.device)
+        rows = (cu_seqlens[:-1, None].long() + within).clamp(max=total - 1)
+        # rows past a sequence's end hold its neighbour's tokens: they come last, so causality hides them
+        q, k, v = (tensor[0][rows] for tensor in (self.rope(q, positions), self.rope(k, positions), v))
+        return causal_attention(q, k, v)[sequences, positions].unsqueeze(0)
+
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, query_count: Tensor | None) -> Tensor:
+        positions = cache.lengths[:, None] + torch.arange(q.shape[1], device=q.device)
+        cache.append(self.rope(k, positions), v, query_count)
+        keys, values = cache.keys[:, : cache.bound], cache.values[:, : cache.bound]
+        visible = torch.arange(cache.bound, device=q.device) <= positions[..., None]
+        out = nn.functional.scaled_dot_product_attention(
+            self.rope(q, positions).transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=visible[:, None],
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2)

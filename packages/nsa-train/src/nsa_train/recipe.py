@@ -1,0 +1,111 @@
+"""From a recipe's name or path and `--set` overrides to a `RunConfig`, and back to TOML text."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from nsa_train.config import RunConfig, listed, structure, unstructure
+from nsa_train.errors import ConfigError
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return name -> path of the recipes that come with the package."""
+    folder = Path(str(files("nsa_train") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of `recipe` (a shipped name or a TOML path) with `overrides` (`table.key=value`).
+
+    Raises:
+        ConfigError: one line per problem. Keys and pairs are judged before torch is imported, table `nsa` after.
+    """
+    tables = read_toml(find_recipe(recipe))
+    for override in overrides:
+        apply_override(tables, override)
+    config = structure(tables)
+    config.nsa_config()
+    return config
+
+
+def find_recipe(recipe: str) -> Path:
+    """Return the path of a shipped recipe or of a TOML file.
+
+    Raises:
+        ConfigError: when there is no such recipe or file.
+    """
+    shipped, path = shipped_recipes(), Path(recipe)
+    if recipe in shipped:
+        return shipped[recipe]
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(recipe, shipped, n=1)
+    advice = f"did you mean {near[0]}?" if near else f"use one of {listed(shipped)}, or the path of a TOML file"
+    raise ConfigError(f"RECIPE={recipe!r} is neither a shipped recipe nor a file; {advice}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of the TOML file `path`.
+
+    Raises:
+        ConfigError: when it cannot be read as UTF-8 TOML; the message names path and line.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML ({error}); mend the file or use a shipped recipe") from None
+
+
+def apply_override(tables: dict[str, Any], override: str) -> None:
+    """Put `table.key=value` into `tables`; the value is TOML, and a bare word is a string.
+
+    Raises:
+        ConfigError: when it does not have that form.
+    """
+    key, equals, text = override.partition("=")
+    names = [name.strip() for name in key.split(".")]
+    if not equals or len(names) < 2 or not all(names):
+        raise ConfigError(f"--set {override!r} is not of the form table.key=value; use --set train.steps=100")
+    table = tables
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {name} is a value, not a table of keys; use --set train.steps=100")
+    table[names[-1]] = parse_value(text.strip())
+
+
+def parse_value(text: str) -> Any:
+    """Return the TOML value that `text` spells, or `text` itself where it spells none."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def to_toml(config: RunConfig) -> str:
+    """Return `config` as TOML that `load_config` reads back equal."""
+    sections = []
+    for name, table in unstructure(config).items():
+        plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+        nested = {f"{name}.{key}": value for key, value in table.items() if isinstance(value, dict) and value}
+        sections += [_section(title, items) for title, items in {name: plain, **nested}.items()]
+    return "\n".join(sections)
+
+
+def _section(title: str, items: dict[str, Any]) -> str:
+    return f"[{title}]\n" + "".join(f"{key} = {_toml_value(value)}\n" for key, value in items.items())
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)

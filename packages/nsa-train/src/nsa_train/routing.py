@@ -1,0 +1,50 @@
+"""Which backend serves each attention operation of a run, known before it starts."""
+
+import torch
+
+from nsa_core import BranchRequest, Layout, Operation, RoutingDecision, explain_routing
+from nsa_train.config import RunConfig
+
+
+def pick_device() -> torch.device:
+    """Return the first CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def routing_decisions(config: RunConfig, device: torch.device) -> dict[str, RoutingDecision]:
+    """Return operation -> decision for the training batches of `config`; empty for the dense twin."""
+    if config.model.attention == "dense":
+        return {}
+    nsa = config.nsa_config()
+    operations = [Operation(name) for name in ("cmp", "slc", "win") if name in nsa.branches]
+    if Operation.SLC in operations:
+        operations.insert(operations.index(Operation.SLC), Operation.SELECT)
+    return {
+        operation.value: explain_routing(_request(config, operation, device), nsa.backends.get(operation.value, "auto"))
+        for operation in operations
+    }
+
+
+def _request(config: RunConfig, operation: Operation, device: torch.device) -> BranchRequest:
+    train, model = config.train, config.model
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    total = train.batch_size * train.seq_len
+    return BranchRequest(
+        operation=operation,
+        geometry=config.nsa_config().geometry,
+        device_type=device.type,
+        compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=dtype,
+        kv_dtype=dtype,
+        batch=1,
+        num_sequences=train.batch_size,
+        num_queries=total,
+        num_keys=train.seq_len,
+        num_heads=model.n_heads,
+        num_kv_heads=model.n_kv_heads,
+        head_dim_qk=model.head_dim_qk,
+        head_dim_v=model.head_dim_qk if operation is Operation.SELECT else model.head_dim_v,
+        layout=Layout.PACKED,
+        needs_grad=operation is not Operation.SELECT,
+        deterministic=train.deterministic,
+    )

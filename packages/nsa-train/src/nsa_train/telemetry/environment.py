@@ -1,0 +1,73 @@
+"""env.json: when, on what, with which versions and from which commit a run was made."""
+
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("nsa-core", "nsa-train", "torch", "torchdata", "triton", "numpy", "safetensors", "attrs", "cattrs")
+
+
+def describe_environment(device: torch.device, routing: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of env.json; `routing`: operation -> the decision, readable."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        **(_gpu(device) if device.type == "cuda" else {}),
+        "commit": commit_of(Path(__file__).parent),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "routing": routing,
+    }
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the git commit of `folder`, with `-dirty` where files differ from it; None outside a checkout."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the most memory held so far, in MiB: of the GPU where there is one, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource
+
+    # kibibytes, but bytes on macOS
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """Return the heartbeat's memory fields, in the units of their names; empty without a GPU."""
+    if device.type != "cuda":
+        return {}
+    sizes = {"alloc": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+    units = {"mib": 2**20, "gib": 2**30}
+    return {f"gpu_mem_{name}_{unit}": size / factor for name, size in sizes.items() for unit, factor in units.items()}
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    return {"gpu": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,59 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from types import TracebackType
+from typing import Self
+
+from attrs import frozen
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+@frozen(kw_only=True)
+class StepFigures:
+    """One optimizer step."""
+
+    step: int
+    loss: float
+    """Nats per token, before the update."""
+    lr: float
+    toks_per_s: float
+    grad_norm: float
+    """Before clipping."""
+    fetch_ms: float
+    """Spent waiting for data."""
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step:04d} | loss {self.loss:.4f} | lr {self.lr:.2e} | toks/s {self.toks_per_s:.0f} | "
+            f"grad_norm {self.grad_norm:.3f} | fetch {self.fetch_ms:.0f}ms"
+        )
+
+
+class ProgressDisplay:
+    """Shows steps and notes on `console`; use as a context manager."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self.console = console
+        columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task: TaskID | None = self._bar.add_task("starting", total=total_steps) if self._bar else None
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def show_step(self, figures: StepFigures, *, is_logged: bool) -> None:
+        """Show a step: every one on a terminal's live line, those that are logged elsewhere."""
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=figures.step, description=str(figures))
+        elif is_logged:
+            self.note(str(figures))
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)

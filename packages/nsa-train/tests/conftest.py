@@ -1,0 +1,110 @@
+"""Fixtures of the nsa-train tests: a tiny recipe, a small text, and one finished run that many tests read."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_train.cli import run_command
+from nsa_train.config import RunConfig
+from nsa_train.recipe import load_config
+from nsa_train.run_dir import RunDirectory
+
+TINY_RECIPE = """
+[model]
+dim = 32
+n_layers = 2
+n_heads = 2
+n_kv_heads = 1
+head_dim_qk = 16
+head_dim_v = 16
+
+[nsa]
+compression_block_size = 4
+compression_stride = 2
+selection_block_size = 4
+num_selected_blocks = 4
+num_initial_blocks = 1
+num_local_blocks = 2
+window_size = 8
+gate_hidden_size = 8
+
+[data]
+source = "text"
+path = "{text}"
+
+[train]
+steps = 5
+seq_len = 32
+batch_size = 2
+lr = 1e-2
+warmup_steps = 1
+log_every = 2
+eval_every = 3
+save_every = 3
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors run faster on one thread, and the machine may be shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of about 8 KB."""
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(f"{number} bottles stood on wall {number * 7 % 13}.\n" for number in range(250)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
+    """The path of a recipe that trains in a second."""
+    path = tmp_path_factory.mktemp("recipe") / "tiny.toml"
+    path.write_text(TINY_RECIPE.format(text=tiny_text))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tiny_recipe: Path) -> Callable[..., RunConfig]:
+    """A function from overrides such as `train.steps=3` to a configuration."""
+
+    def build(*overrides: str) -> RunConfig:
+        return load_config(str(tiny_recipe), overrides)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Path) -> RunDirectory:
+    """The directory of a finished run through the command line; do not write to it."""
+    out = tmp_path_factory.mktemp("runs") / "tiny"
+    assert run_command(["run", str(tiny_recipe), "--out", str(out)]) == 0
+    return RunDirectory(out)
+
+
+@pytest.fixture
+def train(tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that runs the tiny recipe with overrides into a new directory and returns (exit code, directory).
+
+    Samples are short and the report is not drawn: `tiny_run` has both.
+    """
+    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
+    count = 0
+
+    def run(*overrides: str) -> tuple[int, RunDirectory]:
+        nonlocal count
+        count += 1
+        out = tmp_path / f"run-{count}"
+        sets = [word for override in overrides for word in ("--set", override)]
+        return run_command(["run", str(tiny_recipe), "--out", str(out), *sets]), RunDirectory(out)
+
+    return run

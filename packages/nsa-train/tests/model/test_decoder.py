@@ -1,0 +1,132 @@
+"""The decoder: packed equals separate, recomputing changes nothing, the loss starts at ln V and ignores what has no label."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_core import NativeSparseAttention
+from nsa_train.data.packing import IGNORED
+from nsa_train.model.decoder import Decoder, build_model, count_parameters, summed_loss
+from nsa_train.model.dense_attention import DenseAttention
+from nsa_train.recipe import load_config
+
+attentions = pytest.mark.parametrize("attention", ["nsa", "dense"])
+
+
+def _model(tiny_config, attention: str, *overrides: str) -> Decoder:
+    torch.manual_seed(0)
+    model = build_model(tiny_config(f"model.attention={attention}", *overrides))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # layers that start at zero must not hide a path
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def _gradients(model: Decoder, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@attentions
+def test_packed_documents_equal_documents_alone(tiny_config, attention: str) -> None:
+    model = _model(tiny_config, attention).double()
+    lengths = [1, 17, 3, 4, 9]
+    documents = [torch.randint(0, 256, (1, length)) for length in lengths]
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    packed = model(torch.cat(documents, 1), cu_seqlens=bounds, max_seqlen=17)
+    alone = torch.cat([model(document) for document in documents], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)
+    weights = torch.randn_like(packed)
+    ours, theirs = (_gradients(model, (out * weights).sum()) for out in (packed, alone))
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-8, atol=1e-9, msg=name)
+
+
+@attentions
+def test_future_tokens_never_change_past_logits(tiny_config, attention: str) -> None:
+    model = _model(tiny_config, attention)
+    ids = torch.randint(0, 256, (2, 33))
+    before = model(ids)
+    for position in (1, 4, 8, 16, 32):
+        changed = ids.clone()
+        changed[:, position:] = torch.randint(0, 256, changed[:, position:].shape)
+        assert torch.equal(model(changed)[:, :position], before[:, :position])
+
+
+@attentions
+def test_activation_checkpointing_changes_no_gradient(tiny_config, attention: str) -> None:
+    plain = _model(tiny_config, attention)
+    again = _model(tiny_config, attention, "train.activation_checkpointing=full")
+    assert (plain.recompute, again.recompute) == (False, True)
+    ids = torch.randint(0, 256, (1, 48))
+    bounds = torch.tensor([0, 20, 48], dtype=torch.int32)
+    gradients = [_gradients(model, model(ids, cu_seqlens=bounds, max_seqlen=28).square().sum()) for model in (plain, again)]
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_recomputing_keeps_fewer_tensors(tiny_config) -> None:
+    """The switch must do something: what autograd saves shrinks."""
+    saved = []
+    for kind in ("none", "full"):
+        model = _model(tiny_config, "nsa", f"train.activation_checkpointing={kind}")
+        count = 0
+
+        def note(tensor: Tensor) -> Tensor:
+            nonlocal count
+            count += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(torch.randint(0, 256, (1, 64)))
+        saved.append(count)
+    assert saved[1] < saved[0] / 3
+
+
+@attentions
+def test_the_first_loss_is_that_of_guessing(tiny_config, attention: str) -> None:
+    torch.manual_seed(1)
+    model = build_model(tiny_config(f"model.attention={attention}"))
+    labels = torch.randint(0, 256, (4, 64))
+    loss = summed_loss(model(torch.randint(0, 256, (4, 64))), labels) / labels.numel()
+    assert float(loss.detach()) == pytest.approx(math.log(258), abs=0.1)
+
+
+def test_the_loss_sums_over_labels_that_exist() -> None:
+    logits, labels = torch.randn(1, 6, 10), torch.tensor([[1, IGNORED, 3, IGNORED, IGNORED, 9]])
+    expected = -sum(logits[0, at].log_softmax(-1)[label] for at, label in ((0, 1), (2, 3), (5, 9)))
+    torch.testing.assert_close(summed_loss(logits, labels), expected)
+    assert float(summed_loss(logits, torch.full((1, 6), IGNORED))) == 0
+
+
+@pytest.mark.parametrize("name", ["demo", "showcase"])
+def test_parameters_are_counted_for_both_twins(name: str, tiny_text) -> None:
+    config = load_config(name, [f"data.path={tiny_text}"] if name == "showcase" else [])
+    counts = count_parameters(config)
+    for attention, count in counts._asdict().items():
+        assert count == sum(weight.numel() for weight in build_model(config, attention).parameters())
+    assert counts.nsa > counts.dense
+    if name == "showcase":
+        assert all(1e6 < count < 3e6 for count in counts)
+
+
+def test_one_key_swaps_the_attention_and_nothing_else(tiny_config) -> None:
+    nsa, dense = (_model(tiny_config, attention) for attention in ("nsa", "dense"))
+    assert [type(block.attention) for block in nsa.blocks] == [NativeSparseAttention] * 2
+    assert [type(block.attention) for block in dense.blocks] == [DenseAttention] * 2
+    assert len(nsa.sparse_layers) == 2
+    assert dense.sparse_layers == []
+    shapes = [{name: weight.shape for name, weight in model.named_parameters() if ".attention." not in name} for model in (nsa, dense)]
+    assert shapes[0] == shapes[1]
+
+
+def test_the_output_shares_the_embedding(tiny_config) -> None:
+    model = _model(tiny_config, "dense")
+    assert not any("head" in name or "output" in name for name, _ in model.named_parameters())
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    assert not model(torch.zeros(1, 3, dtype=torch.int64)).any()

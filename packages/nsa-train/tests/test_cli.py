@@ -1,0 +1,114 @@
+"""The command line: verbs, exit codes, messages without tracebacks."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nsa_train.cli import run_command
+from nsa_train.config import structure
+from nsa_train.recipe import load_config
+from nsa_train.run_dir import RunDirectory
+
+
+def test_the_module_is_the_command() -> None:
+    result = subprocess.run([sys.executable, "-m", "nsa_train", "--help"], capture_output=True, text=True, check=True)
+    assert all(verb in result.stdout for verb in ("run", "preflight", "sample", "report"))
+
+
+def test_a_mistyped_key_is_reported_without_importing_torch() -> None:
+    program = (
+        "import sys, nsa_train.cli as cli\n"
+        "code = cli.run_command(['run', 'demo', '--set', 'train.stepz=3'])\n"
+        "sys.exit(f'torch was imported, {code}' if 'torch' in sys.modules else code)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "nsa-train: train.stepz is unknown (every key is read or refused); did you mean train.steps?\n"
+
+
+def test_print_config_round_trips(tiny_recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", str(tiny_recipe), "--set", "train.steps=7", "--print-config"]) == 0
+    printed = structure(tomllib.loads(capsys.readouterr().out))
+    assert printed == load_config(str(tiny_recipe), ["train.steps=7"])
+
+
+def test_a_directory_that_is_not_empty_is_refused(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old.txt").write_text("keep me")
+    assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "is not empty" in message
+    assert "name a new directory" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["old.txt"]
+
+
+def test_showcase_without_a_file_exits_2_and_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "showcase"]) == 2
+    assert "data.path" in capsys.readouterr().err
+
+
+def test_a_missing_file_exits_2_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["run", "showcase", "--set", f"data.path={tmp_path}/absent.txt", "--out", str(out)]
+    assert run_command(arguments) == 2
+    assert "absent.txt cannot be read (No such file or directory)" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("words", [["rnu", "demo"], ["run"], ["run", "demo", "--stpes", "3"], ["sample", "x"]])
+def test_a_malformed_command_line_exits_2(words: list[str]) -> None:
+    assert run_command(words) == 2
+
+
+def test_preflight_says_what_holds(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["preflight", str(tiny_recipe), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("ok ") for line in printed)
+    assert [line.split()[1] for line in printed] == ["out:", "data:", "data:", "route:", "route:", "route:", "route:"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_preflight_fails_with_one_line_per_rule(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").touch()
+    words = ["preflight", str(tiny_recipe), "--out", str(tmp_path), "--set", "nsa.backends.win=nosuch"]
+    assert run_command([*words, "--set", "train.seq_len=100000"]) == 2
+    failures = capsys.readouterr().err.splitlines()
+    assert len(failures) == 4
+    assert "is not empty" in failures[0]
+    assert "train.seq_len=100000 is longer than the train split" in failures[1]
+    assert "train.seq_len=100000 is longer than the val split" in failures[2]
+    assert "nsa.backends.win='nosuch'" in failures[3]
+    assert "use 'auto'" in failures[3]
+
+
+def test_sample_is_seeded(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sample", str(tiny_run.root), "--prompt", "12 bot", "--tokens", "30"]
+    texts = []
+    for seed in ("0", "0", "1"):
+        assert run_command([*words, "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("12 bot")
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_sample_takes_a_run_a_step_or_latest(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = set()
+    for path in (tiny_run.root, tiny_run.checkpoints / "latest", tiny_run.checkpoints / "step-5"):
+        assert run_command(["sample", str(path), "--prompt", "1", "--tokens", "10"]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
+def test_sample_refuses_what_it_cannot_use(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(tiny_run.root)
+    assert run_command(["sample", run, "--prompt", "", "--tokens", "0", "--temperature", "-1"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    assert run_command(["sample", "no/such/run", "--prompt", "x"]) == 2
+    assert "CKPT='no/such/run' holds no checkpoint" in capsys.readouterr().err
+
+
+def test_report_refuses_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["report", str(tmp_path)]) == 2
+    assert "is no run" in capsys.readouterr().err

@@ -1,0 +1,77 @@
+"""Recipes are found by name or path; `--set` takes TOML values and bare words."""
+
+from pathlib import Path
+
+import pytest
+
+from nsa_train.errors import ConfigError
+from nsa_train.recipe import apply_override, find_recipe, load_config, parse_value, shipped_recipes
+
+
+def test_shipped_recipes_are_valid(tiny_text: Path) -> None:
+    assert set(shipped_recipes()) == {"demo", "showcase"}
+    assert load_config("demo").data.source == "stdlib"
+    assert load_config("showcase", [f"data.path={tiny_text}"]).data.path == str(tiny_text)
+
+
+def test_showcase_names_the_path_that_it_needs() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path=None does not name a file .* --set data\.path=FILE"):
+        load_config("showcase")
+
+
+@pytest.mark.parametrize("name", ["demo", "showcase"])
+def test_every_recipe_has_a_dense_twin_by_one_key(name: str, tiny_text: Path) -> None:
+    paths = [f"data.path={tiny_text}"] if name == "showcase" else []
+    assert load_config(name, [*paths, "model.attention=dense"]).model.attention == "dense"
+
+
+def test_an_unknown_recipe_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"RECIPE='dmeo' .* did you mean demo\?"):
+        find_recipe("dmeo")
+    with pytest.raises(ConfigError, match=r"RECIPE='zzz' .* use one of demo, showcase"):
+        find_recipe("zzz")
+
+
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(b"[train\nsteps = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml cannot be read as TOML .*line 1"):
+        load_config(str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"broken\.toml cannot be read as TOML"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("3e-3", 3e-3),
+        ("true", True),
+        ("['a', 'b']", ["a", "b"]),
+        ('"3"', "3"),
+        ("dense", "dense"),
+        ("some/path with space.txt", "some/path with space.txt"),
+        ("1\nb = 2", "1\nb = 2"),
+        ("", ""),
+    ],
+)
+def test_a_value_is_toml_or_a_bare_word(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+def test_an_override_reaches_nested_tables() -> None:
+    tables: dict[str, object] = {"nsa": {"backends": {"win": "sdpa"}}}
+    apply_override(tables, "nsa.backends.cmp = sdpa")
+    assert tables == {"nsa": {"backends": {"win": "sdpa", "cmp": "sdpa"}}}
+
+
+@pytest.mark.parametrize("override", ["steps", "steps=3", "train.=3", ".steps=3", "train.steps"])
+def test_a_malformed_override_is_named(override: str) -> None:
+    with pytest.raises(ConfigError, match="is not of the form table.key=value; use --set train.steps=100"):
+        apply_override({}, override)
+
+
+def test_an_override_cannot_enter_a_value() -> None:
+    with pytest.raises(ConfigError, match="lr is a value, not a table"):
+        apply_override({"train": {"lr": 1.0}}, "train.lr.x=1")
