@@ -1,5 +1,7 @@
 """The cache: any split of a sequence gives what one pass gives, and nothing is kept, counted or forgotten wrongly."""
 
+import weakref
+
 import attrs
 import pytest
 import torch
@@ -536,9 +538,13 @@ def test_the_cache_keeps_no_graph(random_layer, random_input):
     cache = layer.new_cache(1, 20)
 
     with torch.enable_grad():
-        layer(random_input(1, 9, 8).requires_grad_(), cache=cache)
+        x = random_input(1, 9, 8).requires_grad_()
+        alive = weakref.ref(x)
+        layer(x, cache=cache)
+    del x
 
     assert not any(ring.store.requires_grad for ring in (*cache.keys.values(), *cache.values.values()))
+    assert alive() is None
 
 
 def test_a_cache_of_another_batch_size_or_config_is_refused(random_layer, random_input):

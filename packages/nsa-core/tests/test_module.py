@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from nsa_core import BlockGeometry, InputError, LayerTelemetry, NativeSparseAttention, NSAConfig, compressed_attention, nsa_attention
+from nsa_core import (
+    BackendRegistry,
+    BackendUnavailableError,
+    BlockGeometry,
+    InputError,
+    LayerTelemetry,
+    NativeSparseAttention,
+    NSAConfig,
+    compressed_attention,
+    nsa_attention,
+)
 from nsa_core.compression import block_windows
 from nsa_core.config import BRANCHES
 from nsa_core.gating import gates_from_logits
@@ -404,6 +414,13 @@ def test_a_named_backend_reaches_the_operation(random_layer, random_input):
     layer, x = random_layer(attrs.evolve(CONFIG, backends={"cmp": "sdpa", "win": "sdpa"})), random_input(1, 9, 8)
 
     assert torch.equal(layer(x), random_layer(CONFIG)(x))
+
+
+def test_a_layers_own_registry_replaces_the_installed_backends(random_input):
+    layer = NativeSparseAttention(CONFIG, registry=BackendRegistry()).double()
+
+    with pytest.raises(BackendUnavailableError, match="cannot serve this request"):
+        layer(random_input(1, 9, 8))
 
 
 def test_the_gate_temperature_reaches_the_gate(random_layer, random_input):
