@@ -502,6 +502,18 @@ def test_a_step_keeps_the_lengths_it_started_from():
     assert cache.lengths.tolist() == [3, 3]
 
 
+def test_a_finished_step_lets_go_of_its_tokens():
+    cache = NSACache(CONFIG, 1, 20)
+    step, new = cache.begin_step(3, None), torch.ones(1, 3, 2, 6)
+    alive = weakref.ref(new)
+
+    cache.join(cache.keys["raw"], new, step, step.start, cache.tail_size)
+    cache.end_step(step)
+    del new
+
+    assert alive() is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_stores_have_the_layers_dtype_unless_told(random_layer, dtype):
     layer = random_layer(CONFIG, dtype=dtype)
@@ -538,13 +550,9 @@ def test_the_cache_keeps_no_graph(random_layer, random_input):
     cache = layer.new_cache(1, 20)
 
     with torch.enable_grad():
-        x = random_input(1, 9, 8).requires_grad_()
-        alive = weakref.ref(x)
-        layer(x, cache=cache)
-    del x
+        layer(random_input(1, 9, 8).requires_grad_(), cache=cache)
 
     assert not any(ring.store.requires_grad for ring in (*cache.keys.values(), *cache.values.values()))
-    assert alive() is None
 
 
 def test_a_cache_of_another_batch_size_or_config_is_refused(random_layer, random_input):

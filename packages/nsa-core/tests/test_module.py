@@ -467,3 +467,14 @@ def test_packed_sequences_with_a_cache_or_a_query_count_are_refused():
             InputError, match=r"^cu_seqlens came with a cache or query_count \(a packed batch holds whole sequences\); drop one$"
         ):
             layer(x, cu_seqlens=int32([0, 9]), **options)
+
+
+def test_an_input_or_cache_of_another_dtype_is_refused():
+    layer = NativeSparseAttention(NSAConfig(8, 2, 1, 4, 4))
+
+    with pytest.raises(InputError, match=r"x is torch.float64, the layer's weights are torch.float32 .* cast one"):
+        layer(torch.zeros(1, 3, 8, dtype=torch.float64))
+    with pytest.raises(InputError, match=r"the cache holds torch.bfloat16, the layer computes in torch.float32"):
+        layer(torch.zeros(1, 3, 8), cache=layer.new_cache(1, 3, dtype=torch.bfloat16))
+    with pytest.raises(InputError, match=r"x is on meta, the layer on cpu"):
+        layer(torch.zeros(1, 3, 8, device="meta"))

@@ -142,6 +142,11 @@ class NSACache:
         return sizes
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the stored keys and values."""
+        return next(iter(self.keys.values())).store.dtype
+
+    @property
     def batch_size(self) -> int:
         """Return the number of sequences."""
         return self.lengths.shape[0]
@@ -203,6 +208,7 @@ class NSACache:
         """Remember the step's tokens, advance the lengths and add up the reads."""
         for ring, new in self._pending:
             ring.write(new, step.start, step.added)
+        self._pending = []
         self.lengths += step.added
         self._bounds = self._grown
         self._depth = self._next_depth

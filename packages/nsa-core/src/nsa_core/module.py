@@ -78,8 +78,10 @@ class NativeSparseAttention(nn.Module):
         count_reads: bool = True,
         dtype: torch.dtype | None = None,
     ) -> NSACache:
-        """Return an empty cache on this layer's device; see `NSACache`. `dtype` None is the weights' own."""
+        """Return an empty cache on this layer's device; see `NSACache`. `dtype` None: autocast's, or the weights' own."""
         weight = self.q_proj.weight
+        if dtype is None and weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type):
+            dtype = torch.get_autocast_dtype(weight.device.type)
         return NSACache(
             self.config,
             batch_size,
@@ -126,6 +128,13 @@ class NativeSparseAttention(nn.Module):
         hidden = self.config.hidden_size
         if x.dim() != 3 or x.shape[2] != hidden:
             raise InputError(f"x has shape {tuple(x.shape)} (the layout is (B, S, hidden_size={hidden})); reshape it")
+        weight = self.q_proj.weight
+        checks.check_device("x", x, "the layer", weight)
+        is_autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+        if not is_autocast and x.dtype != weight.dtype:
+            raise InputError(f"x is {x.dtype}, the layer's weights are {weight.dtype} (they meet in products); cast one with .to()")
+        if not is_autocast and cache is not None and cache.dtype != weight.dtype:
+            raise InputError(f"the cache holds {cache.dtype}, the layer computes in {weight.dtype}; build it with this layer's new_cache")
         if cu_seqlens is not None and (cache is not None or query_count is not None):
             raise InputError("cu_seqlens came with a cache or query_count (a packed batch holds whole sequences); drop one")
         if cu_seqlens is not None:
