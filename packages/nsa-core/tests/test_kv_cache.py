@@ -644,6 +644,20 @@ def test_a_failed_step_leaves_lengths_and_reads_as_they_were(random_layer, rando
     assert torch.equal(cache.total_reads.actual, total.actual)
 
 
+def test_after_a_failed_step_a_longer_one_equals_one_pass(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 20, 8)
+    expected, cache = layer(x), layer.new_cache(1, 20)
+    layer(x[:, :9], cache=cache)
+    whole = layer.config
+
+    layer.config = cache.config = attrs.evolve(whole, backends={"win": "absent"})
+    with pytest.raises(NSAError, match="no backend 'absent'"):
+        layer(x[:, 9:10], cache=cache)
+    layer.config = cache.config = whole
+
+    assert_close(layer(x[:, 9:], cache=cache), expected[:, 9:])
+
+
 def test_unread_counts_win_back_no_rollback(random_layer, random_input):
     """On a GPU counts are not read: a step that may have appended nothing must not pay for an earlier crop."""
     cache = random_layer(CONFIG).new_cache(1, 64, max_rollback=4)

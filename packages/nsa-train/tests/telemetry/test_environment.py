@@ -37,7 +37,8 @@ block = torch.ones(2**26)
 print(peak_memory_mib(torch.device("cpu")) - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert 250 < float(done.stdout) < 300
+    # 256 MiB, less what start-up had peaked above
+    assert 200 < float(done.stdout) < 300
     assert gpu_memory(CPU) == {}
 
 
