@@ -45,6 +45,11 @@ def peak_memory_mib(device: torch.device) -> float:
     """Return the most memory held so far, in MiB: of the GPU where there is one, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    status = Path("/proc/self/status")
+    if status.exists():
+        # the process's own peak in kibibytes; ru_maxrss would start at what its parent held when it was forked
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 2**10
     import resource
 
     # kibibytes, but bytes on macOS
