@@ -333,6 +333,30 @@ def test_reordered_sequences_keep_their_own_bounds(random_layer, random_input):
         cache.crop([0, 1, 0])
 
 
+def test_reordered_sequences_keep_the_rollback_that_they_used_up(random_layer, random_input):
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(2, 20, max_rollback=4)
+    layer(random_input(2, 18, 8), cache=cache)
+    cache.crop([4, 0])
+
+    cache.reorder(torch.tensor([1, 0]))
+
+    cache.crop([4, 0])
+    with pytest.raises(CacheOverflowError, match="sequence 1 cannot go back by 1 from 14"):
+        cache.crop([0, 1])
+
+
+def test_a_crop_below_a_bound_that_was_not_read_stops_at_0():
+    cache = NSACache(CONFIG, 1, 20)
+    cache.end_step(cache.begin_step(3, None))
+    # what a reorder by indices on a GPU may leave
+    cache._bounds = [10]
+
+    cache.crop(5)
+
+    assert cache.lengths.tolist() == [0]
+
+
 @pytest.mark.parametrize(
     ("indices", "message"),
     [

@@ -265,6 +265,15 @@ def test_packed_figures_are_those_of_the_sequences(random_layer, random_input):
     assert figures["reads_act_total"] == figures["reads_pred"]
 
 
+def test_the_last_token_of_a_sequence_counts(random_layer, random_input):
+    # of l = 4 tokens only the last sees a block
+    layer = random_layer(CONFIG)
+    layer.telemetry = LayerTelemetry()
+    layer(random_input(1, 4, 8))
+
+    assert math.isfinite(layer.telemetry.summary()["gate_entropy_mean"])
+
+
 def test_rows_beyond_query_count_enter_no_gate_or_selection_figure(random_layer, random_input):
     layer, x = random_layer(CONFIG), random_input(2, 12, 8)
     figures = []
