@@ -30,14 +30,14 @@ def _geometries(draw, max_stride=4, max_strides=4, max_window=12):
 
 @st.composite
 def _rope_scalings(draw):
-    beta_slow = draw(st.floats(0.5, 4))
+    beta_slow, kind = draw(st.floats(0.5, 4)), draw(st.sampled_from(["linear", "yarn"]))
     return RopeScaling(
-        kind=draw(st.sampled_from(["linear", "yarn"])),
+        kind=kind,
         factor=draw(st.floats(1, 64)),
         original_max_position=draw(st.integers(1, 10**6)),
         beta_fast=beta_slow + draw(st.floats(0.5, 64)),
         beta_slow=beta_slow,
-        attention_factor=draw(st.none() | st.floats(0.1, 4)),
+        attention_factor=draw(st.none() | st.floats(0.1, 4)) if kind == "yarn" else None,
     )
 
 
@@ -45,6 +45,7 @@ def _rope_scalings(draw):
 def _configs(draw):
     compressor = draw(st.sampled_from(["mlp", "conv", "mean"]))
     num_kv_heads = draw(st.integers(1, 4))
+    branches = tuple(draw(st.permutations(BRANCHES))[: draw(st.integers(1, 3))])
     names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
     return NSAConfig(
         hidden_size=draw(st.integers(1, 10**6)),
@@ -54,13 +55,13 @@ def _configs(draw):
         head_dim_v=draw(st.integers(1, 256)),
         geometry=draw(_geometries(64, 8, 10**6)),
         compressor=compressor,
-        gate=draw(st.sampled_from(["sigmoid", "softmax"])),
+        gate=draw(st.sampled_from(["sigmoid", "softmax"])) if len(branches) > 1 else "sigmoid",
         gate_hidden_size=draw(st.integers(1, 512)),
         gate_temperature=draw(st.floats(1e-6, 1e6)),
         rope_theta=draw(st.floats(1.5, 1e9)),
         rope_scaling=draw(st.none() | _rope_scalings()),
         compressed_rope=draw(st.sampled_from(["block_end", "tokens"])) if compressor == "mean" else "block_end",
-        branches=tuple(draw(st.permutations(BRANCHES))[: draw(st.integers(1, 3))]),
+        branches=branches,
         backends=draw(st.dictionaries(st.sampled_from(OPERATIONS), names)),
     )
 

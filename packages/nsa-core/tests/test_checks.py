@@ -53,12 +53,17 @@ ATTENTIONS = pytest.mark.parametrize("operation", [operation for operation in AR
 
 def call(operation, *, num_tokens=S, batch=B, options=None, **changed):
     """Call `operation` on valid inputs, those in `changed` replaced."""
+    return operation(*valid(operation, num_tokens, batch, **changed), geometry=SMALL, **(options or {}))
+
+
+def valid(operation, num_tokens=S, batch=B, **changed):
+    """Return the tensors of `operation`, in order, those in `changed` replaced."""
     made = tensors(num_tokens, batch)
     made |= {"k_slc": made["k"], "v_slc": made["v"], "k_win": made["k"], "v_win": made["v"]}
     unknown = set(changed) - set(ARGUMENTS[operation])
     assert not unknown, unknown
     made |= changed
-    return operation(*(made[name] for name in ARGUMENTS[operation]), geometry=SMALL, **(options or {}))
+    return [made[name] for name in ARGUMENTS[operation]]
 
 
 def refusal(operation, **arguments):
@@ -434,6 +439,54 @@ def test_a_page_table_that_is_no_int32_row_per_sequence_is_refused(operation, ta
 def test_pages_without_a_query_start_are_refused():
     assert refusal(sliding_window_attention, options={"page_table": int32([[0], [1]])}) == (
         "page_table came without query_start (pages hold whole sequences, so rows need a position); give it"
+    )
+
+
+def paged_call(operation, table, starts=(3, 1), counts=(9, 2)):
+    """Call `operation` over three pages of four tokens, two blocks each, and return its result."""
+    stores = {
+        name: torch.zeros(3, 2 if "cmp" in name else 4, G, D_V if name[0] == "v" else D_K)
+        for name in ARGUMENTS[operation]
+        if name[0] in "kv"
+    }
+    options = {"page_table": int32(table), "query_start": int32(starts), "query_count": int32(counts)}
+    return call(operation, options=options, **stores)
+
+
+@OPERATIONS
+@pytest.mark.parametrize("entry", [3, -1])
+def test_a_page_that_the_store_does_not_have_is_refused(operation, entry):
+    store = next(name for name in ARGUMENTS[operation] if name[0] == "k")
+    with pytest.raises(InputError) as caught:
+        paged_call(operation, [[0, 1, entry], [2, 0, 0]])
+    assert str(caught.value) == (
+        f"page_table[0, 2]={entry} names no page of {store} (it has 3, and sequence 0 needs its first 3); use 0 .. 2"
+    )
+
+
+@OPERATIONS
+def test_pages_that_no_row_needs_may_be_anything(operation):
+    # 3 tokens fill one page; a sequence without rows needs none
+    paged_call(operation, [[0, 1, 2], [2, 9, -1]])
+    paged_call(operation, [[0, 1, 2], [9, 9, 9]], counts=(9, 0))
+    with pytest.raises(InputError, match=r"page_table\[1, 1\]=9 names no page of .*sequence 1 needs its first 2"):
+        paged_call(operation, [[0, 1, 2], [2, 9, -1]], counts=(9, 4))
+
+
+@OPERATIONS
+@pytest.mark.parametrize("geometry", [None, (32, 16), BlockGeometry])
+def test_a_geometry_that_is_none_is_refused(operation, geometry):
+    kind = type(geometry).__name__
+    with pytest.raises(InputError) as caught:
+        operation(*valid(operation), geometry=geometry)
+    assert str(caught.value) == f"geometry={geometry!r} is a {kind} (the rule: a BlockGeometry); use BlockGeometry()"
+
+
+@OPERATIONS
+def test_queries_without_a_head_dimension_are_refused(operation):
+    keys = {name: torch.zeros(B, C if "cmp" in name else S, G, 0) for name in names_of(operation, "k")}
+    assert refusal(operation, q=torch.zeros(B, S, H, 0), **keys) == (
+        "q has head dimension 0 (scores are products over it, the rule: at least 1); use 64"
     )
 
 

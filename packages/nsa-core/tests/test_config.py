@@ -1,6 +1,9 @@
 """The configuration: what is refused, with which words, and that what the words advise works."""
 
+import copy
+import pickle
 import re
+from collections.abc import MutableMapping
 
 import attrs
 import pytest
@@ -148,6 +151,12 @@ def test_a_broken_rule_of_the_geometry_is_named_with_field_value_rule_and_a_valu
             "rope_scaling={'factor': 2.0} does not describe a scaling (RopeScaling.__init__() missing 1 required "
             "keyword-only argument: 'kind'); use {'kind': 'linear', 'factor': 2.0}",
         ),
+        (
+            {"gate": "softmax", "branches": ("win",)},
+            "gate='softmax' with branches=('win',) would be 1 whatever its weights (it shares 1 among the branches); "
+            "use gate='sigmoid' or two branches",
+        ),
+        ({"geometry": None}, "geometry=None is not a BlockGeometry; use BlockGeometry()"),
         ({"backends": "sdpa"}, "backends='sdpa' is no table of operation -> backend name; use {'cmp': 'sdpa'}"),
         (
             {"backends": {"compress": "sdpa"}},
@@ -182,6 +191,11 @@ def test_branches_must_be_a_choice_of_the_three_each_once(branches):
         (
             {"kind": "yarn", "original_max_position": 0},
             "original_max_position=0 is too small (the rule: an integer >= 1); use 1",
+        ),
+        (
+            {"kind": "linear", "attention_factor": 1.5},
+            "attention_factor=1.5 with kind='linear' would be ignored (it divides positions and nothing else); "
+            "use attention_factor=None or kind='yarn'",
         ),
         ({"kind": "yarn", "attention_factor": "x"}, "attention_factor='x' is not a finite number above 0 (the rule); use 1.0"),
         ({"kind": "yarn", "attention_factor": 0.0}, "attention_factor=0.0 is not a finite number above 0 (the rule); use 1.0"),
@@ -312,6 +326,16 @@ def test_a_configs_backends_are_its_own_copy():
     given_backends["cmp"] = "b"
 
     assert made.backends == {"cmp": "a"}
+
+
+def test_a_configs_backends_cannot_be_changed():
+    made = config(backends={"cmp": "a", "win": "b"})
+
+    assert not isinstance(made.backends, MutableMapping)
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        made.backends._pairs = ()
+    assert repr(made.backends) == "{'cmp': 'a', 'win': 'b'}"
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
 
 
 def test_rope_scaling_takes_hugging_faces_names():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_core import BlockGeometry, blocks, varlen
+from nsa_core import BlockGeometry, InputError, blocks, varlen
 
 LENGTHS = st.lists(st.integers(0, 9), max_size=6)
 
@@ -76,6 +76,15 @@ def test_packing_then_unpacking_gives_the_sequences_back(lengths):
     assert torch.equal(cu_seqlens, cu_seqlens_of(lengths))
     for sequence, unpacked in zip(sequences, varlen.unpack(packed, lengths), strict=True):
         assert torch.equal(sequence, unpacked)
+
+
+def test_packing_nothing_is_refused():
+    with pytest.raises(InputError, match=r"^sequences=\[\] has no tensor to take dtype, device and trailing sizes from; give one"):
+        varlen.pack([])
+
+    packed, cu_seqlens = varlen.pack([torch.zeros(0, 3)])
+    assert packed.shape == (1, 0, 3)
+    assert cu_seqlens.tolist() == [0, 0]
 
 
 def test_nothing_reads_a_tensors_values():

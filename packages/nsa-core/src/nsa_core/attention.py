@@ -70,6 +70,7 @@ def compressed_attention(
     """
     q, k_cmp, v_cmp = autocast(q, k_cmp, v_cmp)
     checks.check_query(q)
+    checks.check_geometry(geometry)
     checks.check_pair(q, k_cmp, v_cmp, "_cmp", paged=page_table is not None)
     bound = compressed_token_bound(k_cmp, geometry, page_table)
     placed = Placed(cu_seqlens, max_seqlen, query_start, query_count, page_table)
@@ -102,6 +103,7 @@ def select_blocks(
     """
     q, k_cmp = autocast(q, k_cmp)
     checks.check_query(q)
+    checks.check_geometry(geometry)
     checks.check_pair(q, k_cmp, None, "_cmp", paged=page_table is not None)
     checks.check_shape("lse", lse, tuple(q.shape[:3]), "(B, S, H)")
     checks.check_floating("lse", lse)
@@ -138,6 +140,7 @@ def selected_attention(
     """
     q, k, v = autocast(q, k, v)
     checks.check_query(q)
+    checks.check_geometry(geometry)
     checks.check_pair(q, k, v, "", paged=page_table is not None)
     checks.check_integers("block_indices", block_indices, 4, "(B, S, G, n)", q)
     rows = (q.shape[0], q.shape[1], k.shape[2])
@@ -173,6 +176,7 @@ def sliding_window_attention(
     """
     q, k, v = autocast(q, k, v)
     checks.check_query(q)
+    checks.check_geometry(geometry)
     checks.check_pair(q, k, v, "", paged=page_table is not None)
     placed = Placed(cu_seqlens, max_seqlen, query_start, query_count, page_table)
     call = prepare(q, token_bound(k, page_table), geometry, scale, placed, backend, registry)
@@ -212,6 +216,7 @@ def nsa_attention(
     """
     q, *stores = autocast(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     checks.check_query(q)
+    checks.check_geometry(geometry)
     checks.check_shape("gates", gates, (*q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win")
     checks.check_floating("gates", gates)
     if window_query_start is not None:

@@ -153,6 +153,8 @@ def _check_query_start(placement: Placement) -> None:
 
 def check_token_extent(name: str, k: Tensor, q: Tensor, call: Call) -> None:
     """Without a query_start, rows and keys are the same tokens; anything else would misplace the causal mask."""
+    if call.layout is Layout.PAGED:
+        _check_pages(name, k, k.shape[1], call)
     if call.layout in (Layout.DENSE, Layout.PACKED) and k.shape[1] != q.shape[1]:
         raise InputError(
             f"{name} has {k.shape[1]} tokens for {q.shape[1]} queries (without query_start they are the same tokens); "
@@ -167,6 +169,7 @@ def check_token_extent(name: str, k: Tensor, q: Tensor, call: Call) -> None:
 def check_compressed_extent(k_cmp: Tensor, q: Tensor, call: Call) -> None:
     """C must hold every block that a query may see: N_c(S), or the sum of N_c(S_i) where that can be read."""
     if call.layout is Layout.PAGED:
+        _check_pages("k_cmp", k_cmp, k_cmp.shape[1] * call.geometry.compression_stride, call)
         return
     cu_blocks = call.placement.cu_blocks
     if cu_blocks is None:
@@ -177,3 +180,13 @@ def check_compressed_extent(k_cmp: Tensor, q: Tensor, call: Call) -> None:
         raise InputError(
             f"k_cmp has {k_cmp.shape[1]} blocks where the sequences have {needed} (N_c = (S - l) // d + 1 each); compress all of them"
         )
+
+
+def _check_pages(name: str, store: Tensor, page_size: int, call: Call) -> None:
+    """Pages up to each sequence's last query row must exist; entries beyond are never read."""
+    start, count, page_table = call.placement.query_start, call.placement.query_count, call.placement.page_table
+    assert start is not None
+    assert page_table is not None
+    rows = torch.full_like(start, call.placement.max_query_count) if count is None else count
+    last_tokens = torch.where(rows > 0, start + rows, 0)
+    checks.check_page_table(page_table, last_tokens, name, store.shape[0], page_size)

@@ -11,6 +11,8 @@ def check_query(q: Tensor) -> None:
     """Raise InputError unless q is a floating `(B, S, H, D_k)`."""
     check_rank("q", q, 4, "(B, S, H, D_k)")
     check_floating("q", q)
+    if q.shape[3] < 1:
+        raise InputError("q has head dimension 0 (scores are products over it, the rule: at least 1); use 64")
 
 
 def check_floating(name: str, x: Tensor) -> None:
@@ -100,6 +102,29 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, max_seqlen: int | None) -> N
         raise InputError(
             f"max_seqlen={max_seqlen} is below the longest sequence, {max(lengths)} (it bounds every one); use {max(lengths)} or more"
         )
+
+
+def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pages: int, page_size: int) -> None:
+    """Raise InputError where an entry that is needed names no page of the store `name`; values are read on a CPU only.
+
+    `last_tokens` `(B,)`: tokens of each sequence up to its last query row, 0 where it has none; a page holds `page_size` tokens.
+    """
+    if not can_read(page_table) or not page_table.numel() or not page_size:
+        return
+    needed = torch.arange(page_table.shape[1]) < (last_tokens.unsqueeze(1) + page_size - 1) // page_size
+    outside = needed & ((page_table < 0) | (page_table >= num_pages))
+    if bool(outside.any()):
+        b, place = (int(index) for index in outside.nonzero()[0])
+        raise InputError(
+            f"page_table[{b}, {place}]={int(page_table[b, place])} names no page of {name} (it has {num_pages}, and sequence {b} "
+            f"needs its first {int(needed[b].sum())}); use 0 .. {num_pages - 1}"
+        )
+
+
+def check_geometry(geometry: object) -> None:
+    """Raise InputError unless `geometry` is one."""
+    if not isinstance(geometry, BlockGeometry):
+        raise InputError(f"geometry={geometry!r} is a {type(geometry).__name__} (the rule: a BlockGeometry); use BlockGeometry()")
 
 
 def check_block_indices(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:

@@ -3,7 +3,7 @@
 The symbols are those of arXiv 2502.11089; docs/glossary.md lists them with the names used here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from attrs import Attribute, converters, field, frozen, validators
@@ -140,7 +140,7 @@ class RopeScaling:
 
     `linear` divides every position by `factor`. `yarn` (arXiv 2309.00071) divides only the slow dimensions, blends
     between `beta_fast` and `beta_slow` rotations over `original_max_position`, and scales cos and sin by
-    `attention_factor` (0.1 ln(factor) + 1 where None), as Hugging Face Transformers does.
+    `attention_factor` (0.1 ln(factor) + 1 where None), as Hugging Face Transformers does. `linear` takes no attention_factor.
     """
 
     kind: RopeScalingKind = field(validator=_one_of(get_args(RopeScalingKind)))
@@ -155,6 +155,11 @@ class RopeScaling:
             raise ConfigError(f"factor={self.factor} would shrink positions (the rule: factor >= 1); use 1.0")
         if self.beta_slow >= self.beta_fast:
             raise ConfigError(f"beta_slow={self.beta_slow} is not below beta_fast={self.beta_fast} (YaRN's ramp); use 1.0 and 32.0")
+        if self.kind == "linear" and self.attention_factor is not None:
+            raise ConfigError(
+                f"attention_factor={self.attention_factor} with kind='linear' would be ignored (it divides positions and nothing else); "
+                f"use attention_factor=None or kind='yarn'"
+            )
 
 
 def _to_rope_scaling(value: Any) -> Any:
@@ -170,12 +175,30 @@ def _to_rope_scaling(value: Any) -> Any:
         ) from None
 
 
-def _to_dict(value: object) -> object:
-    return dict(value) if isinstance(value, Mapping) else value
+@frozen(eq=False, repr=False)
+class BackendNames(Mapping[str, str]):
+    """Operation -> backend name, unchangeable; equal to any mapping of the same items."""
+
+    _pairs: tuple[tuple[str, str], ...]
+
+    def __getitem__(self, operation: str) -> str:
+        return dict(self._pairs)[operation]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self._pairs))
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._pairs))
+
+    def __repr__(self) -> str:
+        return repr(dict(self._pairs))
 
 
-def _sorted_items(value: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(value.items()))
+def _to_backend_names(value: object) -> object:
+    return BackendNames(tuple(value.items())) if isinstance(value, Mapping) else value
 
 
 def _check_backends(instance: object, attribute: object, value: Any) -> None:
@@ -231,7 +254,7 @@ class NSAConfig:
     """`block_end`: phi reads unrotated keys, the result is rotated at its block's last token. `tokens`: phi reads rotated keys."""
     branches: tuple[str, ...] = field(default=BRANCHES, converter=_in_paper_order, validator=_check_branches)
     """The branches that exist; fewer than three for ablations."""
-    backends: Mapping[str, str] = field(factory=dict, converter=_to_dict, validator=_check_backends, eq=_sorted_items)
+    backends: Mapping[str, str] = field(factory=dict, converter=_to_backend_names, validator=_check_backends)
     """Operation -> backend name; an operation that is absent is routed by "auto"."""
 
     def __attrs_post_init__(self) -> None:
@@ -251,6 +274,11 @@ class NSAConfig:
         if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ConfigError(
                 f"rope_theta={self.rope_theta} with YaRN scaling (its ramp divides by ln theta, the rule: above 1); use 10000.0"
+            )
+        if self.gate == "softmax" and len(self.branches) == 1:
+            raise ConfigError(
+                f"gate='softmax' with branches={self.branches!r} would be 1 whatever its weights (it shares 1 among the branches); "
+                f"use gate='sigmoid' or two branches"
             )
         if self.compressed_rope == "tokens" and self.compressor != "mean":
             raise ConfigError(

@@ -1,5 +1,6 @@
 """The attention layer: projections, compression, gates and the cache around `nsa_attention`."""
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -107,7 +108,7 @@ class NativeSparseAttention(nn.Module):
         Args:
             x: `(B, S, hidden_size)`; packed: `(1, total, hidden_size)`.
             cu_seqlens: int32 (N + 1,), bounds of packed sequences.
-            max_seqlen: host bound on the tokens of a packed sequence.
+            max_seqlen: host bound on the tokens of a sequence; not used with a cache, which warns.
             cache: holds the sequences so far; x is appended to it. Such a pass records no gradient.
             query_count: int32 (B,), valid rows of x per sequence (default: all S); the rest give 0 and are not cached.
 
@@ -117,6 +118,8 @@ class NativeSparseAttention(nn.Module):
         """
         self._check(x, cu_seqlens, max_seqlen, cache, query_count)
         if cache is not None:
+            if max_seqlen is not None and not torch.compiler.is_compiling():
+                warnings.warn(f"max_seqlen={max_seqlen} is not used with a cache (it knows its lengths); leave it out", stacklevel=2)
             return self._forward_cached(x, cache, query_count)
         if query_count is not None:
             query_count = query_count.to(x.device, non_blocking=True)

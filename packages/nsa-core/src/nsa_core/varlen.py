@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.config import BlockGeometry
+from nsa_core.errors import InputError
 
 
 def cu_seqlens_from_lengths(lengths: Tensor) -> Tensor:
@@ -42,7 +43,13 @@ def cu_blocks_from_cu_seqlens(cu_seqlens: Tensor, geometry: BlockGeometry) -> Te
 
 
 def pack(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return `(1, total, ...)` and int32 `cu_seqlens` of tensors `(S_i, ...)`, one after another."""
+    """Return `(1, total, ...)` and int32 `cu_seqlens` of tensors `(S_i, ...)`, one after another.
+
+    Raises:
+        InputError: for an empty list.
+    """
+    if not sequences:
+        raise InputError("sequences=[] has no tensor to take dtype, device and trailing sizes from; give one, of 0 tokens at least")
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int32, device=sequences[0].device)
     return torch.cat(sequences).unsqueeze(0), cu_seqlens_from_lengths(lengths)
 

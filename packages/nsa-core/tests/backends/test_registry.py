@@ -122,6 +122,12 @@ def test_auto_without_an_eligible_backend_names_every_reason_of_each():
         registry.resolve(REQUEST)
     for said in ("device cpu (needs cuda)", "head dimension 64 (at most 32)", "slow (preference 1): policy: s"):
         assert said in str(caught.value)
+    assert str(caught.value).startswith(
+        "no backend serves this request (backend='auto' takes one that nothing stands against); "
+        "name one that only policy refuses, or mend what stands against them:\n"
+    )
+    with pytest.warns(UserWarning, match="against policy"):
+        assert chosen(registry, backend="slow") == "slow"
 
 
 def test_a_name_never_falls_back():
@@ -314,7 +320,7 @@ def test_a_fused_operation_that_was_named_never_falls_back(backend):
 def test_remembering_that_auto_finds_no_fused_operation_hides_no_error():
     registry, fused = fused_registry(capability=CUDA_ONLY)
     nsa_attention(*operands(), geometry=GEOMETRY, registry=registry)
-    with pytest.raises(BackendUnavailableError, match="cannot serve"):
+    with pytest.raises(BackendUnavailableError, match="no backend serves this request"):
         registry.resolve(fused.last_request)
 
 

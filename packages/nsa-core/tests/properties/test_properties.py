@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_core.reference import branches, tiles
+from nsa_core.reference import branches, padded, tiles
 from nsa_core.testing import properties
 from nsa_core.testing.inputs import Shape
 from nsa_core.testing.properties import Where
@@ -16,6 +16,8 @@ from nsa_core.testing.strategies import shapes
 PLACES = {
     "sdpa-float64": Where(dtype=torch.float64),
     "sdpa-float32": Where(dtype=torch.float32),
+    # packed rows as they lie, where small sizes would be padded to a batch
+    "sdpa-float32-not-padded": Where(dtype=torch.float32),
     # the same loops cut as finely as they go, with gathered blocks where small sizes would be masked
     "sdpa-float64-one-row-steps": Where(dtype=torch.float64),
 }
@@ -24,6 +26,8 @@ PLACES = {
 @pytest.fixture(params=PLACES, scope="module")
 def where(request: pytest.FixtureRequest) -> Iterator[Where]:
     with pytest.MonkeyPatch.context() as patch:
+        if request.param.endswith(("not-padded", "one-row-steps")):
+            patch.setattr(padded, "MAX_PADDING", 0)
         if request.param.endswith("one-row-steps"):
             patch.setitem(tiles.SCRATCH_BYTES, "cpu", 1)
             patch.setattr(branches, "MASKED_RATIO", 0)

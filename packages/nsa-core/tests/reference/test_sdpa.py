@@ -23,7 +23,7 @@ from nsa_core import (
 from nsa_core.compression import build_compressor
 from nsa_core.errors import InputError
 from nsa_core.gating import gates_from_logits
-from nsa_core.reference import branches, naive, sdpa, tiles
+from nsa_core.reference import branches, naive, padded, sdpa, tiles
 from nsa_core.reference.causal import causal_attention
 from nsa_core.testing import masks
 from nsa_core.testing.conformance import check_backend
@@ -45,6 +45,12 @@ def test_gathered_blocks_in_one_row_steps_conform_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(branches, "MASKED_RATIO", 0)
     geometry = evolve(SMALL, num_selected_blocks=3, window_size=5)
     assert check_backend(sdpa.SDPABackend(operation=Operation.SLC), geometry=geometry).passed
+
+
+@pytest.mark.parametrize("backend", sdpa.sdpa_backends(), ids=lambda backend: backend.operation.value)
+def test_packed_rows_that_are_not_padded_conform_too(backend: sdpa.SDPABackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padded, "MAX_PADDING", 0)
+    assert check_backend(backend).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -218,7 +224,7 @@ def test_activation_checkpointing_leaves_every_gradient_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
-def test_the_dense_chunk_form_equals_the_definition_with_a_mask(dtype: torch.dtype) -> None:
+def test_the_dense_compressed_branch_equals_the_definition_with_a_mask(dtype: torch.dtype) -> None:
     shape = Shape(num_queries=61, head_dim_v=8, batch=2)
     inputs = make_inputs(shape, dtype)
     exact = inputs.to(torch.float64)
@@ -284,6 +290,42 @@ def test_rows_beyond_the_count_may_hold_nan() -> None:
         assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("lengths", [(8, 8, 8), (9, 1, 14)], ids=["equal lengths", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nan_in_one_packed_sequence_stays_out_of_the_others(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    shape = Shape(lengths=lengths)
+    inputs = make_inputs(shape, dtype)
+    own = slice(lengths[0], lengths[0] + lengths[1])
+    for place in range(3, 7):
+        broken = inputs.with_grad()
+        with torch.no_grad():
+            broken.tensors[place][:, own] = float("nan")
+        out = nsa_attention(*broken.tensors, geometry=SMALL, cu_seqlens=inputs.cu_seqlens)
+        out.nansum().backward()
+        assert out[:, own].isnan().all()
+        for x in (out, *(tensor.grad for tensor in (broken.q, broken.k_slc, broken.v_slc, broken.k_win, broken.v_win))):
+            assert x is not None
+            assert x[:, : own.start].isfinite().all()
+            assert x[:, own.stop :].isfinite().all()
+
+
+@pytest.mark.parametrize("operand", range(4), ids=["q", "k", "v", "dout"])
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_rows_whose_numbers_are_not_side_by_side_give_the_same(branch: str, operand: int) -> None:
+    name, q, k, v, *rest = operands(branch, Shape(num_queries=40, head_dim_v=8))
+    tensors = [q, k, v, torch.randn(q.shape)]
+    results = []
+    for is_strided in (False, True):
+        drawn = list(tensors)
+        if is_strided:
+            drawn[operand] = tensors[operand].transpose(1, 3).contiguous().transpose(1, 3)
+        leaves = [x.detach().requires_grad_() for x in drawn[:3]]
+        out, _ = sdpa.sdpa_attention(name, *leaves, *rest)
+        results.append((out, *torch.autograd.grad(out, leaves, drawn[3])))
+    for plain, strided in zip(*results, strict=True):
+        assert torch.equal(plain, strided)
+
+
 @pytest.mark.parametrize("length", [0, 1, 7])
 @pytest.mark.parametrize("batch", [0, 1])
 def test_short_and_empty_batches_give_shapes_zeros_and_gradients(batch: int, length: int) -> None:
@@ -312,22 +354,23 @@ def test_low_precision_gradients_of_rows_that_see_nothing_are_zero() -> None:
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_scratch_stays_within_its_bound(branch: str) -> None:
     """Every step's largest buffers, whatever the length: scores and gathered keys of one step stay under 256 MiB."""
-    geometry = BlockGeometry()
-    shape = Shape(geometry=geometry, num_queries=16384, num_heads=16, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
-    extents = make_meta(shape)
-    placement = sdpa.Placement(max_query_count=16384, max_key_count=16384)
+    shape = Shape(geometry=BlockGeometry(), num_queries=16384, num_heads=16, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
     largest = 0
-    if branch == "slc":
-        indices = torch.zeros(1, 16384, 1, 16, dtype=torch.int32)
-        steps = branches.selected_tiles(*extents, indices, geometry, placement)
-    else:
-        steps = (branches.window_tiles if branch == "win" else branches.compressed_tiles)(*extents, geometry, placement)
-    for tile in steps:
-        rows = tile.tiles * tile.rows * tile.chunk
+    for tile in dense_tiles(branch, shape, torch.zeros(1, 16384, 1, 16, dtype=torch.int32), shape.geometry):
+        rows = tile.tiles * tile.rows
         keys = tile.visible.shape[-1]
         gathered = 2 * tile.tiles * keys * 128 * 4 if branch != "cmp" else 0
         largest = max(largest, 3 * rows * 16 * keys * 4 + gathered)
     assert 0 < largest <= 256 * 2**20
+
+
+def dense_tiles(branch: str, shape: Shape, indices: Tensor, geometry: BlockGeometry) -> Any:
+    """Return the tiles of a branch of a dense batch of one sequence."""
+    extents = make_meta(shape)
+    placement = sdpa.Placement(max_query_count=shape.num_queries, max_key_count=shape.num_queries)
+    if branch == "slc":
+        return branches.selected_tiles(*extents, indices, geometry, placement)
+    return (branches.window_tiles if branch == "win" else branches.compressed_tiles)(*extents, geometry, placement)
 
 
 def make_meta(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
@@ -386,11 +429,25 @@ def test_the_telemetry_names_the_backend_that_ran() -> None:
     assert layer.telemetry.routes == dict.fromkeys(("cmp", "select", "slc", "win"), "sdpa")
 
 
-def test_tiles_cover_every_row_exactly_once() -> None:
-    shape = Shape(num_queries=61)
-    q, k, v = make_meta(shape)
-    placement = sdpa.Placement(max_query_count=61, max_key_count=61)
-    covered = [(tile.start, tile.start + tile.tiles * tile.rows * tile.chunk) for tile in branches.window_tiles(q, k, v, SMALL, placement)]
-    assert covered[0][0] == 0
-    assert covered[-1][1] >= 61
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_tiles_cover_every_row_that_sees_something_exactly_once(branch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiles.SCRATCH_BYTES, "cpu", 2**16)
+    shape = Shape(num_queries=401)
+    steps = list(dense_tiles(branch, shape, torch.zeros(1, 401, 2, 3, dtype=torch.int32), SMALL))
+    covered = [(tile.start, tile.start + tile.tiles * tile.rows) for tile in steps]
+    assert len(steps) > 1
+    assert covered[0][0] == (SMALL.compression_block_size - 1 if branch == "cmp" else 0)
+    assert covered[-1][1] == 401
     assert all(before[1] == after[0] for before, after in pairwise(covered))
+
+
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+@pytest.mark.parametrize("masked_ratio", [0, 100], ids=["gathered", "masked"])
+def test_tiles_say_which_rows_see_something(branch: str, masked_ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "MASKED_RATIO", masked_ratio)
+    indices = random_block_indices(Shape(num_queries=150), holes=True)
+    # a block after the query's own counts as absent: on a GPU nobody has looked
+    indices[:, :60] = 10
+    for tile in dense_tiles(branch, Shape(num_queries=150), indices, SMALL):
+        expected = tile.visible.any(-1)
+        assert torch.equal(expected, torch.ones_like(expected) if tile.sees is None else tile.sees)

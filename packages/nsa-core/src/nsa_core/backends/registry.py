@@ -148,10 +148,7 @@ class BackendRegistry:
         if decision.chosen is None:
             if optional and backend == AUTO:
                 return -1
-            raise BackendUnavailableError(
-                f"backend {backend!r} cannot serve this request (a named backend never falls back); "
-                f"use backend='auto' or mend what stands against it:\n{decision}"
-            )
+            raise BackendUnavailableError(f"{_unserved(backend)}:\n{decision}")
         index = self.backends.index(self.named(request.operation, decision.chosen))
         chosen = next(candidate for candidate in decision.candidates if candidate.name == decision.chosen)
         if chosen.reasons and index not in self._warned:
@@ -187,6 +184,18 @@ def request_of_constants(device_index: int, operation: str, geometry: tuple[int,
         compute_capability=torch.cuda.get_device_capability(device_index) if device_type == "cuda" else None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **dict(zip(names, fields, strict=True)),
+    )
+
+
+def _unserved(backend: str) -> str:
+    if backend == AUTO:
+        return (
+            "no backend serves this request (backend='auto' takes one that nothing stands against); "
+            "name one that only policy refuses, or mend what stands against them"
+        )
+    return (
+        f"backend {backend!r} cannot serve this request (a named backend never falls back); "
+        f"use backend='auto' or mend what stands against it"
     )
 
 

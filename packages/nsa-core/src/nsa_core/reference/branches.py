@@ -9,6 +9,7 @@ from torch import Tensor
 from nsa_core import blocks
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
+from nsa_core.reference.fused import VECTOR
 from nsa_core.reference.rows import Rows, num_visible_blocks, rows_of
 from nsa_core.reference.tiles import KeyRows, KeyRowsPerHead, KeySlice, Tile, accumulator_dtype, rows_per_step
 
@@ -45,26 +46,27 @@ class Extent(NamedTuple):
         return 3 * self.batch * self.num_heads * num_keys * self.itemsize
 
 
+def _is_dense(placement: Placement) -> bool:
+    """Return True where row t of every batch entry is token t, so that steps share their keys and masks."""
+    return placement.cu_seqlens is None and placement.query_start is None
+
+
 def compressed_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
-    """Yield the tiles of the compressed branch; k and v are compressed.
-
-    In a dense batch the d queries of one chunk see one prefix of blocks, so the branch is square causal attention of
-    length N_c with d * H query heads. Elsewhere every row brings its own bounds.
-    """
-    if placement.cu_seqlens is None and placement.query_start is None:
-        return _chunked_compressed_tiles(Extent.of(q, k, v), geometry)
-    return _ragged_compressed_tiles(Extent.of(q, k, v), geometry, placement)
+    """Yield the tiles of the compressed branch; k and v are compressed."""
+    extent = Extent.of(q, k, v)
+    if _is_dense(placement):
+        return _dense_compressed_tiles(extent, geometry)
+    return _ragged_compressed_tiles(extent, geometry, placement)
 
 
-def _chunked_compressed_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Tile]:
-    stride, skip = geometry.compression_stride, geometry.compression_block_size - 1
-    num_chunks = blocks.num_compressed_blocks(extent.num_queries, geometry)
-    step = rows_per_step(extent.score_bytes(num_chunks) * stride, extent.device)
-    for first in range(0, num_chunks, step):
-        last = min(first + step, num_chunks)
-        chunks = torch.arange(first, last, device=extent.device).unsqueeze(1)
-        visible = torch.arange(last, device=extent.device) <= chunks
-        yield Tile(skip + first * stride, 1, last - first, stride, KeySlice(0, last), visible[None, None])
+def _dense_compressed_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Tile]:
+    step = rows_per_step(extent.score_bytes(blocks.num_compressed_blocks(extent.num_queries, geometry)), extent.device)
+    for start in range(geometry.compression_block_size - 1, extent.num_queries, step):
+        stop = min(start + step, extent.num_queries)
+        ends = num_visible_blocks(torch.arange(start, stop, device=extent.device), geometry)
+        keys = KeySlice(0, blocks.num_visible_blocks(stop - 1, geometry))
+        visible = torch.arange(keys.stop, device=extent.device) < ends.unsqueeze(1)
+        yield Tile(start, 1, stop - start, keys, visible[None, None])
 
 
 def _ragged_compressed_tiles(extent: Extent, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
@@ -78,7 +80,7 @@ def _ragged_compressed_tiles(extent: Extent, geometry: BlockGeometry, placement:
         if keys.stop > keys.start:
             index = torch.arange(keys.start, keys.stop, device=extent.device)
             visible = (index >= first.unsqueeze(-1)) & (index < end.unsqueeze(-1))
-            yield Tile(start, 1, first.shape[1], 1, keys, visible.unsqueeze(1), is_guarded=True)
+            yield Tile(start, 1, first.shape[1], keys, visible.unsqueeze(1), (end > first).unsqueeze(1), is_guarded=True)
 
 
 def key_span(first: Tensor, end: Tensor, most: int) -> KeySlice:
@@ -91,6 +93,27 @@ def key_span(first: Tensor, end: Tensor, most: int) -> KeySlice:
 def window_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
     """Yield the tiles of the sliding branch: runs of rows, each with the window of its first row and its own tokens."""
     extent = Extent.of(q, k, v)
+    if _is_dense(placement):
+        return _dense_window_tiles(extent, geometry)
+    return _ragged_window_tiles(extent, geometry, placement)
+
+
+def _dense_window_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Tile]:
+    window = min(geometry.window_size, extent.num_queries)
+    run = min(max(window, 64), 256)
+    step = min(run, rows_per_step(extent.score_bytes(run + window), extent.device))
+    for start in range(0, extent.num_queries, step):
+        stop = min(start + step, extent.num_queries)
+        first = max(0, start - window + 1)
+        # whole vectors of keys are fastest
+        keys = KeySlice(first - first % VECTOR, stop)
+        index = torch.arange(keys.start, stop, device=extent.device)
+        distance = index[start - keys.start :].unsqueeze(1) - index
+        visible = (distance >= 0) & (distance < window)
+        yield Tile(start, 1, stop - start, keys, visible[None, None])
+
+
+def _ragged_window_tiles(extent: Extent, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
     window = min(geometry.window_size, placement.max_key_count)
     tile_rows = max(1, min(extent.num_queries, 256, max(16, window)))
     rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
@@ -109,7 +132,9 @@ def window_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, place
         index = (own.reshape(-1, 1) + offsets).clamp(0, extent.batch * extent.num_keys - 1)
         positions = _padded(rows.positions, start, tiles * tile_rows).view(-1, tile_rows, 1)
         visible = (in_window & (distance <= positions)).unsqueeze(1)
-        yield Tile(start, tiles, tile_rows, 1, KeyRows(index), visible, is_guarded=True)
+        # a row sees at least itself
+        sees = (positions >= 0).view(-1, 1, tile_rows)
+        yield Tile(start, tiles, tile_rows, KeyRows(index), visible, sees, is_guarded=True)
 
 
 def _flat_first_keys(rows: Rows, extent: Extent) -> Tensor:
@@ -132,28 +157,32 @@ def selected_tiles(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, geome
 
 
 def _masked_selected_tiles(extent: Extent, block_indices: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
-    is_dense = placement.cu_seqlens is None and placement.query_start is None
+    is_dense = _is_dense(placement)
     num_keys = extent.num_keys if placement.cu_seqlens is not None else min(extent.num_keys, placement.max_key_count)
     num_blocks = blocks.num_selection_blocks(placement.max_key_count, geometry)
     rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
     step = min(rows_per_step(2 * extent.score_bytes(num_keys), extent.device), MASKED_ROWS)
     for start in range(0, extent.num_queries, step):
         here = slice(start, start + step)
-        chosen = _membership(block_indices[:, here], num_blocks)
+        own = torch.div(rows.positions[:, here], geometry.selection_block_size, rounding_mode="floor")
+        chosen = _membership(block_indices[:, here], own, num_blocks)
         if is_dense:
             keys, visible = _aligned_view(chosen, start, geometry)
         else:
             keys = key_span(rows.first_tokens[:, here], (rows.first_tokens + rows.positions + 1)[:, here], num_keys)
             visible = _relative_view(chosen, keys, rows.first_tokens[:, here], rows.positions[:, here], geometry)
         if keys.stop > keys.start:
-            yield Tile(start, 1, visible.shape[1], 1, keys, visible.transpose(1, 2), is_guarded=not is_dense)
+            # a chosen block holds at least one token that is not after the row
+            sees = chosen.any(-1).transpose(1, 2)
+            yield Tile(start, 1, visible.shape[1], keys, visible.transpose(1, 2), sees, is_guarded=not is_dense)
 
 
 def _aligned_view(chosen: Tensor, start: int, geometry: BlockGeometry) -> tuple[KeySlice, Tensor]:
     """Return the keys before the end of a dense step, and bool `(B, R, G, K)` which of them each row sees."""
     stop = start + chosen.shape[1]
-    causal = torch.ones(chosen.shape[1], stop, dtype=torch.bool, device=chosen.device).tril(start)
-    picked = chosen.repeat_interleave(geometry.selection_block_size, -1)[..., :stop]
+    index = torch.arange(stop, device=chosen.device)
+    causal = index <= index[start:].unsqueeze(1)
+    picked = chosen.unsqueeze(-1).expand(*chosen.shape, geometry.selection_block_size).flatten(-2)[..., :stop]
     return KeySlice(0, stop), picked & causal.unsqueeze(1)
 
 
@@ -167,9 +196,10 @@ def _relative_view(chosen: Tensor, keys: KeySlice, first: Tensor, positions: Ten
     return picked & inside.unsqueeze(2)
 
 
-def _membership(block_indices: Tensor, num_blocks: int) -> Tensor:
-    """Return bool `(B, R, G, num_blocks + 1)`: which blocks are listed; the last column is always False."""
-    listed = torch.where((block_indices < 0) | (block_indices >= num_blocks), num_blocks, block_indices).long()
+def _membership(block_indices: Tensor, own: Tensor, num_blocks: int) -> Tensor:
+    """Return bool `(B, R, G, num_blocks + 1)`: which of the blocks 0 .. own are listed; the last column is always False."""
+    outside = (block_indices < 0) | (block_indices > own[..., None, None])
+    listed = torch.where(outside, num_blocks, block_indices).long()
     chosen = torch.zeros(*block_indices.shape[:-1], num_blocks + 1, dtype=torch.bool, device=block_indices.device)
     chosen.scatter_(-1, listed, True)
     chosen[..., num_blocks] = False
@@ -191,4 +221,4 @@ def _gathered_selected_tiles(extent: Extent, block_indices: Tensor, geometry: Bl
         visible = (relative >= 0) & (relative <= rows.positions[:, here, None, None])
         index = torch.where(visible, first_keys[:, here, None, None] + relative, 0)
         keys, seen = KeyRowsPerHead(index.flatten(0, 1)), visible.flatten(0, 1).unsqueeze(2)
-        yield Tile(start, listed.shape[1], 1, 1, keys, seen, is_guarded=True)
+        yield Tile(start, listed.shape[1], 1, keys, seen, seen.any(-1), is_guarded=True)

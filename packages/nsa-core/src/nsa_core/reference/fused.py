@@ -4,11 +4,17 @@ Public `scaled_dot_product_attention` returns no lse. The operator behind it on 
 scores, which makes short sequences about twice as fast as separate products.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 _FORWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+
+HIDDEN = torch.finfo(torch.float32).min / 4
+"""Added to a score that must not count: an amount that no score makes up for, and finite, so that a row of them stays finite."""
 
 
 def is_fusable(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -17,11 +23,20 @@ def is_fusable(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return exists and q.device.type == "cpu" and q.dtype == k.dtype == torch.float32 and q.shape[-1] == v.shape[-1]
 
 
+VECTOR = 16
+"""Keys whose exponentials the operator takes at once; those that are left over it takes one by one, several times slower."""
+
+
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out `(X, G, R, D)` and lse `(X, G, R)` of q `(X, G, R, D)`, k, v `(X, G, K, D)` and an additive mask."""
+    """Return out `(X, G, R, M, D)` and lse `(X, G, R, M)` of q `(X, G, R, M, D)` over k, v `(X, G, K, D)`.
+
+    `bias` `(X, G, R, K)`, or 1 for X and G, is added to the scores of all M heads; they take turns, so that it is never repeated.
+    """
     assert _FORWARD is not None
-    out, lse = _FORWARD(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    return out, lse
+    q, k, v = _with_rows_in_place(q, k, v)
+    by_head, (k, v, bias) = _by_head(q), _whole_vectors(q, k, v, bias)
+    parts = [_FORWARD(head, k, v, 0.0, False, attn_mask=bias, scale=scale) for (head,) in by_head]
+    return _joined([out for out, _ in parts], q), _joined([lse for _, lse in parts], q)
 
 
 def fused_attention_backward(
@@ -29,5 +44,41 @@ def fused_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of `fused_attention` for the gradient of out alone."""
     assert _BACKWARD is not None
-    dq, dk, dv = _BACKWARD(dout, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale)
-    return dq, dk, dv
+    dout, q, k, v, out = _with_rows_in_place(dout, q, k, v, out)
+    by_head, num_keys = _by_head(dout, q, out, lse), k.shape[2]
+    k, v, bias = _whole_vectors(q, k, v, bias)
+    parts = [
+        _BACKWARD(head_dout, head_q, k, v, head_out, head_lse, 0.0, False, attn_mask=bias, scale=scale)
+        for head_dout, head_q, head_out, head_lse in by_head
+    ]
+    dqs, dks, dvs = zip(*parts, strict=True)
+    dk, dv = (sum(heads[1:], heads[0])[:, :, :num_keys] for heads in (dks, dvs))
+    return _joined(dqs, q), dk, dv
+
+
+def _with_rows_in_place(*tensors: Tensor) -> list[Tensor]:
+    """Return `tensors` `(..., D)` with the numbers of a row side by side: the operator takes that for granted."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _by_head(*rows: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return `rows` `(X, G, R, M, ...)` head by head as `(X, G, R, ...)`; the heads of a lone row stand for rows, in one call."""
+    if rows[0].shape[2] == 1:
+        return [tuple(x.squeeze(2) for x in rows)]
+    return list(zip(*(x.unbind(3) for x in rows), strict=True))
+
+
+def _whole_vectors(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return k, v, bias for the calls of `_by_head`, the keys filled up to whole vectors with some that nothing sees."""
+    num_rows, surplus = q.shape[2], -k.shape[2] % VECTOR
+    if num_rows == 1:
+        return k, v, bias.expand(-1, -1, q.shape[3], -1)
+    if not surplus:
+        return k, v, bias
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, surplus)) for x in (k, v))
+    return k, v, torch.nn.functional.pad(bias, (0, surplus), value=HIDDEN)
+
+
+def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return what `_by_head` took apart `(X, G, R, M, ...)`, in the layout of q `like`."""
+    return parts[0].unsqueeze(2) if like.shape[2] == 1 else torch.stack(list(parts), 3)

@@ -13,6 +13,7 @@ from torch import Tensor
 from nsa_core.backends.base import BranchOutput, BranchRequest, Capability, Operation, Placement, Reason
 from nsa_core.config import BlockGeometry
 from nsa_core.reference import branches, select, tiles
+from nsa_core.reference.padded import PaddedBatch, padded_batch
 
 NAME = "sdpa"
 
@@ -48,6 +49,14 @@ def _placement(
     )
 
 
+def _side_by_side(
+    batch: PaddedBatch, branch: str, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    keys = batch.keys(branch)
+    indices = None if block_indices is None else batch.tokens.spread(block_indices)
+    return batch.tokens.spread(q), keys.spread(k), keys.spread(v), indices
+
+
 def _no_autocast(q: Tensor) -> Any:
     """Autocast has chosen the inputs' dtype by now; inside, it would take the float32 accumulators down with it."""
     return torch.autocast(q.device.type, enabled=False)
@@ -71,9 +80,15 @@ def sdpa_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return out `(B, S, H, D_v)` and lse `(B, S, H)` of the branch "cmp", "slc" or "win"."""
     placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
-    steps = _tiles(branch, q, k, v, block_indices, BlockGeometry(*geometry), placement)
+    sizes = BlockGeometry(*geometry)
     with _no_autocast(q):
-        return tiles.run_forward(q, k, v, steps, scale)
+        batch = padded_batch(placement, q, sizes)
+        if batch is None:
+            return tiles.run_forward(q, k, v, _tiles(branch, q, k, v, block_indices, sizes, placement), scale)
+        rows, num_rows = batch.tokens, q.shape[1]
+        q, k, v, block_indices = _side_by_side(batch, branch, q, k, v, block_indices)
+        out, lse = tiles.run_forward(q, k, v, _tiles(branch, q, k, v, block_indices, sizes, batch.placement), scale)
+        return rows.collect(out, num_rows), rows.collect(lse, num_rows)
 
 
 @sdpa_attention.register_fake
@@ -104,9 +119,19 @@ def sdpa_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of `sdpa_attention` for the gradients of out and lse; lse's may be None."""
     placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
-    steps = _tiles(branch, q, k, v, block_indices, BlockGeometry(*geometry), placement)
+    sizes = BlockGeometry(*geometry)
     with _no_autocast(q):
-        return tiles.run_backward(dout, dlse, tiles.Saved(q, k, v, out, lse), steps, scale)
+        batch = padded_batch(placement, q, sizes)
+        if batch is None:
+            steps = _tiles(branch, q, k, v, block_indices, sizes, placement)
+            return tiles.run_backward(dout, dlse, tiles.Saved(q, k, v, out, lse), steps, scale)
+        rows, keys, num_rows, num_keys = batch.tokens, batch.keys(branch), q.shape[1], k.shape[1]
+        q, k, v, block_indices = _side_by_side(batch, branch, q, k, v, block_indices)
+        dout, out, lse = (rows.spread(x) for x in (dout, out, lse))
+        dlse = None if dlse is None else rows.spread(dlse)
+        steps = _tiles(branch, q, k, v, block_indices, sizes, batch.placement)
+        dq, dk, dv = tiles.run_backward(dout, dlse, tiles.Saved(q, k, v, out, lse), steps, scale)
+        return rows.collect(dq, num_rows), keys.collect(dk, num_keys), keys.collect(dv, num_keys)
 
 
 @sdpa_attention_backward.register_fake
@@ -151,8 +176,14 @@ def sdpa_select_blocks(
 ) -> Tensor:
     """Return int32 block_indices `(B, S, G, n)`; no gradient."""
     placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
+    sizes = BlockGeometry(*geometry)
     with _no_autocast(q):
-        return select.select_blocks(q, k_cmp, lse, BlockGeometry(*geometry), scale, placement)
+        batch = padded_batch(placement, q, sizes)
+        if batch is None:
+            return select.select_blocks(q, k_cmp, lse, sizes, scale, placement)
+        rows, num_rows = batch.tokens, q.shape[1]
+        q, k_cmp, lse = rows.spread(q), batch.blocks.spread(k_cmp), rows.spread(lse)
+        return rows.collect(select.select_blocks(q, k_cmp, lse, sizes, scale, batch.placement), num_rows)
 
 
 @sdpa_select_blocks.register_fake

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nsa_core.reference.fused import fused_attention, fused_attention_backward, is_fusable
 
-SCRATCH_BYTES = {"cpu": 16 * 2**20, "cuda": 192 * 2**20}
-"""Scratch that one step of a reference loop aims at: on a CPU small enough that the allocator reuses it, and well under 256 MiB anywhere."""
+SCRATCH_BYTES = {"cpu": 64 * 2**20, "cuda": 192 * 2**20}
+"""Scratch that one step of a reference loop aims at: well under 256 MiB anywhere, and on a CPU in buffers that the allocator reuses."""
 
 
 class Keys(Protocol):
@@ -80,18 +80,18 @@ class KeyRowsPerHead(NamedTuple):
 class Tile(NamedTuple):
     """One step of a branch's loop: the query rows of a range of tokens, in every batch entry, and the keys they read.
 
-    The tokens start .. start + tiles * rows * chunk - 1 are cut into `tiles` tiles of `rows` rows, each of `chunk`
-    tokens that see the same keys: a chunk counts as more query heads, M = chunk * H / G. Tokens beyond the end of the
-    sequence axis read as 0 and are dropped when written.
+    The tokens start .. start + tiles * rows - 1 are cut into `tiles` tiles of `rows` rows, each with keys of its own.
+    Tokens beyond the end of the sequence axis read as 0 and are dropped when written.
     """
 
     start: int
     tiles: int
     rows: int
-    chunk: int
     keys: Keys
     visible: Tensor
     """bool, broadcastable to (X, G, R, K) with X = B * tiles."""
+    sees: Tensor | None = None
+    """bool, broadcastable to (X, G, R): whether a row sees anything; None: every one does."""
     is_guarded: bool = False
     """True where keys that no row sees may hold anything, NaN included (stores, surplus blocks)."""
 
@@ -103,26 +103,28 @@ class Tile(NamedTuple):
         # 0 * NaN is NaN, so a weight of 0 does not keep out what stands there
         return torch.where(self.visible.any(-2).unsqueeze(-1), gathered, 0)
 
+    def blank(self, part: Tensor, value: float = 0.0) -> Tensor:
+        """Return `part` `(X, G, R, M, ...)` with `value` in the rows that see nothing."""
+        if self.sees is None:
+            return part
+        sees = self.sees.view(*self.sees.shape, *[1] * (part.dim() - 3))
+        return torch.where(sees, part, value)
+
     def take(self, x: Tensor, num_kv_heads: int) -> Tensor:
-        """Return `(X, G, R, M, ...)`, this step's rows of x `(B, S, H, ...)`."""
-        batch, _, heads, *rest = x.shape
-        count = self.tiles * self.rows * self.chunk
+        """Return `(X, G, R, M, ...)`, this step's rows of x `(B, S, H, ...)`; a view where the step is one tile."""
+        count = self.tiles * self.rows
         piece = x[:, self.start : self.start + count]
         if piece.shape[1] < count:
-            tail = x.new_zeros(batch, count - piece.shape[1], heads, *rest)
+            tail = x.new_zeros(x.shape[0], count - piece.shape[1], *x.shape[2:])
             piece = torch.cat([piece, tail], 1)
-        cut = piece.reshape(batch, self.tiles, self.rows, self.chunk, num_kv_heads, heads // num_kv_heads, *rest)
-        others = range(6, 6 + len(rest))
-        return cut.permute(0, 1, 4, 2, 3, 5, *others).flatten(4, 5).flatten(0, 1)
+        cut = piece.unflatten(2, (num_kv_heads, -1)).unflatten(1, (self.tiles, self.rows))
+        rows: Tensor = cut.transpose(2, 3).flatten(0, 1)
+        return rows
 
     def put(self, x: Tensor, part: Tensor) -> None:
         """Write `part` `(X, G, R, M, ...)` over this step's rows of x `(B, S, H, ...)`, in place."""
-        batch, _, heads, *rest = x.shape
-        num_kv_heads = part.shape[1]
-        cut = part.reshape(batch, self.tiles, num_kv_heads, self.rows, self.chunk, heads // num_kv_heads, *rest)
-        others = range(6, 6 + len(rest))
-        rows = cut.permute(0, 1, 3, 4, 2, 5, *others).flatten(4, 5).flatten(1, 3)
-        target = x[:, self.start : self.start + rows.shape[1]]
+        rows = part.unflatten(0, (-1, self.tiles)).transpose(2, 3).flatten(1, 2)
+        target = x[:, self.start : self.start + rows.shape[1]].unflatten(2, (part.shape[1], -1))
         target.copy_(rows[:, : target.shape[1]])
 
 
@@ -141,14 +143,8 @@ def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
     Finite, so that a row that sees nothing stays finite: its weights are uniform, and the caller drops them.
     """
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min / 4)
-
-
-def _row_bias(q: Tensor, tile: Tile) -> Tensor:
-    """Return the bias `(X, G, R * M, K)`, repeated for the M heads of a row."""
-    x, g, r, m, _ = q.shape
-    visible = tile.visible.unsqueeze(-2)
-    return _bias(visible, q.dtype).expand(x, g, r, m, visible.shape[-1]).reshape(x, g, r * m, -1)
+    shown = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, shown, torch.finfo(dtype).min / 4)
 
 
 def _weights(q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,15 +161,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[T
     keys, values = tile.gather(k), tile.gather(v)
     q = q.to(values.dtype)
     if is_fusable(q, keys, values):
-        out, lse = fused_attention(q.flatten(2, 3), keys, values, _row_bias(q, tile), scale)
-        out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
+        out, lse = fused_attention(q, keys, values, _bias(tile.visible, q.dtype), scale)
     else:
         weights, largest = _weights(q * scale, keys, tile.visible)
         out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
         # the largest weight is exp(largest score - lse)
         lse = largest - weights.amax(-1).log()
-    sees = tile.visible.any(-1).unsqueeze(-1)
-    return torch.where(sees.unsqueeze(-1), out, 0), torch.where(sees, lse, float("-inf"))
+    return tile.blank(out), tile.blank(lse, float("-inf"))
 
 
 def attend_backward(
@@ -185,13 +179,9 @@ def attend_backward(
     its error would stand in every gradient of large logits.
     """
     keys, values = tile.gather(k), tile.gather(v)
-    sees = tile.visible.any(-1).unsqueeze(-1)
-    q = torch.where(sees.unsqueeze(-1), q.to(keys.dtype), 0)
-    dout = torch.where(sees.unsqueeze(-1), dout.to(keys.dtype), 0)
+    q, dout = tile.blank(q.to(keys.dtype)), tile.blank(dout.to(keys.dtype))
     if dlse is None and out.dtype == keys.dtype and is_fusable(q, keys, values):
-        rows = [x.flatten(2, 3) for x in (dout, q, out, torch.where(sees, lse, 0))]
-        dq, dk, dv = fused_attention_backward(rows[0], rows[1], keys, values, rows[2], rows[3], _row_bias(q, tile), scale)
-        return dq.reshape(q.shape), dk, dv
+        return fused_attention_backward(dout, q, keys, values, out, tile.blank(lse), _bias(tile.visible, q.dtype), scale)
     q = q * scale
     rows_dout = dout.flatten(2, 3)
     weights = _weights(q, keys, tile.visible)[0].flatten(2, 3)
@@ -199,7 +189,7 @@ def attend_backward(
     dweights = torch.matmul(rows_dout, values.transpose(-1, -2))
     dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
     if dlse is not None:
-        dscores += weights * torch.where(sees, dlse, 0).flatten(2, 3).unsqueeze(-1)
+        dscores += weights * tile.blank(dlse).flatten(2, 3).unsqueeze(-1)
     dq = torch.matmul(dscores, keys).mul_(scale).view_as(q)
     dk = torch.matmul(dscores.transpose(-1, -2), q.flatten(2, 3))
     return dq, dk, dv
