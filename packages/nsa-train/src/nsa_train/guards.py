@@ -89,9 +89,6 @@ def _opening_lengths_by_prefix(config: NSAConfig) -> dict[str, int]:
     lengths["q_proj"] = min(keys[branch] for branch in config.branches)
     if config.branches == ("cmp",):
         lengths |= {"gate": size, "o_proj": size}
-    if config.gate == "softmax" and len(config.branches) == 1:
-        # a softmax over one branch is always 1
-        lengths["gate"] = sys.maxsize
     return lengths
 
 

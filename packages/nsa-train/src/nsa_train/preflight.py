@@ -2,12 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import field, mutable
 
-from nsa_train.config import RunConfig
+from nsa_train.config import RunConfig, listed
 from nsa_train.data.sources import Corpus, Document, read_corpus
 from nsa_train.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from nsa_core import RoutingDecision
 
 
 @mutable
@@ -81,10 +85,15 @@ def _check_routes(findings: Preflight, config: RunConfig) -> None:
 
     for operation, decision in routing_decisions(config, pick_device()).items():
         if decision.chosen is None:
-            asked = config.nsa.backends.get(operation, "auto")
-            reasons = "; ".join(f"{candidate.name}: {', '.join(map(str, candidate.reasons))}" for candidate in decision.candidates)
-            findings.failed.append(
-                f"nsa.backends.{operation}={asked!r} cannot serve this run ({reasons or 'none is installed'}); use 'auto'"
-            )
+            findings.failed.append(_unserved(operation, config.nsa.backends.get(operation, "auto"), decision))
         else:
             findings.passed.append(f"route: {operation} -> {decision.chosen}")
+
+
+def _unserved(operation: str, asked: str, decision: "RoutingDecision") -> str:
+    reasons = {candidate.name: ", ".join(map(str, candidate.reasons)) for candidate in decision.candidates}
+    if asked not in ("auto", *reasons):
+        return f"nsa.backends.{operation}={asked!r} is not installed (there is {listed(reasons) or 'none'}); use 'auto'"
+    against = reasons if asked == "auto" else {asked: reasons[asked]}
+    text = "; ".join(f"{name}: {reason}" for name, reason in against.items())
+    return f"nsa.backends.{operation}={asked!r} cannot serve this run ({text or 'none is installed'}); use {'sdpa' if asked == 'auto' else 'auto'!r}"

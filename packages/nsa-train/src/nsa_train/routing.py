@@ -5,6 +5,9 @@ import torch
 from nsa_core import BranchRequest, Layout, Operation, RoutingDecision, explain_routing
 from nsa_train.config import RunConfig
 
+NEEDED_BY = {Operation.CMP: {"cmp", "slc"}, Operation.SELECT: {"slc"}, Operation.SLC: {"slc"}, Operation.WIN: {"win"}}
+"""The branches that run each operation."""
+
 
 def pick_device() -> torch.device:
     """Return the first CUDA device, or the CPU where there is none."""
@@ -16,9 +19,8 @@ def routing_decisions(config: RunConfig, device: torch.device) -> dict[str, Rout
     if config.model.attention == "dense":
         return {}
     nsa = config.nsa_config()
-    operations = [Operation(name) for name in ("cmp", "slc", "win") if name in nsa.branches]
-    if Operation.SLC in operations:
-        operations.insert(operations.index(Operation.SLC), Operation.SELECT)
+    # blocks are chosen by compressed scores, so the selected branch brings both operations along
+    operations = [operation for operation, branches in NEEDED_BY.items() if branches & set(nsa.branches)]
     return {
         operation.value: explain_routing(_request(config, operation, device), nsa.backends.get(operation.value, "auto"))
         for operation in operations
@@ -43,7 +45,7 @@ def _request(config: RunConfig, operation: Operation, device: torch.device) -> B
         num_heads=model.n_heads,
         num_kv_heads=model.n_kv_heads,
         head_dim_qk=model.head_dim_qk,
-        head_dim_v=model.head_dim_qk if operation is Operation.SELECT else model.head_dim_v,
+        head_dim_v=model.head_dim_v if operation.value in config.nsa.branches else model.head_dim_qk,
         layout=Layout.PACKED,
         needs_grad=operation is not Operation.SELECT,
         deterministic=train.deterministic,
