@@ -44,9 +44,108 @@ def test_env_prints_and_writes_the_environment(tmp_path, capsys):
         assert {row["name"]: row["value"] for row in csv.DictReader(file)}["python"] == environment["python"]
 
 
+TINY = ["--device", "cpu", "--shapes", "4/2/16/16", "--lengths", "60", "--geometry", "8/4/8/4/12"]
+
+
+def test_attention_prints_and_writes_times_errors_and_reasons(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]
+    assert run_command(["attention", *TINY, "--commit", "abc123", *files]) == 0
+    shown = capsys.readouterr()
+    assert "4/2/16/16, 60 tokens, random" in shown.out
+    assert "dense on SDPA cuDNN: runs on CUDA devices only" in shown.out
+    assert "nsa fwd+bwd on sdpa:" in shown.err
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["environment"]["commit"] == "abc123"
+    assert (content["options"]["lengths"], content["options"]["backend"]) == ("60", "auto")
+    rows = content["rows"]
+    assert {row["commit"] for row in rows} == {"abc123"}
+    assert [(row["operation"], row["direction"]) for row in rows[:5]] == [
+        ("nsa", "fwd"), ("nsa", "fwd+bwd"), ("cmp", "fwd"), ("cmp", "fwd+bwd"), ("select", "fwd"),
+    ]  # fmt: skip
+    assert all((row["median_ms"] is None) == bool(row["reason"]) for row in rows)
+    with (tmp_path / "a.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [{name: "" if value is None else str(value) for name, value in row.items()} for row in rows]
+
+
+def test_attention_with_a_wrong_backend_is_exit_1_without_a_time(install, tmp_path, capsys):
+    install("liar_kernels", LIAR)
+    path = tmp_path / "a.json"
+    options = ["--operations", "win,cmp", "--baseline", "none", "--no-backward", "--json", str(path)]
+    assert run_command(["attention", *TINY, *options]) == 1
+    shown = capsys.readouterr()
+    assert "win on liar: wrong: out is off" in " ".join(shown.out.split())
+    assert "nsa-bench: 1 of 2 results are wrong or failed" in shown.err
+    cmp, win = json.loads(path.read_text())["rows"]
+    assert (win["implementation"], win["median_ms"]) == ("liar", None)
+    assert cmp["median_ms"] > 0
+    # by name, the reference is right
+    assert run_command(["attention", *TINY, *options, "--backend", "sdpa"]) == 0
+
+
+LIAR = """
+from nsa_core import BranchOutput, Capability, Operation
+from nsa_core.plugins import hookimpl
+
+class Liar:
+    name, operation = "liar", Operation.WIN
+    capability = Capability(gradient=False)
+    def reasons_against(self, request): return self.capability.reasons_against(request)
+    def preference(self, request): return 10
+    def __call__(self, q, k, v, *, geometry, scale, placement):
+        return BranchOutput(q.new_ones(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1]))
+
+@hookimpl
+def nsa_branch_backends():
+    return [Liar()]
+"""
+
+
+def test_attention_sweeps(tmp_path, capsys):
+    options = ["--sweep", "--lengths", "12", "--operations", "win", "--no-backward", "--geometry", "8/4/8/4/12"]
+    path = tmp_path / "sweep.csv"
+    assert run_command(["attention", "--device", "cpu", *options, "--csv", str(path), "--json", str(tmp_path / "sweep.json")]) == 0
+    assert "100 sequences" in capsys.readouterr().out
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["variable"] for row in rows] == ["D"] * 6 + ["H/G"] * 8 + ["S"] * 3 + ["packed"] * 2
+    assert {row["verdict"] for row in rows} <= {"within", "cliff"}
+    assert all(float(row["ratio"]) > 0 and float(row["pair_cost_ps"]) > 0 for row in rows)
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    assert len(content["sweep"]) == 19
+    assert len(content["rows"]) == 18
+
+
+def test_compare_prints_us_and_why_peers_are_absent(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    shape = ["--device", "cpu", "--shapes", "4/2/16/8", "--lengths", "70", "--geometry", "8/8/8/4/12"]
+    assert run_command(["compare", *shape, "--json", str(path), "--csv", str(tmp_path / "c.csv")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "flash-linear-attention: " in text
+    assert "runs on a GPU only" in text
+    assert "takes D_k = D_v only" in text
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["implementation"] for row in rows] == ["sdpa"] * 2 + ["flash-linear-attention"] * 2 + [
+        "native-sparse-attention-pytorch"
+    ] * 2
+    assert [row["median_ms"] is None for row in rows] == [False] * 2 + [True] * 4
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        ("attention --device cpu --lengths none", "--lengths has 'none'"),
+        ("attention --device cpu --shapes Q", "--shapes has 'Q'"),
+        ("attention --device cpu --geometry 32/16", "is not l/d/l'/n/w"),
+        ("attention --device cpu --baseline fast", "--baseline='fast'"),
+        ("attention --device cpu --selection trained", "--selection has 'trained'"),
+        ("attention --device cpu --operations sum", "--operations has 'sum'"),
+        ("attention --device cpu --preset targets", "--preset=targets on a CPU"),
+        ("attention --device cpu --preset musts", "Invalid value"),
+        ("attention --device cpu --sweep --shapes P", "--shapes came with --sweep"),
+        ("attention --device cpu --json no/such/folder/a.json", "give a path that can be written"),
+        ("compare --device cpu --shapes 3/2/8/8", "--shapes has '3/2/8/8'"),
+        ("compare --device cpu --csv no/such/folder/a.csv", "give a path that can be written"),
+        ("compare --device tpu", "Invalid value"),
         ("backends --kv-heads 3", "--kv-heads=3 does not divide --heads=64"),
         ("backends --seq-len 0", "--seq-len=0 is too small"),
         ("backends --device cpu --compute-capability 9.0", "came with --device=cpu"),
@@ -74,7 +173,7 @@ def test_two_plug_ins_of_one_name_are_exit_1_with_a_message(install, capsys):
 def test_help_names_the_verbs_that_exist(capsys):
     assert run_command(["--help"]) == 0
     text = capsys.readouterr().out
-    assert {name for name in app if not name.startswith("-")} == {"backends", "env"}
+    assert {name for name in app if not name.startswith("-")} == {"attention", "backends", "compare", "env"}
     assert "backends" in text
     assert "Exit codes: 0 done, 1 error, 2 a bad option." in text
 

@@ -6,7 +6,7 @@ Torch is imported after the options were read, so that a mistyped one is reporte
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
@@ -14,14 +14,23 @@ from rich.console import Console
 from nsa_bench.__about__ import __version__
 from nsa_bench.errors import BenchError, OptionError
 
+if TYPE_CHECKING:
+    from nsa_bench.measurements import Measurement
+
 app = App(
     name="nsa-bench",
     help="Measure and explain the attention of nsa-core on the machine at hand.",
     help_epilogue="Exit codes: 0 done, 1 error, 2 a bad option.",
     version=__version__,
 )
+TABLE_WIDTH = 110
 JSONFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file as JSON.")]
 CSVFile = Annotated[Path | None, Parameter(name="--csv", help="Write the result to this file as CSV.")]
+MeasuredDevice = Annotated[Literal["cpu", "cuda"] | None, Parameter(help="cuda where there is a GPU, by default.")]
+DType = Annotated[Literal["bf16", "fp16", "fp32", "fp64"] | None, Parameter(help="bf16 on cuda, fp32 on cpu by default.")]
+Backend = Annotated[str, Parameter(help="auto, or a backend's name, which never falls back.")]
+Backward = Annotated[bool, Parameter(help="Time forward + backward as well.")]
+Commit = Annotated[str | None, Parameter(help="The commit that is measured, where the code lies outside its checkout.")]
 
 
 @app.command
@@ -71,6 +80,71 @@ def backends(
 
 
 @app.command
+def attention(
+    *,
+    json_file: JSONFile = None,
+    csv_file: CSVFile = None,
+    device: MeasuredDevice = None,
+    dtype: DType = None,
+    lengths: Annotated[str | None, Parameter(help="Tokens, k for 1024: 2k,8k. On cuda 2k to 128k, on cpu 256 by default.")] = None,
+    shapes: Annotated[str | None, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas; P,L,M,S by default.")] = None,
+    operations: Annotated[str | None, Parameter(help="Of nsa, cmp, select, slc, win; all by default.")] = None,
+    selection: Annotated[str | None, Parameter(help="random, trained-like, or both by a comma; random by default.")] = None,
+    geometry: Annotated[str | None, Parameter(help="l/d/l'/n/w; 32/16/64/16/512 by default.")] = None,
+    backend: Backend = "auto",
+    baseline: Annotated[str | None, Parameter(help="Dense attention: all, none, or of flash, cudnn, flex, flash-attn.")] = None,
+    backward: Backward = True,
+    sweep: Annotated[bool, Parameter(negative="", help="Look for cliffs: D, H/G, S one off a tile, packed.")] = False,
+    preset: Annotated[Literal["targets"] | None, Parameter(help="targets: what the kernels must reach on one H200.")] = None,
+    commit: Commit = None,
+) -> int:
+    """Time the operations, forward and backward, beside the best dense attention; what is wrong gets no time."""
+    from nsa_bench.plans import AttentionOptions, make_plan
+    from nsa_bench.reporting import Report, options_row, run_attention
+
+    options = AttentionOptions(
+        device=device,
+        dtype=dtype,
+        lengths=lengths,
+        shapes=shapes,
+        operations=operations,
+        selection=selection,
+        geometry=geometry,
+        baseline=baseline,
+        backward=backward,
+        sweep=sweep,
+        preset=preset,
+    )
+    plan = make_plan(options)
+    report = Report.of(options_row(options, backend), commit, json_file, csv_file)
+    return _exit_code(run_attention(plan, backend, report, _screen(), Console(stderr=True)))
+
+
+@app.command
+def compare(
+    *,
+    json_file: JSONFile = None,
+    csv_file: CSVFile = None,
+    device: MeasuredDevice = None,
+    dtype: DType = None,
+    lengths: Annotated[str | None, Parameter(help="Tokens, k for 1024: 2k,8k. On cuda 2k to 128k, on cpu 256 by default.")] = None,
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S",
+    geometry: Annotated[str, Parameter(help="l/d/l'/n/w; the peers share l = d = l' only.")] = "64/64/64/16/512",
+    backend: Backend = "auto",
+    backward: Backward = True,
+    commit: Commit = None,
+) -> int:
+    """Time the whole operation beside other packages that are installed, with everybody's error."""
+    from nsa_bench.plans import make_comparisons
+    from nsa_bench.reporting import Report, run_comparison
+
+    where, wanted = make_comparisons(device, dtype, lengths, shapes, geometry, backward=backward)
+    given = {"device": device, "dtype": dtype, "lengths": lengths, "shapes": shapes, "geometry": geometry, "backward": backward}
+    report = Report.of({**given, "backend": backend}, commit, json_file, csv_file)
+    return _exit_code(run_comparison(where, wanted, backend, report, _screen(), Console(stderr=True)))
+
+
+@app.command
 def env(*, json_file: JSONFile = None, csv_file: CSVFile = None) -> int:
     """Show what a result would be made with: time, machine, versions, commit."""
     from nsa_bench.environment import describe_environment
@@ -84,6 +158,19 @@ def env(*, json_file: JSONFile = None, csv_file: CSVFile = None) -> int:
     if csv_file is not None:
         write_csv(csv_file, [{"name": name, "value": value} for name, value in flatten(environment)])
     return 0
+
+
+def _screen() -> Console:
+    """Return where tables go; what is no terminal has room for all their columns."""
+    return Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+
+
+def _exit_code(measurements: "list[Measurement]") -> int:
+    """Return 1 where one of our own operations gave no right result, after saying so; a peer's absence is none."""
+    failed = [one for one in measurements if one.is_failure]
+    if failed:
+        print(f"nsa-bench: {len(failed)} of {len(measurements)} results are wrong or failed; the table says why", file=sys.stderr)
+    return BenchError.exit_code if failed else 0
 
 
 def main(tokens: Iterable[str] | None = None) -> NoReturn:

@@ -1,0 +1,154 @@
+"""What is measured: head shapes, lengths, geometry, dtype, selection; and how the command line writes them."""
+
+from enum import StrEnum
+
+import torch
+from attrs import field, frozen
+
+from nsa_bench.errors import OptionError
+from nsa_core import BlockGeometry, ConfigError
+from nsa_core.blocks import num_compressed_blocks
+
+KIBI = 1024
+LENGTHS = "2k,4k,8k,16k,32k,64k,128k"
+"""Tokens that are measured on a GPU where nothing is asked for."""
+CPU_LENGTHS = "256"
+"""The same on a CPU, where the reference backend alone runs."""
+
+
+class Selection(StrEnum):
+    """How neighbouring queries' choices of blocks are related."""
+
+    RANDOM = "random"
+    """Queries are independent of one another."""
+    TRAINED_LIKE = "trained-like"
+    """A query keeps about 80 % of the free blocks that the query before it chose."""
+
+
+@frozen
+class HeadShape:
+    """Query heads H, KV heads G, and the head dimensions."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_v: int
+
+    @property
+    def heads_per_group(self) -> int:
+        """Return H/G."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def head_dims(self) -> int:
+        """Return D_k + D_v."""
+        return self.head_dim_qk + self.head_dim_v
+
+    def __str__(self) -> str:
+        numbers = f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim_qk}/{self.head_dim_v}"
+        return numbers if self.name == numbers else f"{self.name} ({numbers})"
+
+
+SHAPES = {
+    "P": HeadShape("P", 64, 4, 192, 128),
+    "L": HeadShape("L", 32, 8, 128, 128),
+    "M": HeadShape("M", 64, 4, 128, 128),
+    "S": HeadShape("S", 16, 8, 64, 64),
+}
+"""P: the paper's; L: Llama-like; M: groups of 16 with equal dimensions; S: small groups."""
+
+
+def head_shape(num_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_v: int) -> HeadShape:
+    """Return a shape that is named by its numbers, as `--shapes 32/8/128/128` gives it."""
+    name = f"{num_heads}/{num_kv_heads}/{head_dim_qk}/{head_dim_v}"
+    return HeadShape(name, num_heads, num_kv_heads, head_dim_qk, head_dim_v)
+
+
+@frozen(kw_only=True)
+class Case:
+    """One set of inputs: a batch entry of `seq_len` tokens, or `lengths` packed sequences that sum to it."""
+
+    shape: HeadShape
+    seq_len: int
+    geometry: BlockGeometry = field(factory=BlockGeometry)
+    dtype: torch.dtype = torch.bfloat16
+    selection: Selection = Selection.RANDOM
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Return the length of every sequence."""
+        return (self.seq_len,) if self.lengths is None else self.lengths
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the compressed blocks of all sequences."""
+        return sum(num_compressed_blocks(length, self.geometry) for length in self.sequence_lengths)
+
+    def __str__(self) -> str:
+        packed = "" if self.lengths is None else f" in {len(self.lengths)} sequences"
+        return f"{self.shape}, {self.seq_len} tokens{packed}, {self.selection}"
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Return the token counts of "2k,8192,1m": k is 1024, m is 1024 * 1024.
+
+    Raises:
+        OptionError: for anything that is not a positive number with one of these endings; with every problem.
+    """
+    units = {"k": KIBI, "m": KIBI * KIBI}
+    lengths, problems = [], []
+    for part in text.split(","):
+        number, unit = (part[:-1], units[part[-1]]) if part[-1:] in units else (part, 1)
+        if number.isdecimal() and int(number) > 0:
+            lengths.append(int(number) * unit)
+        else:
+            problems.append(f"--lengths has {part!r} (the rule: a whole number of tokens >= 1, k for 1024); use 2k,8k,64k")
+    if problems:
+        raise OptionError.of(problems)
+    return tuple(lengths)
+
+
+def parse_shapes(text: str) -> tuple[HeadShape, ...]:
+    """Return the shapes of "P,L,32/8/128/128": a letter of SHAPES, or H/G/D_k/D_v.
+
+    Raises:
+        OptionError: for an unknown name, or numbers that make no shape; with every problem.
+    """
+    shapes, problems = [], []
+    for part in text.split(","):
+        numbers = [int(number) for number in part.split("/") if number.isdecimal()]
+        if part in SHAPES:
+            shapes.append(SHAPES[part])
+        elif len(numbers) == part.count("/") + 1 == 4 and min(numbers) >= 1 and numbers[0] % numbers[1] == 0:
+            shapes.append(head_shape(*numbers))
+        else:
+            problems.append(
+                f"--shapes has {part!r} (the rule: {', '.join(SHAPES)}, or H/G/D_k/D_v with G a divisor of H); use P or 32/8/128/128"
+            )
+    if problems:
+        raise OptionError.of(problems)
+    return tuple(shapes)
+
+
+def parse_geometry(text: str) -> BlockGeometry:
+    """Return the geometry l/d/l'/n/w of "32/16/64/16/512"; 1 initial and 2 local blocks are forced.
+
+    Raises:
+        OptionError: for anything but five whole numbers that make a geometry.
+    """
+    numbers = [int(number) for number in text.split("/") if number.isdecimal()]
+    if len(numbers) != 5 or text.count("/") != 4:
+        raise OptionError(f"--geometry={text!r} is not l/d/l'/n/w (five whole numbers); use 32/16/64/16/512")
+    size, stride, selection, count, window = numbers
+    try:
+        return BlockGeometry(size, stride, selection, count, window_size=window)
+    except ConfigError as error:
+        raise OptionError(f"--geometry={text}: {error}") from error
+
+
+def geometry_text(geometry: BlockGeometry) -> str:
+    """Return l/d/l'/n/w, as `parse_geometry` reads it."""
+    size, stride, selection, count, _, _, window = geometry.as_tuple()
+    return f"{size}/{stride}/{selection}/{count}/{window}"
