@@ -1,0 +1,1 @@
+"""Triton kernels for Native Sparse Attention. Nothing here is called directly: `nsa_core` finds `plugin` by its entry point."""

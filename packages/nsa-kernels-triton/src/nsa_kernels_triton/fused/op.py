@@ -1,0 +1,172 @@
+"""The custom op of the whole operation. Nothing of size (B, S, H, D) is made but the branches' outputs and the gated sum."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_core.backends.base import Placement
+from nsa_core.config import BlockGeometry
+from nsa_kernels_triton.interval import kernels
+from nsa_kernels_triton.interval import op as interval
+from nsa_kernels_triton.launch import Sequences, exact_out
+from nsa_kernels_triton.select import op as select
+from nsa_kernels_triton.selected import op as selected
+
+NUM_SAVED = 7
+"""Outputs beside the sum that the backward pass reads."""
+
+
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    geometry: BlockGeometry,
+    scale: float,
+    placement: Placement,
+) -> Tensor:
+    """Return the gated sum of the three branches `(B, S, H, D_v)` (Eq. 5)."""
+    placed = (placement.cu_seqlens, placement.cu_blocks, placement.query_start, placement.query_count, placement.max_key_count)
+    stores = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    out: Tensor = triton_nsa_attention(q, *stores, gates, list(geometry.as_tuple()), scale, *placed)[0]
+    return out
+
+
+@torch.library.custom_op("nsa_triton::nsa_attention", mutates_args=())
+def triton_nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    cu_blocks: Tensor | None,
+    query_start: Tensor | None,
+    query_count: Tensor | None,
+    max_key_count: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gated sum, and what the backward pass needs: out and lse of cmp, slc and win, block_indices."""
+    sizes = BlockGeometry(*geometry)
+    blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
+    q, gates = q.contiguous(), gates.contiguous()
+    out_cmp, lse_cmp, exact_cmp = interval.forward(q, k_cmp, v_cmp, False, sizes, scale, blocks)
+    block_indices = select.choose(q, k_cmp, lse_cmp, sizes, scale, blocks)
+    out_win, lse_win, exact_win = interval.forward(q, k_win, v_win, True, sizes, scale, tokens)
+    others = selected.Others(out_cmp, out_win, gates)
+    out_slc, lse_slc, exact_slc, total = selected.forward(q, k_slc, v_slc, block_indices, sizes, scale, tokens, others)
+    if exact_cmp.numel():
+        out_cmp, out_slc, out_win = exact_cmp, exact_slc, exact_win
+    return total, out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win, block_indices
+
+
+@triton_nsa_attention.register_fake
+def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    num_selected = rest[5][3]
+
+    total = q.new_empty(*q.shape[:3], v_cmp.shape[3])
+
+    def out() -> Tensor:
+        exact = exact_out(q, v_cmp)
+        return exact if exact.numel() else torch.empty_like(total)
+
+    def lse() -> Tensor:
+        return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    block_indices = q.new_empty(*q.shape[:2], k_cmp.shape[2], num_selected, dtype=torch.int32)
+    return total, out(), lse(), out(), lse(), out(), lse(), block_indices
+
+
+@torch.library.custom_op("nsa_triton::nsa_attention_backward", mutates_args=())
+def triton_nsa_attention_backward(
+    dout: Tensor,
+    saved: list[Tensor],
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    cu_blocks: Tensor | None,
+    query_start: Tensor | None,
+    query_count: Tensor | None,
+    max_key_count: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, the six stores and the gates; `saved` is what the forward pass returned after the sum."""
+    out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win, block_indices = saved
+    sizes = BlockGeometry(*geometry)
+    blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
+    dout, q, gates = dout.contiguous(), q.contiguous(), gates.contiguous()
+    deltas = _branch_deltas(dout, out_cmp, out_slc, out_win)
+    dq, dk_cmp, dv_cmp = interval.backward(dout, deltas[0], None, lse_cmp, q, k_cmp, v_cmp, gates, 0, None, False, sizes, scale, blocks)
+    dq, dk_win, dv_win = interval.backward(dout, deltas[2], None, lse_win, q, k_win, v_win, gates, 2, dq, True, sizes, scale, tokens)
+    dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], lse_slc, q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
+    dgates = deltas.movedim(0, -1).to(gates.dtype).contiguous()
+    return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
+
+
+@triton_nsa_attention_backward.register_fake
+def _(dout: Tensor, saved: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in rest[:8])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, geometry, scale, cu_seqlens, cu_blocks, query_start, query_count, max_key_count = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:], *tensors, cu_seqlens, cu_blocks, query_start, query_count)
+    ctx.constants = (geometry, scale, max_key_count)
+
+
+def _backward(ctx: Any, dout: Tensor | None, *_unused: None) -> tuple[Tensor | None, ...]:
+    geometry, scale, max_key_count = ctx.constants
+    # read once: checkpointing hands every saved tensor out a single time
+    everything = ctx.saved_tensors
+    saved, tensors, placed = everything[:NUM_SAVED], everything[NUM_SAVED:-4], everything[-4:]
+    if dout is None:
+        return (None,) * 15
+    gradients = triton_nsa_attention_backward(dout, list(saved), *tensors, geometry, scale, *placed, max_key_count)
+    return *gradients, *[None] * 7
+
+
+triton_nsa_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sequences(
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_blocks: Tensor | None,
+    query_start: Tensor | None,
+    query_count: Tensor | None,
+    max_key_count: int,
+) -> tuple[Sequences, Sequences]:
+    """Return where rows and compressed blocks lie, and where rows and tokens lie."""
+    placement = Placement(0, max_key_count, cu_seqlens, cu_blocks, query_start, query_count)
+    return Sequences(placement, q.shape[0], q.shape[1], cu_blocks), Sequences(placement, q.shape[0], q.shape[1], cu_seqlens)
+
+
+def _branch_deltas(dout: Tensor, out_cmp: Tensor, out_slc: Tensor, out_win: Tensor) -> Tensor:
+    """Return dO . O `(3, B, S, H)` float32 of the branches."""
+    deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
+    rows, width = dout.shape[:3].numel(), triton.next_power_of_2(dout.shape[3])
+    block = max(1, 4096 // width)
+    if rows:
+        kernels.branch_deltas_kernel[(triton.cdiv(rows, block),)](
+            out_cmp, out_slc, out_win, dout, deltas, rows, D_V=dout.shape[3], WIDTH=width, BLOCK_ROWS=block
+        )
+    return deltas

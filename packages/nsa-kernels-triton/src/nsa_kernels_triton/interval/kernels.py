@@ -1,0 +1,470 @@
+"""Forward, dQ and dK/dV of attention over an interval of keys (Eq. 7, 8 and the sliding window).
+
+A row is one (query, head of the group): R = query * HG + head. So a tile of rows shares its group's keys whatever HG is,
+and its keys are those of its first to its last query: masked at both ends, unmasked between.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_kernels_triton.tiles import (
+    cast,
+    dot,
+    exponential,
+    find_sequence,
+    load_columns,
+    load_shift,
+    log_sum,
+    query_rows,
+    refined_delta,
+    store_columns,
+    visible_keys,
+    wide,
+)
+
+# how a tile is masked
+NONE = tl.constexpr(0)
+LAST_END = tl.constexpr(1)
+BOTH_ENDS = tl.constexpr(2)
+
+
+@triton.jit
+def _load_tile(ptr, rows, mask, D: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, MASKED: tl.constexpr):
+    """Return both parts of a tile of keys or values."""
+    first = load_columns(ptr, rows * D, mask, 0, FIRST, D, MASKED)
+    second = first
+    if SECOND > 0:
+        second = load_columns(ptr, rows * D, mask, FIRST, SECOND, D, MASKED)
+    return first, second
+
+
+@triton.jit
+def _products(a1, a2, b1, b2, SECOND: tl.constexpr):
+    """Return a @ b^T of operands in two parts."""
+    products = dot(a1, tl.trans(b1), tl.zeros([a1.shape[0], b1.shape[0]], tl.float32))
+    if SECOND > 0:
+        products = dot(a2, tl.trans(b2), products)
+    return products
+
+
+@triton.jit
+def _forward_step(
+    acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, start, first, end, last_end, factor,
+    G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys start .. start + BLOCK_KEYS - 1 into the running softmax."""
+    keys = start + tl.arange(0, BLOCK_KEYS)
+    key_mask = keys < last_end
+    rows = (k_row0 + keys) * G + group
+    k1, k2 = _load_tile(k_ptr, rows, key_mask, D_K, K1, K2, MASK != NONE)
+    scores = _products(q1, q2, k1, k2, K2)
+    if MASK != NONE:
+        is_visible = keys[None, :] < end[:, None]
+        if MASK == BOTH_ENDS:
+            is_visible = is_visible & (keys[None, :] >= first[:, None])
+        scores = tl.where(is_visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    shift = new_max
+    if MASK != NONE:
+        # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = exponential(scores * factor - shift[:, None], EXACT)
+    rescale = exponential(row_max - shift, EXACT)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    v1, v2 = _load_tile(v_ptr, rows, key_mask, D_V, V1, V2, MASK != NONE)
+    acc1 = dot(cast(weights, v1.dtype), v1, acc1 * rescale[:, None])
+    if V2 > 0:
+        acc2 = dot(cast(weights, v2.dtype), v2, acc2 * rescale[:, None])
+    return acc1, acc2, new_max, row_sum
+
+
+@triton.jit
+def _key_loops(
+    t_first, t_last, BLOCK_KEYS: tl.constexpr, IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr
+):
+    """Return where the keys of queries t_first .. t_last start, from where and until where all of them see whole tiles, and the end."""
+    start, full_end = visible_keys(t_first, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    full_start, end = visible_keys(t_last, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    if t_last < t_first:
+        end = start
+    middle = tl.minimum(start + tl.cdiv(full_start - start, BLOCK_KEYS) * BLOCK_KEYS, end)
+    tail = middle + tl.maximum(tl.minimum(full_end, end) - middle, 0) // BLOCK_KEYS * BLOCK_KEYS
+    return start, middle, tail, end
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, exact_ptr, lse_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, search_steps, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Write out and lse of one tile of rows; grid (tiles, sequences or 1, G). The longest rows come first."""
+    HG: tl.constexpr = H // G
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = tl.program_id(1)
+    group = tl.program_id(2)
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        if sequence >= num_sequences:
+            return
+        tile -= tl.load(cu_tiles_ptr + sequence)
+    q_row0, num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    k_row0 = tl.load(cu_keys_ptr + sequence).to(tl.int64) if PACKED else sequence.to(tl.int64) * num_keys
+    row0 = tile * BLOCK_ROWS
+    rows = row0 + tl.arange(0, BLOCK_ROWS)
+    queries = rows // HG
+    exists = queries < num_rows
+    t = tl.where(queries < num_valid, position + queries, -1)
+    heads = (q_row0 + queries) * H + group * HG + rows % HG
+    q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
+    q2 = q1
+    if K2 > 0:
+        q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
+
+    first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    t_first = position + row0 // HG
+    t_last = position + tl.minimum((row0 + BLOCK_ROWS - 1) // HG, num_valid - 1)
+    start, middle, tail, last_end = _key_loops(t_first, t_last, BLOCK_KEYS, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    acc1 = tl.zeros([BLOCK_ROWS, V1], tl.float32)
+    acc2 = tl.zeros([BLOCK_ROWS, V2 if V2 > 0 else 16], tl.float32)
+    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    if IS_WINDOW:
+        for key in tl.range(start, middle, BLOCK_KEYS):
+            acc1, acc2, row_max, row_sum = _forward_step(
+                acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor,
+                G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
+            )  # fmt: skip
+    for key in tl.range(middle, tail, BLOCK_KEYS):
+        acc1, acc2, row_max, row_sum = _forward_step(
+            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor,
+            G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, NONE,
+        )  # fmt: skip
+    for key in tl.range(tail, last_end, BLOCK_KEYS):
+        acc1, acc2, row_max, row_sum = _forward_step(
+            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor,
+            G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
+        )  # fmt: skip
+    sees_any = (row_sum > 0) & (t >= 0)
+    inverse = tl.where(sees_any, 1.0 / tl.where(sees_any, row_sum, 1.0), 0.0)
+    store_columns(out_ptr, heads * D_V, exists, acc1 * inverse[:, None], 0, V1, D_V)
+    if V2 > 0:
+        store_columns(out_ptr, heads * D_V, exists, acc2 * inverse[:, None], V1, V2, D_V)
+    if exact_ptr is not None:
+        store_columns(exact_ptr, heads * D_V, exists, acc1 * inverse[:, None], 0, V1, D_V)
+        if V2 > 0:
+            store_columns(exact_ptr, heads * D_V, exists, acc2 * inverse[:, None], V1, V2, D_V)
+    lse = log_sum(row_max, tl.where(sees_any, row_sum, 1.0), EXACT)
+    tl.store(lse_ptr + heads, tl.where(sees_any, lse, float("-inf")), mask=exists)
+
+
+@triton.jit
+def _dq_step(
+    acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, start, first, end, last_end, factor,
+    G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Add dS @ k of the keys start .. start + BLOCK_KEYS - 1; the scale is applied to the sum."""
+    keys = start + tl.arange(0, BLOCK_KEYS)
+    key_mask = keys < last_end
+    rows = (k_row0 + keys) * G + group
+    k1, k2 = _load_tile(k_ptr, rows, key_mask, D_K, K1, K2, MASK != NONE)
+    v1, v2 = _load_tile(v_ptr, rows, key_mask, D_V, V1, V2, MASK != NONE)
+    scores = _products(q1, q2, k1, k2, K2)
+    dweights = _products(dout1, dout2, v1, v2, V2)
+    weights = exponential(scores * factor - shift[:, None], EXACT)
+    if MASK != NONE:
+        is_visible = keys[None, :] < end[:, None]
+        if MASK == BOTH_ENDS:
+            is_visible = is_visible & (keys[None, :] >= first[:, None])
+        weights = tl.where(is_visible, weights, 0.0)
+        delta = refined_delta(weights, dweights, delta, dlse, EXACT)
+    dscores = cast(weights * (dweights - delta[:, None]), k1.dtype)
+    acc1 = dot(dscores, k1, acc1)
+    if K2 > 0:
+        acc2 = dot(dscores, k2, acc2)
+    return acc1, acc2
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dlse_ptr, gates_ptr, dq_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, search_steps, scale, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Write dQ of one tile of rows; grid as in the forward.
+
+    GATE >= 0: the branch's output was scaled by gates[..., GATE]. ADD: dQ is added to what stands there.
+    """
+    HG: tl.constexpr = H // G
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = tl.program_id(1)
+    group = tl.program_id(2)
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        if sequence >= num_sequences:
+            return
+        tile -= tl.load(cu_tiles_ptr + sequence)
+    q_row0, num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    k_row0 = tl.load(cu_keys_ptr + sequence).to(tl.int64) if PACKED else sequence.to(tl.int64) * num_keys
+    row0 = tile * BLOCK_ROWS
+    rows = row0 + tl.arange(0, BLOCK_ROWS)
+    queries = rows // HG
+    exists = queries < num_rows
+    t = tl.where(queries < num_valid, position + queries, -1)
+    heads = (q_row0 + queries) * H + group * HG + rows % HG
+    q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
+    q2 = q1
+    if K2 > 0:
+        q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
+    dout1 = load_columns(dout_ptr, heads * D_V, exists, 0, V1, D_V, True)
+    dout2 = dout1
+    if V2 > 0:
+        dout2 = load_columns(dout_ptr, heads * D_V, exists, V1, V2, D_V, True)
+    shift = load_shift(lse_ptr, heads, exists & (t >= 0), EXACT)
+    delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
+    dlse = tl.zeros_like(delta)
+    if dlse_ptr is not None:
+        dlse = tl.load(dlse_ptr + heads, mask=exists, other=0.0).to(tl.float32)
+    gate = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+    if GATE >= 0:
+        gate = tl.load(gates_ptr + heads * 3 + GATE, mask=exists & (t >= 0), other=0.0).to(tl.float32)
+
+    first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    t_first = position + row0 // HG
+    t_last = position + tl.minimum((row0 + BLOCK_ROWS - 1) // HG, num_valid - 1)
+    start, middle, tail, last_end = _key_loops(t_first, t_last, BLOCK_KEYS, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    acc1 = tl.zeros([BLOCK_ROWS, K1], tl.float32)
+    acc2 = tl.zeros([BLOCK_ROWS, K2 if K2 > 0 else 16], tl.float32)
+    if IS_WINDOW:
+        for key in tl.range(start, middle, BLOCK_KEYS):
+            acc1, acc2 = _dq_step(
+                acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
+                factor, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
+            )  # fmt: skip
+    for key in tl.range(middle, tail, BLOCK_KEYS):
+        acc1, acc2 = _dq_step(
+            acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
+            factor, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, NONE,
+        )  # fmt: skip
+    for key in tl.range(tail, last_end, BLOCK_KEYS):
+        acc1, acc2 = _dq_step(
+            acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
+            factor, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
+        )  # fmt: skip
+    acc1 *= (scale * gate)[:, None]
+    if ADD:
+        acc1 += load_columns(dq_ptr, heads * D_K, exists, 0, K1, D_K, True).to(tl.float32)
+    store_columns(dq_ptr, heads * D_K, exists, acc1, 0, K1, D_K)
+    if K2 > 0:
+        acc2 *= (scale * gate)[:, None]
+        if ADD:
+            acc2 += load_columns(dq_ptr, heads * D_K, exists, K1, K2, D_K, True).to(tl.float32)
+        store_columns(dq_ptr, heads * D_K, exists, acc2, K1, K2, D_K)
+
+
+@triton.jit
+def _dkdv_step(
+    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, position, row, last_row,
+    keys, factor, H: tl.constexpr, HG: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Add what the rows row .. row + BLOCK_ROWS - 1 give to dK and dV of `keys`; everything is transposed: (keys, rows).
+
+    q, dO, lse, delta and gates point to the first head of the group in the sequence's first row.
+    """
+    rows = row + tl.arange(0, BLOCK_ROWS)
+    exists = rows < last_row
+    if BLOCK_ROWS % HG == 0:
+        # rows start at a query's first head: what changes from tile to tile is one number
+        lanes = tl.arange(0, BLOCK_ROWS)
+        heads = lanes // HG * H + lanes % HG
+        skipped = wide(row // HG) * H
+        q_ptr += skipped * D_K
+        dout_ptr += skipped * D_V
+        lse_ptr += skipped
+        delta_ptr += skipped
+        if GATE >= 0:
+            gates_ptr += skipped * 3
+    else:
+        heads = (rows // HG).to(tl.int64) * H + rows % HG
+    q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, MASK != NONE)
+    scores = dot(k1, tl.trans(q1), tl.zeros([k1.shape[0], BLOCK_ROWS], tl.float32))
+    q2 = q1
+    if K2 > 0:
+        q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, MASK != NONE)
+        scores = dot(k2, tl.trans(q2), scores)
+    shift = load_shift(lse_ptr, heads, exists, EXACT)
+    delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
+    weights = exponential(scores * factor - shift[None, :], EXACT)
+    if MASK != NONE:
+        first, end = visible_keys(tl.where(exists, position + rows // HG, -1), IS_WINDOW, SIZE, STRIDE, WINDOW)
+        is_visible = (keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :])
+        weights = tl.where(is_visible, weights, 0.0)
+    dout1 = load_columns(dout_ptr, heads * D_V, exists, 0, V1, D_V, MASK != NONE)
+    dweights = dot(v1, tl.trans(dout1), tl.zeros([k1.shape[0], BLOCK_ROWS], tl.float32))
+    dout2 = dout1
+    if V2 > 0:
+        dout2 = load_columns(dout_ptr, heads * D_V, exists, V1, V2, D_V, MASK != NONE)
+        dweights = dot(v2, tl.trans(dout2), dweights)
+    if GATE >= 0:
+        weights *= tl.load(gates_ptr + heads * 3 + GATE, mask=exists, other=0.0).to(tl.float32)[None, :]
+    dv1 = dot(cast(weights, dout1.dtype), dout1, dv1)
+    if V2 > 0:
+        dv2 = dot(cast(weights, dout1.dtype), dout2, dv2)
+    dscores = weights * (dweights - delta[None, :])
+    if MASK != NONE:
+        # the end of a store may be NaN
+        dscores = tl.where(is_visible, dscores, 0.0)
+    dscores = cast(dscores, q1.dtype)
+    dk1 = dot(dscores, q1, dk1)
+    if K2 > 0:
+        dk2 = dot(dscores, q2, dk2)
+    return dk1, dk2, dv1, dv2
+
+
+@triton.jit
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, dk_ptr, dv_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Write dK and dV that the queries of one split give to one tile of keys; grid (tiles * splits, sequences or 1, G).
+
+    Splits are cut from the sequence's start, `split_queries` each; split s writes row s * num_key_rows + key row, so that
+    their sum has one order. A split without a query writes zeros.
+    """
+    HG: tl.constexpr = H // G
+    tile = tl.program_id(0) % num_tiles
+    # late splits first: they meet every key, the early ones only some
+    split = tl.num_programs(0) // num_tiles - 1 - tl.program_id(0) // num_tiles
+    sequence = tl.program_id(1)
+    group = tl.program_id(2)
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        if sequence >= num_sequences:
+            return
+        tile -= tl.load(cu_tiles_ptr + sequence)
+    q_row0, _num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    k_row0 = sequence.to(tl.int64) * num_keys
+    if PACKED:
+        k_row0 = tl.load(cu_keys_ptr + sequence).to(tl.int64)
+        num_keys = (tl.load(cu_keys_ptr + sequence + 1) - k_row0).to(tl.int32)
+    key0 = tile * BLOCK_KEYS
+    keys = key0 + tl.arange(0, BLOCK_KEYS)
+    key_mask = keys < num_keys
+    rows = (k_row0 + keys) * G + group
+    k1 = load_columns(k_ptr, rows * D_K, key_mask, 0, K1, D_K, True)
+    v1 = load_columns(v_ptr, rows * D_V, key_mask, 0, V1, D_V, True)
+    k2 = k1
+    v2 = v1
+    if K2 > 0:
+        k2 = load_columns(k_ptr, rows * D_K, key_mask, K1, K2, D_K, True)
+    if V2 > 0:
+        v2 = load_columns(v_ptr, rows * D_V, key_mask, V1, V2, D_V, True)
+
+    # queries t that see some of the keys: t_from .. t_end - 1; all of them: t_full .. t_full_end - 1
+    last_key = tl.minimum(key0 + BLOCK_KEYS, num_keys) - 1
+    t_end = position + num_valid
+    if IS_WINDOW:
+        t_from = key0
+        t_full = last_key
+        t_full_end = key0 + WINDOW
+        t_end = tl.minimum(t_end, last_key + WINDOW)
+    else:
+        t_from = key0 * STRIDE + SIZE - 1
+        t_full = last_key * STRIDE + SIZE - 1
+        t_full_end = t_end
+    t_from = tl.maximum(t_from, position + split * split_queries)
+    t_end = tl.minimum(t_end, position + (split + 1) * split_queries)
+    row_from = (t_from - position) * HG
+    row_end = tl.maximum((t_end - position) * HG, row_from)
+    row_full = tl.minimum(tl.maximum((t_full - position) * HG, row_from), row_end)
+    middle = tl.minimum(row_from + tl.cdiv(row_full - row_from, BLOCK_ROWS) * BLOCK_ROWS, row_end)
+    row_full_end = tl.minimum((t_full_end - position) * HG, row_end)
+    tail = middle + tl.maximum(row_full_end - middle, 0) // BLOCK_ROWS * BLOCK_ROWS
+
+    dk1 = tl.zeros([BLOCK_KEYS, K1], tl.float32)
+    dk2 = tl.zeros([BLOCK_KEYS, K2 if K2 > 0 else 16], tl.float32)
+    dv1 = tl.zeros([BLOCK_KEYS, V1], tl.float32)
+    dv2 = tl.zeros([BLOCK_KEYS, V2 if V2 > 0 else 16], tl.float32)
+    head0 = q_row0 * H + group * HG
+    q_ptr += head0 * D_K
+    dout_ptr += head0 * D_V
+    lse_ptr += head0
+    delta_ptr += head0
+    if GATE >= 0:
+        gates_ptr += head0 * 3
+    for row in tl.range(row_from, middle, BLOCK_ROWS):
+        dk1, dk2, dv1, dv2 = _dkdv_step(
+            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, position, row, row_end,
+            keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, BOTH_ENDS,
+        )  # fmt: skip
+    for row in tl.range(middle, tail, BLOCK_ROWS):
+        dk1, dk2, dv1, dv2 = _dkdv_step(
+            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, position, row, row_end,
+            keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, NONE,
+        )  # fmt: skip
+    for row in tl.range(tail, row_end, BLOCK_ROWS):
+        dk1, dk2, dv1, dv2 = _dkdv_step(
+            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, position, row, row_end,
+            keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, BOTH_ENDS,
+        )  # fmt: skip
+    rows += split.to(tl.int64) * num_key_rows * G
+    store_columns(dk_ptr, rows * D_K, key_mask, dk1 * scale, 0, K1, D_K)
+    store_columns(dv_ptr, rows * D_V, key_mask, dv1, 0, V1, D_V)
+    if K2 > 0:
+        store_columns(dk_ptr, rows * D_K, key_mask, dk2 * scale, K1, K2, D_K)
+    if V2 > 0:
+        store_columns(dv_ptr, rows * D_V, key_mask, dv2, V1, V2, D_V)
+
+
+@triton.jit
+def delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Write delta = dO . O - dlse of each (query, head), float32: what the softmax's gradient subtracts."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    exists = rows < num_rows
+    out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
+    dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + rows, mask=exists, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + rows, delta, mask=exists)
+
+
+@triton.jit
+def branch_deltas_kernel(
+    cmp_ptr, slc_ptr, win_ptr, dout_ptr, deltas_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """Write dO . O of the three branches, float32 (3, rows): each one's delta, and the gradient of its gate."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    exists = rows < num_rows
+    dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
+    cmp = load_columns(cmp_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
+    tl.store(deltas_ptr + rows, tl.sum(cmp * dout, 1), mask=exists)
+    slc = load_columns(slc_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
+    tl.store(deltas_ptr + num_rows + rows, tl.sum(slc * dout, 1), mask=exists)
+    win = load_columns(win_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
+    tl.store(deltas_ptr + 2 * num_rows + rows, tl.sum(win * dout, 1), mask=exists)

@@ -1,0 +1,248 @@
+"""Custom ops of attention over an interval of keys, and the compressed and sliding operations made of them."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_core.backends.base import BranchOutput, Placement
+from nsa_core.config import BlockGeometry
+from nsa_kernels_triton.interval import kernels
+from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, parts_of, score_factor, tiles_for
+
+PROGRAMS_WANTED = 2048
+"""Programs that balance dK/dV over a large GPU."""
+MAX_SPLITS = 16
+"""Partial dK/dV buffers at most, float32 each."""
+MIN_SPLIT_QUERIES = 256
+
+
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, geometry: BlockGeometry, scale: float, placement: Placement
+) -> BranchOutput:
+    """Return the attention of each query over the compressed blocks in its past (Eq. 7, 8)."""
+    return _attend(q, k_cmp, v_cmp, False, geometry, scale, placement, placement.cu_blocks)
+
+
+def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, scale: float, placement: Placement) -> BranchOutput:
+    """Return the attention of query t over the tokens t - w < s <= t."""
+    return _attend(q, k, v, True, geometry, scale, placement, placement.cu_seqlens)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, placement: Placement, cu_keys: Tensor | None
+) -> BranchOutput:
+    placed = (placement.cu_seqlens, cu_keys, placement.query_start, placement.query_count)
+    out, lse, _exact = interval_attention(q, k, v, is_window, list(geometry.as_tuple()), scale, *placed)
+    return BranchOutput(out, lse)
+
+
+@torch.library.custom_op("nsa_triton::interval_attention", mutates_args=())
+def interval_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_window: bool,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    cu_keys: Tensor | None,
+    query_start: Tensor | None,
+    query_count: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
+    sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
+    return forward(q, k, v, is_window, BlockGeometry(*geometry), scale, sequences)
+
+
+@interval_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32), exact_out(q, v)
+
+
+@torch.library.custom_op("nsa_triton::interval_attention_backward", mutates_args=())
+def interval_attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_window: bool,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    cu_keys: Tensor | None,
+    query_start: Tensor | None,
+    query_count: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
+    sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
+    dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
+    delta = row_delta(out, dout, dlse)
+    return backward(dout, delta, dlse, lse, q, k, v, None, -1, None, is_window, BlockGeometry(*geometry), scale, sequences)
+
+
+@interval_attention_backward.register_fake
+def _(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, is_window, geometry, scale, *placed = inputs
+    ctx.set_materialize_grads(False)
+    out, lse, exact = output
+    ctx.mark_non_differentiable(exact)
+    ctx.save_for_backward(q, k, v, exact if exact.numel() else out, lse, *placed)
+    ctx.constants = (is_window, geometry, scale)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dexact: None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *placed = ctx.saved_tensors
+    dout = q.new_zeros(out.shape) if dout is None else dout
+    return *interval_attention_backward(dout, dlse, out, lse, q, k, v, *ctx.constants, *placed), *[None] * 7
+
+
+interval_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sequences(
+    q: Tensor, cu_seqlens: Tensor | None, cu_keys: Tensor | None, query_start: Tensor | None, query_count: Tensor | None
+) -> Sequences:
+    placement = Placement(0, 0, cu_seqlens=cu_seqlens, query_start=query_start, query_count=query_count)
+    return Sequences(placement, q.shape[0], q.shape[1], cu_keys)
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> dict[str, Any]:
+    qk, value = parts_of(q.shape[3]), parts_of(v.shape[3])
+    return {
+        "H": q.shape[2],
+        "G": k.shape[2],
+        "D_K": q.shape[3],
+        "D_V": v.shape[3],
+        "K1": qk.first,
+        "K2": qk.second,
+        "V1": value.first,
+        "V2": value.second,
+        "IS_WINDOW": is_window,
+        "SIZE": geometry.compression_block_size,
+        "STRIDE": geometry.compression_stride,
+        "WINDOW": geometry.window_size,
+        "PACKED": sequences.is_packed,
+        "CACHED": sequences.is_cached,
+        "EXACT": is_exact(q),
+    }
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, sequences: Sequences
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, lse and the exact out; see `interval_attention`."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    exact = exact_out(q, v)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if not k.shape[1] or not q.numel():
+        return out.zero_(), lse.fill_(float("-inf")), exact.zero_()
+    tiles = tiles_for("interval_forward", q, q.shape[3], v.shape[3])
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False)
+    kernels.forward_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
+        q, k, v, out, optional(exact), lse,
+        *sequences.arguments(tiling),
+        sequences.num_sequences, q.shape[1], k.shape[1], sequences.search_steps, score_factor(q, scale),
+        **_constants(q, k, v, is_window, geometry, sequences),
+        BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out, lse, exact
+
+
+def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """Return dO . O - dlse `(B, S, H)` float32."""
+    delta = out.new_empty(out.shape[:3], dtype=torch.float32)
+    width = triton.next_power_of_2(out.shape[3])
+    block = max(1, 4096 // width)
+    if delta.numel():
+        kernels.delta_kernel[(triton.cdiv(delta.numel(), block),)](
+            out, dout, dlse, delta, delta.numel(), D_V=out.shape[3], WIDTH=width, BLOCK_ROWS=block
+        )
+    return delta
+
+
+def backward(
+    dout: Tensor,
+    delta: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor | None,
+    gate: int,
+    dq: Tensor | None,
+    is_window: bool,
+    geometry: BlockGeometry,
+    scale: float,
+    sequences: Sequences,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv; with `gates` the output counts gates[..., gate] times, and delta is that of the ungated output.
+
+    `dq` holds what dQ is to be added to, in place.
+    """
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if not k.shape[1] or not q.numel():
+        return torch.zeros_like(q) if dq is None else dq, torch.zeros_like(k), torch.zeros_like(v)
+    constants = _constants(q, k, v, is_window, geometry, sequences) | {"GATE": gate}
+    adds = dq is not None
+    dq = torch.empty_like(q) if dq is None else dq
+    tiles = tiles_for("interval_dq", q, q.shape[3], v.shape[3])
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False)
+    kernels.dq_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
+        q, k, v, dout, lse, delta, dlse, gates, dq,
+        *sequences.arguments(tiling),
+        sequences.num_sequences, q.shape[1], k.shape[1], sequences.search_steps, scale, score_factor(q, scale),
+        **constants, ADD=adds,
+        BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return dq, *_dkdv(dout, delta, lse, q, k, v, gates, constants, scale, sequences)
+
+
+def _dkdv(
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor | None,
+    constants: dict[str, Any],
+    scale: float,
+    sequences: Sequences,
+) -> tuple[Tensor, Tensor]:
+    tiles = tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
+    tiling = sequences.tiling(k.shape[1], 1, tiles.block_keys, of_keys=True)
+    splits, split_queries = 1, q.shape[1]
+    if not constants["IS_WINDOW"]:
+        programs = tiling.num_tiles * tiling.num_sequences * k.shape[2]
+        wanted = min(MAX_SPLITS, -(-PROGRAMS_WANTED // programs))
+        split_queries = max(MIN_SPLIT_QUERIES, -(-q.shape[1] // wanted))
+        splits = -(-q.shape[1] // split_queries)
+    # packed: rows beyond the last sequence's keys belong to no tile
+    make = torch.zeros if sequences.is_packed else torch.empty
+    dtype = k.dtype if splits == 1 else torch.float32
+    dk = make((splits, *k.shape), dtype=dtype, device=k.device)
+    dv = make((splits, *v.shape), dtype=dtype, device=v.device)
+    kernels.dkdv_kernel[(tiling.num_tiles * splits, tiling.num_sequences, k.shape[2])](
+        q, k, v, dout, lse, delta, gates, dk, dv,
+        *sequences.arguments(tiling),
+        sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1], tiling.num_tiles, split_queries,
+        sequences.search_steps, scale, score_factor(q, scale),
+        **constants,
+        BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if splits == 1:
+        return dk[0], dv[0]
+    return dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)

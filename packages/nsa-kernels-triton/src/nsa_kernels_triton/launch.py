@@ -1,0 +1,124 @@
+"""What every launch needs: head dimensions in parts, sequences as kernel arguments, tiles of packed sequences."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core.backends.base import Placement
+from nsa_kernels_triton import policy
+
+LOG2E = 1.4426950408889634
+SMALLEST_PART = 16
+"""Narrowest operand of a matrix product."""
+
+
+class Parts(NamedTuple):
+    """A head dimension as one or two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
+
+    first: int
+    second: int
+
+
+def parts_of(head_dim: int) -> Parts:
+    """Return the parts that cover `head_dim`; a second part of 0 is absent."""
+    first = max(1 << (head_dim.bit_length() - 1), SMALLEST_PART)
+    rest = head_dim - first
+    return Parts(first, 0 if rest <= 0 else max(1 << (rest - 1).bit_length(), SMALLEST_PART))
+
+
+def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy.Tiles:
+    """Return the tile sizes of a kernel on q's device."""
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    return policy.tiles(kind, capability, head_dim_qk, head_dim_v, q.element_size())
+
+
+def is_exact(q: Tensor) -> bool:
+    """Return True where scores stay natural: base 2 saves a product, and rounds large scores once more."""
+    return q.dtype == torch.float32
+
+
+def score_factor(q: Tensor, scale: float) -> float:
+    """Return what kernels multiply products by: the scale, and log2(e) where they compute in base 2."""
+    return scale if is_exact(q) else scale * LOG2E
+
+
+WIDEST_EXACT = 32
+"""Head dimensions up to this keep outputs in float32 for the backward pass, and partial results too.
+
+dO . O over few columns does not average the rounding of O, and at these widths float32 takes what 64 columns of bfloat16 do.
+"""
+
+
+def exact_out(q: Tensor, v: Tensor) -> Tensor:
+    """Return the buffer of outputs that the backward pass reads in place of the rounded ones; empty where those will do."""
+    shape = (*q.shape[:3], v.shape[3]) if not is_exact(q) and v.shape[3] <= WIDEST_EXACT else (0,)
+    return q.new_empty(shape, dtype=torch.float32)
+
+
+def partial_dtype(q: Tensor, head_dim: int) -> torch.dtype:
+    """Return the dtype of partial results of `head_dim` columns."""
+    return torch.float32 if head_dim <= WIDEST_EXACT else q.dtype
+
+
+def optional(x: Tensor) -> Tensor | None:
+    """Return x, or None where it is empty: kernels then do without it."""
+    return x if x.numel() else None
+
+
+class Sequences(NamedTuple):
+    """Where rows and keys lie, as kernels take it. Nothing here was read on the host."""
+
+    placement: Placement
+    batch: int
+    num_queries: int
+    cu_keys: Tensor | None
+    """Packed: int32 (N + 1,), where each sequence's keys begin."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Return True where the sequences lie in one row."""
+        return self.placement.cu_seqlens is not None
+
+    @property
+    def is_cached(self) -> bool:
+        """Return True where queries stand at query_start in keys that hold the whole sequence."""
+        return self.placement.query_start is not None
+
+    @property
+    def num_sequences(self) -> int:
+        """Return the number of sequences."""
+        cu_seqlens = self.placement.cu_seqlens
+        return self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+    @property
+    def search_steps(self) -> int:
+        """Return the bisections that find one of `num_sequences`."""
+        return self.num_sequences.bit_length() + 1
+
+    def tiling(self, length: int, per_unit: int, block: int, *, of_keys: bool) -> "Tiling":
+        """Return the tiles of `block` rows, `per_unit` to each of `length` queries or keys a sequence (packed: in all)."""
+        num_tiles = -(-length * per_unit // block)
+        if not self.is_packed:
+            return Tiling(None, num_tiles, self.batch)
+        starts = self.cu_keys if of_keys else self.placement.cu_seqlens
+        assert starts is not None
+        tiles = torch.div(starts.diff() * per_unit + (block - 1), block, rounding_mode="floor")
+        cu_tiles = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
+        return Tiling(cu_tiles, num_tiles + self.num_sequences, 1)
+
+    def arguments(self, tiling: "Tiling") -> tuple[Any, ...]:
+        """Return what tells a kernel where rows and keys lie, in the kernels' order."""
+        placement = self.placement
+        return placement.cu_seqlens, self.cu_keys, tiling.cu_tiles, placement.query_start, placement.query_count
+
+
+class Tiling(NamedTuple):
+    """Tiles of sequences: a grid's first two axes."""
+
+    cu_tiles: Tensor | None
+    """Packed: int32 (N + 1,), the first tile of each sequence."""
+    num_tiles: int
+    """Bound on the tiles of one sequence; packed: of all."""
+    num_sequences: int
+    """Extent of the grid's second axis."""

@@ -1,0 +1,62 @@
+"""The Triton kernels as backends of nsa_core; found by entry point, imports no triton until one is called."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import frozen
+
+from nsa_core import BlockGeometry, BranchRequest, Capability, Operation, Placement, Reason
+from nsa_core.plugins import hookimpl
+from nsa_kernels_triton import policy
+
+
+@frozen(kw_only=True)
+class TritonBackend:
+    """One operation by Triton kernels."""
+
+    operation: Operation
+    name: str = "triton"
+    capability: Capability = policy.CAPABILITY
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return every reason against the kernels for `request`."""
+        return policy.reasons_against(request)
+
+    def preference(self, request: BranchRequest) -> int:
+        """Return how much the kernels are wanted: above the reference on a GPU."""
+        return policy.preference(request)
+
+    def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:
+        """Compute the operation on the tensors that `Operation` lists for it."""
+        compute = _compute_of(self.operation)
+        policy.check_device_type(tensors[0].device.type)
+        return compute(*tensors, geometry, scale, placement)
+
+
+def _compute_of(operation: Operation) -> Any:
+    """Return the function of `operation`, whose module loads triton. Import statements, for a traced graph follows no other import."""
+    if operation is Operation.CMP:
+        from nsa_kernels_triton.interval.op import compressed_attention
+
+        return compressed_attention
+    if operation is Operation.SELECT:
+        from nsa_kernels_triton.select.op import select_blocks
+
+        return select_blocks
+    if operation is Operation.SLC:
+        from nsa_kernels_triton.selected.op import selected_attention
+
+        return selected_attention
+    if operation is Operation.WIN:
+        from nsa_kernels_triton.interval.op import sliding_window_attention
+
+        return sliding_window_attention
+    from nsa_kernels_triton.fused.op import nsa_attention
+
+    return nsa_attention
+
+
+@hookimpl
+def nsa_branch_backends() -> Sequence[TritonBackend]:
+    """Return the Triton kernels of every operation, and of all of Eq. 5 in one."""
+    return [TritonBackend(operation=operation) for operation in Operation]

@@ -1,0 +1,200 @@
+"""Where the kernels run, where they should, and on what tiles. Plain numbers: imports no triton, asks no GPU.
+
+The design target is compute capability 8.0 (A100). Newer majors are eligible as well: the kernels use nothing that is
+tied to one architecture, and a capability that the tables do not know gets the tiles of the smallest shared memory.
+"""
+
+import sys
+from importlib.util import find_spec
+
+import torch
+from attrs import frozen
+
+from nsa_core import BackendUnavailableError, BranchRequest, Capability, Layout, Operation, Reason
+from nsa_core.tracing import constant_when_traced
+
+CAPABILITY = Capability(
+    device_types=("cuda", "cpu"),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    layouts=(Layout.DENSE, Layout.PACKED, Layout.CACHED),
+    max_head_dim=256,
+)
+OLDEST = (8, 0)
+SELECTIONS = (Operation.SELECT, Operation.SLC, Operation.NSA)
+"""The operations whose kernels want the shared memory of the design target."""
+
+KIB = 1024
+SHARED_MEMORY_BYTES = {
+    (8, 0): 163 * KIB,
+    (8, 6): 99 * KIB,
+    (8, 7): 163 * KIB,
+    (8, 9): 99 * KIB,
+    (9, 0): 227 * KIB,
+    (10, 0): 227 * KIB,
+    (10, 3): 227 * KIB,
+    (11, 0): 227 * KIB,
+    (12, 0): 99 * KIB,
+    (12, 1): 99 * KIB,
+}
+"""What one program may use, by compute capability (CUDA programming guide)."""
+SMALLEST = 99 * KIB
+
+NOT_INSTALLED = "triton is not installed (the kernels are written in it); pip install triton"
+NOT_INTERPRETING = "device cpu without Triton's interpreter (there is no compiler for it); start Python with TRITON_INTERPRET=1"
+FOR_TESTS = "device cpu runs in Triton's interpreter only (TRITON_INTERPRET=1), which is for tests and thousands of times slower"
+
+
+def shared_memory_bytes(capability: tuple[int, int]) -> int:
+    """Return what one program may use on a GPU of `capability`; unknown ones count as the smallest."""
+    return SHARED_MEMORY_BYTES.get(capability, SMALLEST)
+
+
+def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
+    """Return every reason against the kernels for `request`, at once."""
+    reasons = CAPABILITY.reasons_against(request)
+    if find_spec("triton") is None:
+        reasons += (Reason.incapable(NOT_INSTALLED),)
+    if request.device_type == "cuda":
+        reasons += _reasons_against_gpu(request)
+    elif request.device_type == "cpu":
+        reasons += (Reason.incapable(NOT_INTERPRETING) if _interprets() is False else Reason.policy(FOR_TESTS),)
+    return reasons
+
+
+def _reasons_against_gpu(request: BranchRequest) -> tuple[Reason, ...]:
+    capability = request.compute_capability
+    if capability is None or capability < OLDEST:
+        have = "none" if capability is None else "{}.{}".format(*capability)
+        return (Reason.incapable(f"compute capability {have} (needs 8.0 or newer)"),)
+    have_bytes, target_bytes = shared_memory_bytes(capability), SHARED_MEMORY_BYTES[OLDEST]
+    if request.operation in SELECTIONS and have_bytes < target_bytes:
+        return (
+            Reason.policy(
+                "compute capability {}.{} has {} KB of shared memory where selection is made for {} KB (ADR 0009)".format(
+                    *capability, have_bytes // KIB, target_bytes // KIB
+                )
+            ),
+        )
+    return ()
+
+
+def preference(request: BranchRequest) -> int:
+    """Return how much the kernels are wanted: above the reference (0) on a GPU, below it elsewhere."""
+    return 100 if request.device_type == "cuda" else -100
+
+
+@constant_when_traced
+def check_device_type(device_type: str) -> bool:
+    """Return True where the loaded kernels run on `device_type`.
+
+    Raises:
+        BackendUnavailableError: on a CPU whose process does not interpret. Routing says so beforehand only where triton
+            was loaded by then, because loading it takes seconds and "auto" must not pay them.
+    """
+    if device_type == "cpu" and not _interprets():
+        raise BackendUnavailableError(f"backend 'triton' cannot serve this request: {NOT_INTERPRETING}, or use backend='auto'")
+    return True
+
+
+def _interprets() -> bool | None:
+    """Return whether Triton runs kernels in its interpreter; None where this process has not loaded it."""
+    triton = sys.modules.get("triton")
+    return None if triton is None else bool(triton.knobs.runtime.interpret)
+
+
+@frozen
+class Tiles:
+    """How one kernel cuts its work."""
+
+    block_rows: int
+    """Rows of q in a tile: queries times the heads of their group."""
+    block_keys: int
+    """Keys in a tile: tokens, or compressed blocks."""
+    num_warps: int
+    num_stages: int
+    """Tiles in flight of what the kernel's loop loads."""
+
+
+KINDS = ("interval_forward", "interval_dq", "interval_dkdv", "scores", "selected_forward", "selected_backward")
+Table = dict[str, dict[int, Tiles]]
+"""Kind -> largest width -> tiles. The width is D_k + D_v, for scores D_k alone, in padded elements."""
+
+INTERPRETED = Tiles(16, 16, 4, 1)
+
+# bf16 and fp16, by the shared memory of a program
+HALF: dict[int, Table] = {
+    # measured on an H200 at 32,768 tokens
+    227 * KIB: {
+        "interval_forward": {256: Tiles(64, 64, 4, 3), 320: Tiles(64, 64, 4, 2), 512: Tiles(128, 64, 8, 2)},
+        "interval_dq": {256: Tiles(64, 64, 4, 2), 320: Tiles(128, 64, 8, 3), 512: Tiles(64, 64, 8, 2)},
+        "interval_dkdv": {256: Tiles(32, 64, 4, 3), 320: Tiles(32, 128, 8, 3), 512: Tiles(32, 64, 8, 2)},
+        "scores": {192: Tiles(128, 64, 4, 2), 256: Tiles(64, 64, 4, 2)},
+        "selected_forward": {320: Tiles(64, 64, 4, 1), 512: Tiles(64, 64, 8, 2)},
+        "selected_backward": {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 4, 1), 320: Tiles(128, 64, 8, 1), 512: Tiles(32, 64, 8, 1)},
+    },
+    163 * KIB: {
+        "interval_forward": {320: Tiles(128, 64, 8, 3), 512: Tiles(128, 32, 8, 3)},
+        "interval_dq": {320: Tiles(128, 64, 8, 2), 512: Tiles(64, 64, 8, 2)},
+        "interval_dkdv": {256: Tiles(64, 128, 8, 2), 320: Tiles(64, 64, 8, 2), 512: Tiles(32, 64, 8, 2)},
+        "scores": {256: Tiles(128, 64, 8, 3)},
+        "selected_forward": {512: Tiles(128, 64, 8, 2)},
+        "selected_backward": {320: Tiles(64, 64, 8, 2), 512: Tiles(32, 64, 8, 2)},
+    },
+    99 * KIB: {
+        "interval_forward": {256: Tiles(128, 64, 8, 2), 320: Tiles(64, 64, 4, 2), 512: Tiles(64, 32, 4, 2)},
+        "interval_dq": {320: Tiles(64, 64, 4, 2), 512: Tiles(32, 32, 4, 2)},
+        "interval_dkdv": {256: Tiles(64, 64, 4, 2), 320: Tiles(32, 64, 4, 2), 512: Tiles(32, 32, 4, 2)},
+        "scores": {192: Tiles(128, 64, 8, 2), 256: Tiles(64, 64, 4, 2)},
+        "selected_forward": {320: Tiles(64, 64, 4, 2), 512: Tiles(32, 64, 4, 2)},
+        "selected_backward": {128: Tiles(64, 64, 4, 2), 256: Tiles(32, 64, 4, 2), 320: Tiles(64, 32, 4, 2), 512: Tiles(32, 32, 4, 2)},
+    },
+}
+
+# float32 has no tensor cores at full precision and is there to be exact: one table, within the smallest shared memory
+SINGLE: Table = {
+    "interval_forward": {128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2), 512: Tiles(16, 16, 4, 2)},
+    "interval_dq": {128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1), 512: Tiles(16, 16, 4, 1)},
+    "interval_dkdv": {128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 4, 1), 512: Tiles(16, 16, 4, 1)},
+    "scores": {64: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2)},
+    "selected_forward": {256: Tiles(32, 32, 4, 2), 512: Tiles(16, 16, 4, 1)},
+    "selected_backward": {256: Tiles(32, 32, 4, 1), 512: Tiles(16, 16, 4, 1)},
+}
+
+
+def tiles(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Tiles:
+    """Return the tiles of a kernel of `kind`; `capability` None is the interpreter. `itemsize` is that of q, k and v, in bytes."""
+    if capability is None:
+        return INTERPRETED
+    table = HALF[shared_memory_bytes(capability)] if itemsize == 2 else SINGLE
+    width = padded(head_dim_qk) + (0 if kind == "scores" else padded(head_dim_v))
+    return next(found for largest, found in table[kind].items() if width <= largest)
+
+
+def padded(head_dim: int) -> int:
+    """Return the columns that a tile holds of `head_dim`: a power of 2, or the sum of two, at least 16 each."""
+    first = 1 << (max(head_dim, 16).bit_length() - 1)
+    rest = head_dim - first
+    return first if rest <= 0 else first + max(16, 1 << (rest - 1).bit_length())
+
+
+def shared_memory_estimate(kind: str, tile: Tiles, capability: tuple[int, int], head_dim_qk: int, head_dim_v: int, itemsize: int) -> int:
+    """Return the bytes of shared memory that a kernel of `kind` takes: what stays, what its loop loads, what its threads exchange."""
+    width_qk, width_v = padded(head_dim_qk), padded(head_dim_v)
+    both = width_qk + width_v
+    rows, keys = tile.block_rows, tile.block_keys
+    # the matrix units of 9.x to 11.x read shared memory while the next tile arrives; the others read registers
+    buffers = tile.num_stages if capability[0] in (9, 10, 11) else max(tile.num_stages - 1, 1)
+    elements = {
+        # q stays; k and v come and go
+        "interval_forward": rows * width_qk + buffers * keys * both + rows * keys,
+        # q and dO stay
+        "interval_dq": rows * both + buffers * keys * both + rows * keys,
+        # k and v stay; weights and their gradients are exchanged
+        "interval_dkdv": keys * both + buffers * rows * both + 2 * rows * keys,
+        "scores": rows * width_qk + buffers * keys * width_qk + rows * keys // 8,
+        # a block's k and v stay; rows of q come and go
+        "selected_forward": keys * both + buffers * rows * width_qk + 2 * rows * keys,
+        # k is held a second time, transposed
+        "selected_backward": keys * (both + width_qk) + buffers * rows * both + 2 * rows * keys,
+    }
+    return itemsize * elements[kind] + 16 * rows

@@ -1,0 +1,143 @@
+"""Importance of selection blocks (Eq. 9, 10) and the choice among them (Eq. 11).
+
+Importance goes through a buffer of one chunk of queries. From its own strides u (head-summed weights) block j gets
+A[j] = sum_r min(b, a - r) u_r, and its successor what reaches over, B[j] = sum_r max(0, r + b - a) u_r, with a = l'/d,
+b = l/d. The buffer holds A[j] and B[j - 1]; their sum is the importance of block j.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_kernels_triton.tiles import dot, exponential, find_sequence, load_columns, load_shift, query_rows, visible_keys, wide
+
+
+@triton.jit
+def scores_kernel(
+    q_ptr, k_ptr, lse_ptr, scores_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_blocks, next_scores, first_row, last_row, first_tile, search_steps, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, PADDED_STRIDES: tl.constexpr, REACH: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write the importance of the free candidates of one tile of queries; grid (tiles, sequences or 1, G).
+
+    Rows of q first_row .. last_row - 1 (over all sequences) have a place in the buffer (row - first_row, G, num_blocks); what
+    reaches over stands `next_scores` elements behind. A group's heads stand as HEADS rows, the next power of two, so that their sum is a reshape.
+    """
+    HG: tl.constexpr = H // G
+    BLOCK_ROWS: tl.constexpr = BLOCK_QUERIES * HEADS
+    BLOCK_KEYS: tl.constexpr = BLOCK_BLOCKS * PADDED_STRIDES
+    tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = tl.program_id(1)
+    group = tl.program_id(2)
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        if sequence >= num_sequences:
+            return
+        tile -= tl.load(cu_tiles_ptr + sequence)
+    q_row0, _num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    k_row0 = tl.load(cu_keys_ptr + sequence).to(tl.int64) if PACKED else sequence.to(tl.int64) * num_keys
+    query0 = tile * BLOCK_QUERIES
+    last_query = tl.minimum(query0 + BLOCK_QUERIES, num_valid) - 1
+    if (q_row0 + query0 >= last_row) | (q_row0 + last_query < first_row) | (last_query < query0):
+        return
+    t_last = position + last_query
+    own_last = t_last // SELECTION_SIZE
+    # every candidate of every query is chosen: no score is read
+    if own_last < NUM_SELECTED:
+        return
+    rows = tl.arange(0, BLOCK_ROWS)
+    queries = query0 + rows // HEADS
+    exists = (queries <= last_query) & (rows % HEADS < HG)
+    heads = (q_row0 + queries) * H + group * HG + rows % HEADS
+    q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
+    q2 = q1
+    if K2 > 0:
+        q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
+    shift = load_shift(lse_ptr, heads, exists, EXACT)
+    _first, end = visible_keys(tl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
+    _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
+
+    columns = tl.arange(0, BLOCK_KEYS)
+    stride = columns % PADDED_STRIDES
+    in_tile = columns // PADDED_STRIDES * STRIDES + stride
+    k_ptr += (k_row0 * G + group) * D_K
+    in_block = tl.arange(0, BLOCK_BLOCKS)
+    strides = tl.arange(0, PADDED_STRIDES)
+    own_weight = tl.where(strides < STRIDES, tl.minimum(REACH, STRIDES - strides), 0).to(tl.float32)
+    next_weight = tl.where(strides < STRIDES, tl.maximum(0, strides + REACH - STRIDES), 0).to(tl.float32)
+    columns_q = tl.arange(0, BLOCK_QUERIES)
+    row_q = q_row0 + query0 + columns_q
+    keeps = (query0 + columns_q <= last_query) & (row_q >= first_row) & (row_q < last_row)
+    target = ((row_q - first_row) * G + group) * num_blocks
+    for block in tl.range(0, own_last - NUM_LOCAL + 1, BLOCK_BLOCKS):
+        keys = block * STRIDES + in_tile
+        key_mask = (stride < STRIDES) & (keys < last_end)
+        tile_ptr = k_ptr + wide(block * STRIDES) * (G * D_K)
+        k1 = load_columns(tile_ptr, in_tile * (G * D_K), key_mask, 0, K1, D_K, True)
+        products = dot(k1, tl.trans(q1), tl.zeros([BLOCK_KEYS, BLOCK_ROWS], tl.float32))
+        if K2 > 0:
+            k2 = load_columns(tile_ptr, in_tile * (G * D_K), key_mask, K1, K2, D_K, True)
+            products = dot(k2, tl.trans(q2), products)
+        is_visible = (stride < STRIDES)[:, None] & (keys[:, None] < end[None, :])
+        weights = tl.where(is_visible, exponential(products * factor - shift[None, :], EXACT), 0.0)
+        summed = tl.sum(tl.reshape(weights, (BLOCK_KEYS, BLOCK_QUERIES, HEADS)), 2)
+        summed = tl.reshape(summed, (BLOCK_BLOCKS, PADDED_STRIDES, BLOCK_QUERIES))
+        blocks = block + in_block
+        mask = keeps[None, :] & (blocks < num_blocks)[:, None]
+        tl.store(scores_ptr + target[None, :] + blocks[:, None], tl.sum(summed * own_weight[None, :, None], 1), mask=mask)
+        if REACH > 1:
+            mask = keeps[None, :] & (blocks + 1 < num_blocks)[:, None]
+            reaching = tl.sum(summed * next_weight[None, :, None], 1)
+            tl.store(scores_ptr + next_scores + target[None, :] + (blocks + 1)[:, None], reaching, mask=mask)
+
+
+@triton.jit
+def choose_kernel(
+    scores_ptr, positions_ptr, indices_ptr, first_row, num_blocks, next_scores,
+    G: tl.constexpr, SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    REACHES: tl.constexpr, SLOTS: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write the ascending choice of one row of q and one group, -1 after the last; grid (rows, G).
+
+    The n-th highest score is found bit by bit: scores are sums of exponentials, and the bits of floats >= 0, read as
+    integers, have the order of the floats. Equal scores go to the lower block.
+    """
+    row = first_row + tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    target = indices_ptr + (row * G + group) * NUM_SELECTED
+    t = tl.load(positions_ptr + row)
+    own = tl.where(t >= 0, t // SELECTION_SIZE, -1)
+    slots = tl.arange(0, SLOTS)
+    if own < NUM_SELECTED:
+        tl.store(target + slots, tl.where(slots <= own, slots, -1), mask=slots < NUM_SELECTED)
+        return
+    blocks = tl.arange(0, BLOCK_BLOCKS)
+    is_forced = (blocks < NUM_INITIAL) | (blocks > own - NUM_LOCAL)
+    is_forced = is_forced & (blocks <= own)
+    is_free = (blocks <= own) & (is_forced == 0)
+    source = scores_ptr + ((row - first_row) * G + group) * num_blocks
+    scores = tl.load(source + blocks, mask=is_free, other=0.0)
+    if REACHES:
+        scores += tl.load(source + next_scores + blocks, mask=is_free & (blocks > 0), other=0.0)
+    bits = tl.where(is_free, scores.to(tl.int32, bitcast=True), -1)
+    wanted = NUM_SELECTED - tl.sum(is_forced.to(tl.int32), 0)
+    threshold = wanted * 0
+    step = 30
+    # the highest threshold with at least `wanted` scores at or above it; sooner where there are exactly as many
+    while step >= 0:
+        candidate = threshold | (1 << step)
+        found = tl.sum((bits >= candidate).to(tl.int32), 0)
+        threshold = tl.where(found >= wanted, candidate, threshold)
+        step = tl.where(found == wanted, -1, step - 1)
+    is_above = bits > threshold
+    room = wanted - tl.sum(is_above.to(tl.int32), 0)
+    is_tie = bits == threshold
+    is_chosen = is_forced | is_above | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) <= room))
+    place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    tl.store(target + place, blocks, mask=is_chosen)

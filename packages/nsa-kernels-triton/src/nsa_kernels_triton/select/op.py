@@ -1,0 +1,123 @@
+"""The custom op that chooses blocks."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_core import blocks
+from nsa_core.backends.base import Placement
+from nsa_core.config import BlockGeometry
+from nsa_core.reference.rows import rows_of
+from nsa_kernels_triton.launch import Sequences, is_exact, parts_of, score_factor, tiles_for
+from nsa_kernels_triton.select import kernels
+
+SCORE_BYTES = 256 * 2**20
+"""Importance of one chunk of queries, at most."""
+
+
+def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale: float, placement: Placement) -> Tensor:
+    """Return int32 block_indices `(B, S, G, n)`, ascending, -1 after the last (Eq. 9-11)."""
+    placed = (placement.cu_seqlens, placement.cu_blocks, placement.query_start, placement.query_count, placement.max_key_count)
+    # the choice carries no gradient
+    detached = (q.detach(), k_cmp.detach(), lse.detach())
+    chosen: Tensor = triton_select_blocks(*detached, list(geometry.as_tuple()), scale, *placed)
+    return chosen
+
+
+@torch.library.custom_op("nsa_triton::select_blocks", mutates_args=())
+def triton_select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    cu_blocks: Tensor | None,
+    query_start: Tensor | None,
+    query_count: Tensor | None,
+    max_key_count: int,
+) -> Tensor:
+    """Return block_indices; see `select_blocks`."""
+    placement = Placement(0, max_key_count, cu_seqlens, cu_blocks, query_start, query_count)
+    return choose(q, k_cmp, lse, BlockGeometry(*geometry), scale, Sequences(placement, q.shape[0], q.shape[1], cu_blocks))
+
+
+@triton_select_blocks.register_fake
+def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *rest: Any) -> Tensor:
+    return q.new_empty(*q.shape[:2], k_cmp.shape[2], geometry[3], dtype=torch.int32)
+
+
+def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale: float, sequences: Sequences) -> Tensor:
+    """Return block_indices, chunk by chunk of the rows of q."""
+    q, k_cmp, lse = q.contiguous(), k_cmp.contiguous(), lse.contiguous()
+    num_groups = k_cmp.shape[2]
+    chosen = q.new_empty(*q.shape[:2], num_groups, geometry.num_selected_blocks, dtype=torch.int32)
+    total = q.shape[0] * q.shape[1]
+    if not chosen.numel():
+        return chosen
+    positions = rows_of(sequences.placement, q.shape[0], q.shape[1], q.device).positions.to(torch.int32).contiguous()
+    num_blocks = max(1, blocks.num_selection_blocks(sequences.placement.max_key_count, geometry))
+    has_choice = num_blocks > geometry.num_selected_blocks
+    chunk = min(total, max(1, SCORE_BYTES // (8 * num_groups * num_blocks))) if has_choice else total
+    scores = q.new_empty((2, chunk if has_choice else 1, num_groups, num_blocks), dtype=torch.float32)
+    for first in range(0, total, chunk):
+        last = min(first + chunk, total)
+        if has_choice and not k_cmp.shape[1]:
+            scores.zero_()
+        elif has_choice:
+            _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences)
+        kernels.choose_kernel[(last - first, num_groups)](
+            scores, positions, chosen, first, num_blocks, scores[0].numel(),
+            G=num_groups, SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
+            NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks,
+            REACHES=geometry.compression_block_size > geometry.compression_stride,
+            SLOTS=triton.next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=triton.next_power_of_2(num_blocks),
+            num_warps=_warps(num_blocks),
+        )  # fmt: skip
+    return chosen
+
+
+def _warps(num_blocks: int) -> int:
+    """Return the warps of one row's search: about 32 scores a thread."""
+    warps: int = triton.next_power_of_2(num_blocks) // 1024
+    return max(1, min(16, warps))
+
+
+def _score(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    scores: Tensor,
+    first: int,
+    last: int,
+    geometry: BlockGeometry,
+    scale: float,
+    sequences: Sequences,
+) -> None:
+    num_heads, num_groups = q.shape[2], k_cmp.shape[2]
+    heads = triton.next_power_of_2(num_heads // num_groups)
+    strides = geometry.selection_block_size // geometry.compression_stride
+    padded_strides = triton.next_power_of_2(strides)
+    tiles = tiles_for("scores", q, q.shape[3], q.shape[3])
+    block_queries = max(1, tiles.block_rows // heads)
+    tiling = sequences.tiling(q.shape[1], 1, block_queries, of_keys=False)
+    first_tile, num_tiles = 0, tiling.num_tiles
+    if not sequences.is_packed and q.shape[0] == 1:
+        first_tile = first // block_queries
+        num_tiles = triton.cdiv(last, block_queries) - first_tile
+    parts = parts_of(q.shape[3])
+    kernels.scores_kernel[(num_tiles, tiling.num_sequences, num_groups)](
+        q, k_cmp, lse, scores,
+        *sequences.arguments(tiling),
+        sequences.num_sequences, q.shape[1], k_cmp.shape[1], scores.shape[3], scores[0].numel(), first, last, first_tile,
+        sequences.search_steps, score_factor(q, scale),
+        H=num_heads, G=num_groups, D_K=q.shape[3], K1=parts.first, K2=parts.second,
+        SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides,
+        REACH=geometry.compression_block_size // geometry.compression_stride,
+        SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks, NUM_LOCAL=geometry.num_local_blocks,
+        PACKED=sequences.is_packed, CACHED=sequences.is_cached, EXACT=is_exact(q),
+        HEADS=heads, BLOCK_QUERIES=block_queries, BLOCK_BLOCKS=max(1, tiles.block_keys // padded_strides),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip

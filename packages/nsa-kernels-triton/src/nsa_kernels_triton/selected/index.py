@@ -1,0 +1,127 @@
+"""The queries of every block, for one chunk of query rows at a time."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_core.config import BlockGeometry
+from nsa_kernels_triton.launch import Sequences
+from nsa_kernels_triton.selected import index_kernels
+
+CHUNK_BYTES = 2**30
+"""Partial results of one chunk of queries, at most."""
+MAX_CHUNK_ROWS = 8192
+MIN_CHUNK_ROWS = 32
+ITEM_ROWS = 4096
+"""Rows (queries times heads of a group) of one work item: a block that every query chose is cut into many."""
+
+
+class Pieces(NamedTuple):
+    """How a selection block is cut so that a piece fits a tile of keys."""
+
+    per_block: int
+    size: int
+    keys: int
+    """The tile: the next power of two, at least 16."""
+
+
+def pieces_of(geometry: BlockGeometry, block_keys: int) -> Pieces:
+    """Return the pieces of a selection block for tiles of at most `block_keys` keys."""
+    size = min(geometry.selection_block_size, block_keys)
+    return Pieces(-(-geometry.selection_block_size // size), size, max(16, triton.next_power_of_2(size)))
+
+
+class Index(NamedTuple):
+    """What the kernels of a whole call share."""
+
+    block_indices: Tensor
+    rows: Tensor
+    """int32 (3, B * S): position, key row of the own token, first piece of the sequence."""
+    pieces: Pieces
+    num_pieces: int
+    """Of all sequences."""
+    num_groups: int
+    slots: int
+    """Pieces that a query may choose."""
+    chunk_rows: int
+    """Rows of q in a chunk, a power of two."""
+    item_queries: int
+
+    @property
+    def num_rows(self) -> int:
+        """Return B * S."""
+        return self.rows.shape[1]
+
+
+class Chunk(NamedTuple):
+    """The lists of one chunk of query rows."""
+
+    first_row: int
+    last_row: int
+    ends: Tensor
+    """int32 (3, lists), running totals: entries, items, items beyond the first of their list."""
+    entries: Tensor
+    items: Tensor
+    """int32 (bound, 4); ends[1, -1] of them exist."""
+    key_rows: Tensor
+    """int32 (num_pieces,): the first key row of each piece that some row chose."""
+    present: Tensor
+    """int8 (rows, G, slots): 1 where the partial result of a slot is written."""
+
+
+def index_of(
+    block_indices: Tensor, sequences: Sequences, num_keys: int, geometry: BlockGeometry, block_keys: int, num_heads: int, row_bytes: int
+) -> Index:
+    """Return the index of a call whose partial results take `row_bytes` per (query, head, slot)."""
+    batch, num_queries, num_groups, num_selected = block_indices.shape
+    placement, pieces = sequences.placement, pieces_of(geometry, block_keys)
+    total = batch * num_queries
+    rows = block_indices.new_empty(3, total)
+    index_kernels.describe_rows_kernel[(triton.cdiv(total, 256),)](
+        rows, placement.cu_seqlens, placement.query_start, placement.query_count,
+        total, sequences.num_sequences, num_queries, num_keys, sequences.search_steps,
+        SELECTION_SIZE=geometry.selection_block_size, PIECES=pieces.per_block, PACKED=sequences.is_packed, CACHED=sequences.is_cached,
+        BLOCK=256,
+    )  # fmt: skip
+    per_sequence = -(-num_keys // geometry.selection_block_size)
+    blocks = num_keys // geometry.selection_block_size + sequences.num_sequences if sequences.is_packed else batch * per_sequence
+    slots = num_selected * pieces.per_block
+    affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * row_bytes))
+    chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, triton.next_power_of_2(total)))
+    item_queries = max(1, ITEM_ROWS // (num_heads // num_groups))
+    return Index(block_indices.contiguous(), rows, pieces, blocks * pieces.per_block, num_groups, slots, chunk_rows, item_queries)
+
+
+def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
+    """Yield the lists of each chunk of rows, in order. Each call of `next` overwrites nothing of the last one."""
+    num_lists = index.num_groups * index.num_pieces
+    num_entries = index.chunk_rows * index.num_groups * index.slots
+    num_items = min(num_lists, num_entries) + num_entries // index.item_queries
+    num_selected, device, chunk_rows = index.block_indices.shape[3], index.rows.device, index.chunk_rows
+    mark_dtype = torch.int8 if index.slots < 127 else torch.int32
+    step = min(chunk_rows, 1024)
+    for first in range(0, index.num_rows, chunk_rows):
+        last = min(first + chunk_rows, index.num_rows)
+        marks = torch.zeros(num_lists, chunk_rows, dtype=mark_dtype, device=device)
+        key_rows = torch.empty(index.num_pieces, dtype=torch.int32, device=device)
+        index_kernels.mark_kernel[(triton.cdiv(last - first, 32), index.num_groups)](
+            index.block_indices, index.rows, marks, key_rows, first, index.num_rows, index.num_pieces, chunk_rows,
+            G=index.num_groups, NUM_SELECTED=num_selected, SLOTS=triton.next_power_of_2(num_selected),
+            SELECTION_SIZE=geometry.selection_block_size, PIECES=index.pieces.per_block, PIECE_SIZE=index.pieces.size, BLOCK=32,
+        )  # fmt: skip
+        counts = torch.empty(3, num_lists, dtype=torch.int32, device=device)
+        index_kernels.count_kernel[(triton.cdiv(num_lists, 4),)](
+            marks, counts, num_lists, chunk_rows, ITEM_QUERIES=index.item_queries, STEP=step, BLOCK=4
+        )
+        ends = counts.cumsum(1, dtype=torch.int32)
+        entries = torch.empty(num_entries, dtype=torch.int32, device=device)
+        items = torch.empty(num_items, 4, dtype=torch.int32, device=device)
+        present = torch.zeros(chunk_rows, index.num_groups, index.slots, dtype=torch.int8, device=device)
+        index_kernels.list_kernel[(num_lists,)](
+            marks, ends, entries, items, present, index.num_pieces, chunk_rows, G=index.num_groups, SLOTS_TOTAL=index.slots,
+            ITEM_QUERIES=index.item_queries, ITEM_SLOTS=triton.next_power_of_2(triton.cdiv(chunk_rows, index.item_queries)), STEP=step,
+        )  # fmt: skip
+        yield Chunk(first, last, ends, entries, items, key_rows, present)

@@ -1,0 +1,291 @@
+"""Forward and backward over the lists of `index_kernels`: one program per work item, partial results per (query, slot), merged.
+
+The rows of an item are its queries times the heads of their group. Nothing is added atomically, and every sum has one order.
+"""
+
+import triton
+import triton.language as tl
+
+from nsa_kernels_triton.tiles import cast, dot, exponential, load_columns, load_shift, log_sum, store_columns, wide
+
+
+@triton.jit
+def _load_item(
+    items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
+    SLOTS_TOTAL: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return of an item: group, first entry, end, place of its dK, dV, its key rows, and which of them some row may see."""
+    target = items_ptr + tl.program_id(0) * 4
+    index = tl.load(target)
+    start = tl.load(target + 1)
+    end = tl.load(target + 2)
+    # the last query sees the most; beyond it a store may hold anything
+    last = first_row + tl.load(entries_ptr + end - 1) // SLOTS_TOTAL
+    last_key = tl.load(rows_ptr + num_rows + last)
+    in_piece = tl.arange(0, KEYS)
+    key_rows = tl.load(key_rows_ptr + index % num_pieces) + in_piece
+    return index // num_pieces, start, end, tl.load(target + 3), key_rows, (in_piece < PIECE_SIZE) & (key_rows <= last_key)
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr,
+    first_row, num_rows, num_pieces, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    SLOTS_TOTAL: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write partial out (rows, G, slots, H/G, D_v) and lse of the rows of one item; grid (bound on items,)."""
+    HG: tl.constexpr = H // G
+    if tl.program_id(0) >= tl.load(num_items_ptr):
+        return
+    group, start, end, _place, key_rows, key_mask = _load_item(
+        items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, SLOTS_TOTAL, PIECE_SIZE, KEYS
+    )
+    keys = key_rows.to(tl.int64) * G + group
+    k1 = load_columns(k_ptr, keys * D_K, key_mask, 0, K1, D_K, True)
+    v1 = load_columns(v_ptr, keys * D_V, key_mask, 0, V1, D_V, True)
+    k2 = k1
+    v2 = v1
+    if K2 > 0:
+        k2 = load_columns(k_ptr, keys * D_K, key_mask, K1, K2, D_K, True)
+    if V2 > 0:
+        v2 = load_columns(v_ptr, keys * D_V, key_mask, V1, V2, D_V, True)
+    # offsets within a chunk fit 32 bits
+    q_ptr += (wide(first_row) * H + group * HG) * D_K
+    out_ptr += group * (SLOTS_TOTAL * HG * D_V)
+    lse_ptr += group * (SLOTS_TOTAL * HG)
+    num_item_rows = (end - start) * HG
+    rows = tl.arange(0, BLOCK_ROWS)
+    # fetched one tile ahead: the rows of q wait for it
+    next_entry = tl.load(entries_ptr + start + rows // HG, mask=rows < num_item_rows, other=0)
+    for row in tl.range(0, num_item_rows, BLOCK_ROWS):
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        exists = rows < num_item_rows
+        entry = next_entry
+        following = rows + BLOCK_ROWS
+        next_entry = tl.load(entries_ptr + start + following // HG, mask=following < num_item_rows, other=0)
+        local = entry // SLOTS_TOTAL
+        own_key = tl.load(rows_ptr + num_rows + first_row + local, mask=exists, other=0)
+        heads = (local * H + rows % HG) * D_K
+        q1 = load_columns(q_ptr, heads, exists, 0, K1, D_K, True)
+        scores = dot(q1, tl.trans(k1), tl.zeros([BLOCK_ROWS, KEYS], tl.float32))
+        if K2 > 0:
+            q2 = load_columns(q_ptr, heads, exists, K1, K2, D_K, True)
+            scores = dot(q2, tl.trans(k2), scores)
+        is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
+        scores = tl.where(is_visible, scores * factor, float("-inf"))
+        row_max = tl.max(scores, 1)
+        # rows that do not exist see nothing
+        row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+        weights = exponential(scores - row_max[:, None], EXACT)
+        row_sum = tl.sum(weights, 1)
+        inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
+        weights = cast(weights, v1.dtype)
+        target = (local * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
+        acc1 = dot(weights, v1, tl.zeros([BLOCK_ROWS, V1], tl.float32))
+        store_columns(out_ptr, target * D_V, exists, acc1 * inverse[:, None], 0, V1, D_V)
+        if V2 > 0:
+            acc2 = dot(weights, v2, tl.zeros([BLOCK_ROWS, V2], tl.float32))
+            store_columns(out_ptr, target * D_V, exists, acc2 * inverse[:, None], V1, V2, D_V)
+        tl.store(lse_ptr + target, log_sum(row_max, tl.where(row_sum > 0, row_sum, 1.0), EXACT), mask=exists)
+
+
+@triton.jit
+def merge_kernel(
+    parts_ptr, part_lse_ptr, present_ptr, out_ptr, exact_ptr, lse_ptr, cmp_ptr, win_ptr, gates_ptr, total_ptr, rows_ptr, first_row, last_row,
+    H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, COMBINE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well."""
+    HG: tl.constexpr = H // G
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    local = rows // H
+    exists = local < last_row - first_row
+    group = rows % H // HG
+    source = (local * G + group) * SLOTS_TOTAL
+    head = rows % HG
+    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    for slot in tl.range(0, SLOTS_TOTAL):
+        is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
+        largest = tl.maximum(largest, tl.load(part_lse_ptr + (source + slot) * HG + head, mask=is_present, other=float("-inf")))
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, WIDTH], tl.float32)
+    for slot in tl.range(0, SLOTS_TOTAL):
+        is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
+        weight = tl.exp(tl.load(part_lse_ptr + (source + slot) * HG + head, mask=is_present, other=float("-inf")) - shift)
+        part = load_columns(parts_ptr, ((source + slot) * HG + head) * D_V, is_present, 0, WIDTH, D_V, True)
+        acc += part.to(tl.float32) * weight[:, None]
+        total += weight
+    sees_any = total > 0
+    acc *= tl.where(sees_any, 1.0 / tl.where(sees_any, total, 1.0), 0.0)[:, None]
+    target = wide(first_row) * H + rows
+    tl.store(lse_ptr + target, tl.where(sees_any, shift + tl.log(tl.where(sees_any, total, 1.0)), float("-inf")), mask=exists)
+    store_columns(out_ptr, target * D_V, exists, acc, 0, WIDTH, D_V)
+    if exact_ptr is not None:
+        store_columns(exact_ptr, target * D_V, exists, acc, 0, WIDTH, D_V)
+    if COMBINE:
+        # a row that does not count is 0 whatever its gates are, NaN included
+        counts = exists & (tl.load(rows_ptr + first_row + local, mask=exists, other=-1) >= 0)
+        gate_cmp = tl.load(gates_ptr + target * 3, mask=counts, other=0.0).to(tl.float32)
+        gate_slc = tl.load(gates_ptr + target * 3 + 1, mask=counts, other=0.0).to(tl.float32)
+        gate_win = tl.load(gates_ptr + target * 3 + 2, mask=counts, other=0.0).to(tl.float32)
+        acc *= gate_slc[:, None]
+        acc += load_columns(cmp_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * gate_cmp[:, None]
+        acc += load_columns(win_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * gate_win[:, None]
+        store_columns(total_ptr, target * D_V, exists, acc, 0, WIDTH, D_V)
+
+
+@triton.jit
+def _add_or_store(sum_ptr, extra_ptr, keys, key_mask, place, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """Add the gradients of a list's first item to the running sum; keep those of a later one apart."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    mask = key_mask[:, None] & (columns < NUM_COLUMNS)[None, :]
+    if place < 0:
+        target = sum_ptr + keys[:, None] * NUM_COLUMNS + columns[None, :]
+        tl.store(target, tl.load(target, mask=mask, other=0.0) + values, mask=mask)
+    else:
+        numbers = place.to(tl.int64) * values.shape[0] + tl.arange(0, values.shape[0])
+        tl.store(extra_ptr + numbers[:, None] * NUM_COLUMNS + columns[None, :], values, mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    SLOTS_TOTAL: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys; grid (bound on items,)."""
+    HG: tl.constexpr = H // G
+    if tl.program_id(0) >= tl.load(num_items_ptr):
+        return
+    group, start, end, place, key_rows, key_mask = _load_item(
+        items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, SLOTS_TOTAL, PIECE_SIZE, KEYS
+    )
+    keys = key_rows.to(tl.int64) * G + group
+    k1 = load_columns(k_ptr, keys * D_K, key_mask, 0, K1, D_K, True)
+    v1 = load_columns(v_ptr, keys * D_V, key_mask, 0, V1, D_V, True)
+    k2 = k1
+    v2 = v1
+    dk1 = tl.zeros([KEYS, K1], tl.float32)
+    dv1 = tl.zeros([KEYS, V1], tl.float32)
+    dk2 = tl.zeros([KEYS, K2 if K2 > 0 else 16], tl.float32)
+    dv2 = tl.zeros([KEYS, V2 if V2 > 0 else 16], tl.float32)
+    if K2 > 0:
+        k2 = load_columns(k_ptr, keys * D_K, key_mask, K1, K2, D_K, True)
+    if V2 > 0:
+        v2 = load_columns(v_ptr, keys * D_V, key_mask, V1, V2, D_V, True)
+    # offsets within a chunk fit 32 bits
+    head0 = wide(first_row) * H + group * HG
+    q_ptr += head0 * D_K
+    dout_ptr += head0 * D_V
+    lse_ptr += head0
+    delta_ptr += head0
+    if GATE >= 0:
+        gates_ptr += head0 * 3
+    dq_parts_ptr += group * (SLOTS_TOTAL * HG * D_K)
+    num_item_rows = (end - start) * HG
+    rows = tl.arange(0, BLOCK_ROWS)
+    next_entry = tl.load(entries_ptr + start + rows // HG, mask=rows < num_item_rows, other=0)
+    for row in tl.range(0, num_item_rows, BLOCK_ROWS):
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        exists = rows < num_item_rows
+        entry = next_entry
+        following = rows + BLOCK_ROWS
+        next_entry = tl.load(entries_ptr + start + following // HG, mask=following < num_item_rows, other=0)
+        local = entry // SLOTS_TOTAL
+        own_key = tl.load(rows_ptr + num_rows + first_row + local, mask=exists, other=-1)
+        heads = local * H + rows % HG
+        q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
+        scores = dot(q1, tl.trans(k1), tl.zeros([BLOCK_ROWS, KEYS], tl.float32))
+        q2 = q1
+        if K2 > 0:
+            q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
+            scores = dot(q2, tl.trans(k2), scores)
+        shift = load_shift(lse_ptr, heads, exists, EXACT)
+        delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
+        is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
+        weights = tl.where(is_visible, exponential(scores * factor - shift[:, None], EXACT), 0.0)
+        if GATE >= 0:
+            weights *= tl.load(gates_ptr + heads * 3 + GATE, mask=exists, other=0.0).to(tl.float32)[:, None]
+        dout1 = load_columns(dout_ptr, heads * D_V, exists, 0, V1, D_V, True)
+        dweights = dot(dout1, tl.trans(v1), tl.zeros([BLOCK_ROWS, KEYS], tl.float32))
+        dout2 = dout1
+        if V2 > 0:
+            dout2 = load_columns(dout_ptr, heads * D_V, exists, V1, V2, D_V, True)
+            dweights = dot(dout2, tl.trans(v2), dweights)
+        dscores = cast(weights * (dweights - delta[:, None]), q1.dtype)
+        weights = cast(weights, dout1.dtype)
+        target = (local * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
+        dv1 = dot(tl.trans(weights), dout1, dv1)
+        if V2 > 0:
+            dv2 = dot(tl.trans(weights), dout2, dv2)
+        dk1 = dot(tl.trans(dscores), q1, dk1)
+        dq1 = dot(dscores, k1, tl.zeros([BLOCK_ROWS, K1], tl.float32))
+        store_columns(dq_parts_ptr, target * D_K, exists, dq1, 0, K1, D_K)
+        if K2 > 0:
+            dq2 = dot(dscores, k2, tl.zeros([BLOCK_ROWS, K2], tl.float32))
+            store_columns(dq_parts_ptr, target * D_K, exists, dq2, K1, K2, D_K)
+            dk2 = dot(tl.trans(dscores), q2, dk2)
+    _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk1 * scale, 0, K1, D_K)
+    _add_or_store(dv_ptr, dv_extra_ptr, keys, key_mask, place, dv1, 0, V1, D_V)
+    if K2 > 0:
+        _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk2 * scale, K1, K2, D_K)
+    if V2 > 0:
+        _add_or_store(dv_ptr, dv_extra_ptr, keys, key_mask, place, dv2, V1, V2, D_V)
+
+
+@triton.jit
+def add_extras_kernel(
+    sum_ptr, extra_ptr, items_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
+    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Add what the later items of one list kept apart to the running sum, in their order; grid (lists,)."""
+    index = tl.program_id(0)
+    num_lists = tl.num_programs(0)
+    last = tl.load(ends_ptr + 2 * num_lists + index)
+    first = tl.load(ends_ptr + 2 * num_lists + index - 1, mask=index > 0, other=0)
+    if last == first:
+        return
+    in_piece = tl.arange(0, KEYS)
+    key_rows = tl.load(key_rows_ptr + index % num_pieces) + in_piece
+    columns = tl.arange(0, WIDTH)
+    keys = key_rows.to(tl.int64) * G + index // num_pieces
+    final = first_row + tl.load(entries_ptr + tl.load(ends_ptr + index) - 1) // SLOTS_TOTAL
+    mask = ((in_piece < PIECE_SIZE) & (key_rows <= tl.load(rows_ptr + num_rows + final)))[:, None] & (columns < D)[None, :]
+    target = sum_ptr + keys[:, None] * D + columns[None, :]
+    acc = tl.load(target, mask=mask, other=0.0)
+    item = tl.load(ends_ptr + num_lists + index) - (last - first)
+    for extra in tl.range(first, last):
+        # an item's keys end with its own last query
+        stop = tl.load(items_ptr + (item + extra - first) * 4 + 2)
+        own = tl.load(rows_ptr + num_rows + first_row + tl.load(entries_ptr + stop - 1) // SLOTS_TOTAL)
+        numbers = extra * KEYS + in_piece.to(tl.int64)
+        acc += tl.load(extra_ptr + numbers[:, None] * D + columns[None, :], mask=mask & (key_rows <= own)[:, None], other=0.0)
+    tl.store(target, acc, mask=mask)
+
+
+@triton.jit
+def merge_dq_kernel(
+    parts_ptr, present_ptr, dq_ptr, first_row, last_row, scale,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write dQ of (query, head) rows, the sum of their partial ones. ADD: to what stands there."""
+    HG: tl.constexpr = H // G
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    local = rows // H
+    exists = local < last_row - first_row
+    source = (local * G + rows % H // HG) * SLOTS_TOTAL
+    acc = tl.zeros([BLOCK_ROWS, WIDTH], tl.float32)
+    for slot in tl.range(0, SLOTS_TOTAL):
+        is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
+        acc += load_columns(parts_ptr, ((source + slot) * HG + rows % HG) * D_K, is_present, 0, WIDTH, D_K, True).to(tl.float32)
+    acc *= scale
+    target = (wide(first_row) * H + rows) * D_K
+    if ADD:
+        acc += load_columns(dq_ptr, target, exists, 0, WIDTH, D_K, True).to(tl.float32)
+    store_columns(dq_ptr, target, exists, acc, 0, WIDTH, D_K)

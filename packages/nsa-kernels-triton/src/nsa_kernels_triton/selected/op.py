@@ -1,0 +1,229 @@
+"""Custom ops of attention over chosen blocks."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_core.backends.base import BranchOutput, Placement
+from nsa_core.config import BlockGeometry
+from nsa_kernels_triton.interval.op import row_delta
+from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, partial_dtype, parts_of, score_factor, tiles_for
+from nsa_kernels_triton.selected import kernels
+from nsa_kernels_triton.selected.index import Chunk, Index, chunks, index_of
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, geometry: BlockGeometry, scale: float, placement: Placement
+) -> BranchOutput:
+    """Return the attention of each query over the tokens s <= t of its chosen blocks (Eq. 12)."""
+    placed = (placement.cu_seqlens, placement.query_start, placement.query_count)
+    out, lse, _exact = triton_selected_attention(q, k, v, block_indices, list(geometry.as_tuple()), scale, *placed)
+    return BranchOutput(out, lse)
+
+
+@torch.library.custom_op("nsa_triton::selected_attention", mutates_args=())
+def triton_selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    query_start: Tensor | None,
+    query_count: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
+    sequences = _sequences(q, cu_seqlens, query_start, query_count)
+    return forward(q, k, v, block_indices, BlockGeometry(*geometry), scale, sequences)[:3]
+
+
+@triton_selected_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32), exact_out(q, v)
+
+
+@torch.library.custom_op("nsa_triton::selected_attention_backward", mutates_args=())
+def triton_selected_attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    query_start: Tensor | None,
+    query_count: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
+    sequences = _sequences(q, cu_seqlens, query_start, query_count)
+    dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
+    delta = row_delta(out, dout, dlse)
+    return backward(dout, delta, lse, q, k, v, block_indices, None, None, BlockGeometry(*geometry), scale, sequences)
+
+
+@triton_selected_attention_backward.register_fake
+def _(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, block_indices, geometry, scale, *placed = inputs
+    ctx.set_materialize_grads(False)
+    out, lse, exact = output
+    ctx.mark_non_differentiable(exact)
+    ctx.save_for_backward(q, k, v, block_indices, exact if exact.numel() else out, lse, *placed)
+    ctx.constants = (geometry, scale)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dexact: None) -> tuple[Tensor | None, ...]:
+    q, k, v, block_indices, out, lse, *placed = ctx.saved_tensors
+    dout = q.new_zeros(out.shape) if dout is None else dout
+    gradients = triton_selected_attention_backward(dout, dlse, out, lse, q, k, v, block_indices, *ctx.constants, *placed)
+    return *gradients, *[None] * 6
+
+
+triton_selected_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+class Others(NamedTuple):
+    """The other branches' outputs, where all of Eq. 5 is computed in one."""
+
+    cmp: Tensor
+    win: Tensor
+    gates: Tensor
+
+
+def _sequences(q: Tensor, cu_seqlens: Tensor | None, query_start: Tensor | None, query_count: Tensor | None) -> Sequences:
+    placement = Placement(0, 0, cu_seqlens=cu_seqlens, query_start=query_start, query_count=query_count)
+    return Sequences(placement, q.shape[0], q.shape[1], cu_seqlens)
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor, index: Index) -> dict[str, Any]:
+    qk, value = parts_of(q.shape[3]), parts_of(v.shape[3])
+    return {
+        "H": q.shape[2],
+        "G": k.shape[2],
+        "D_K": q.shape[3],
+        "D_V": v.shape[3],
+        "K1": qk.first,
+        "K2": qk.second,
+        "V1": value.first,
+        "V2": value.second,
+        "SLOTS_TOTAL": index.slots,
+        "PIECE_SIZE": index.pieces.size,
+        "KEYS": index.pieces.keys,
+        "EXACT": is_exact(q),
+    }
+
+
+def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
+    return chunk.items, chunk.ends[1, -1:], chunk.entries
+
+
+def _merge_rows(width: int) -> int:
+    """Return the rows of a merging tile: 16 KiB of float32."""
+    return max(1, 4096 // width)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    geometry: BlockGeometry,
+    scale: float,
+    sequences: Sequences,
+    others: Others | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, lse, the exact out and, with `others`, the gated sum of the three branches (else an empty tensor)."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    exact = exact_out(q, v)
+    total = torch.empty_like(out) if others is not None else q.new_empty(0)
+    if not q.numel():
+        return out, lse, exact, total
+    tiles = tiles_for("selected_forward", q, q.shape[3], v.shape[3])
+    dtype = partial_dtype(q, v.shape[3])
+    index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize)
+    constants = _constants(q, k, v, index)
+    width = triton.next_power_of_2(v.shape[3])
+    parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], v.shape[3], dtype=dtype)
+    part_lse = lse.new_empty(parts.shape[0])
+    for chunk in chunks(index, geometry):
+        kernels.forward_kernel[(chunk.items.shape[0],)](
+            q, k, v, parts, part_lse, *_lists(chunk), index.rows, chunk.key_rows,
+            chunk.first_row, index.num_rows, index.num_pieces, score_factor(q, scale),
+            **constants, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+        rows = (chunk.last_row - chunk.first_row) * q.shape[2]
+        kernels.merge_kernel[(triton.cdiv(rows, _merge_rows(width)),)](
+            parts, part_lse, chunk.present, out, optional(exact), lse,
+            *((None, None, None, None) if others is None else (others.cmp, others.win, others.gates, total)),
+            index.rows, chunk.first_row, chunk.last_row,
+            H=q.shape[2], G=k.shape[2], D_V=v.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, COMBINE=others is not None,
+            BLOCK_ROWS=_merge_rows(width),
+        )  # fmt: skip
+    return out, lse, exact, total
+
+
+def backward(
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    gates: Tensor | None,
+    dq: Tensor | None,
+    geometry: BlockGeometry,
+    scale: float,
+    sequences: Sequences,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv; with `gates` the output counts gates[..., 1] times, and `dq` holds what is to be added to."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    dk = torch.zeros_like(k, dtype=torch.float32)
+    dv = torch.zeros_like(v, dtype=torch.float32)
+    adds = dq is not None
+    dq = torch.empty_like(q) if dq is None else dq
+    if not q.numel():
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+    tiles = tiles_for("selected_backward", q, q.shape[3], v.shape[3])
+    dtype = partial_dtype(q, q.shape[3])
+    index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize)
+    constants = _constants(q, k, v, index)
+    width = triton.next_power_of_2(q.shape[3])
+    parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
+    num_extras = index.chunk_rows * index.num_groups * index.slots // index.item_queries
+    dk_extra = dk.new_empty(num_extras * index.pieces.keys, q.shape[3])
+    dv_extra = dv.new_empty(num_extras * index.pieces.keys, v.shape[3])
+    for chunk in chunks(index, geometry):
+        place = (chunk.first_row, index.num_rows, index.num_pieces)
+        kernels.backward_kernel[(chunk.items.shape[0],)](
+            q, k, v, dout, lse, delta, gates, parts, dk, dv, dk_extra, dv_extra, *_lists(chunk), index.rows, chunk.key_rows,
+            *place, scale, score_factor(q, scale),
+            **constants, GATE=-1 if gates is None else 1, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+        for total, extra in ((dk, dk_extra), (dv, dv_extra)):
+            kernels.add_extras_kernel[(chunk.ends.shape[1],)](
+                total, extra, chunk.items, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place,
+                G=k.shape[2], D=total.shape[3], WIDTH=triton.next_power_of_2(total.shape[3]),
+                SLOTS_TOTAL=index.slots, PIECE_SIZE=index.pieces.size, KEYS=index.pieces.keys,
+            )  # fmt: skip
+        rows = (chunk.last_row - chunk.first_row) * q.shape[2]
+        kernels.merge_dq_kernel[(triton.cdiv(rows, _merge_rows(width)),)](
+            parts, chunk.present, dq, chunk.first_row, chunk.last_row, scale,
+            H=q.shape[2], G=k.shape[2], D_K=q.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds,
+            BLOCK_ROWS=_merge_rows(width),
+        )  # fmt: skip
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

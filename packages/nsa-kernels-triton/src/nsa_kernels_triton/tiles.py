@@ -1,0 +1,138 @@
+"""Device functions that every kernel shares: where a sequence lies, tiles of rows, products with float32 accumulation."""
+
+import triton
+import triton.language as tl
+
+# the interpreter's product of bfloat16 tiles is wrong, and its sums have another order for a @ b than for (b^T @ a^T)^T as no GPU's
+# do: operands are widened there
+INTERPRETING = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def wide(x):
+    """Return x as int64. A loop's counter is a plain int when interpreted."""
+    return tl.full([], 0, tl.int64) + x
+
+
+@triton.jit
+def dot(a, b, acc):
+    """Return acc + a @ b, accumulated in float32."""
+    if INTERPRETING:
+        return acc + tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def exponential(x, EXACT: tl.constexpr):
+    """Return e^x for natural x where EXACT, else 2^x: then scores were scaled by log2(e) beforehand, at the cost of a rounding."""
+    if EXACT:
+        return tl.exp2(x * LOG2E)
+    return tl.exp2(x)
+
+
+@triton.jit
+def log_sum(row_max, row_sum, EXACT: tl.constexpr):
+    """Return the natural lse of a running maximum and sum in the units of `exponential`."""
+    if EXACT:
+        return row_max + tl.log2(row_sum) * LN2
+    return (row_max + tl.log2(row_sum)) * LN2
+
+
+@triton.jit
+def load_shift(lse_ptr, rows, mask, EXACT: tl.constexpr):
+    """Return what `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0."""
+    lse = tl.load(lse_ptr + rows, mask=mask, other=float("-inf")).to(tl.float32)
+    shift = tl.where(lse == float("-inf"), float("inf"), lse)
+    if EXACT:
+        return shift
+    return shift * LOG2E
+
+
+@triton.jit
+def refined_delta(weights, dweights, delta, dlse, EXACT: tl.constexpr):
+    """Return delta = dO . O - dlse of rows, more exactly where nearly all of a row's weight lies in this tile (rows, keys).
+
+    There it is the sum of weights * dweights. The rounding of O stands in delta (unless it is EXACT, float32), and shows
+    where few keys have weight: dS should cancel to nothing then.
+    """
+    if EXACT:
+        return delta
+    share = tl.sum(weights, 1)
+    return tl.where(share > 1 - 2**-12, tl.sum(weights * dweights, 1) - dlse, delta)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """Return x in `dtype`, rounded to nearest even; the interpreter truncates to bfloat16."""
+    if INTERPRETING and dtype == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x).to(dtype)
+    return x.to(dtype)
+
+
+@triton.jit
+def load_columns(base_ptr, rows, row_mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """Return columns FIRST .. FIRST + WIDTH - 1 of the rows at element offsets `rows`; 0 beyond NUM_COLUMNS and where masked."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    ptrs = base_ptr + rows[:, None] + columns[None, :]
+    if FIRST + WIDTH > NUM_COLUMNS:
+        if MASKED:
+            return tl.load(ptrs, mask=row_mask[:, None] & (columns < NUM_COLUMNS)[None, :], other=0.0)
+        return tl.load(ptrs, mask=(columns < NUM_COLUMNS)[None, :], other=0.0)
+    if MASKED:
+        return tl.load(ptrs, mask=row_mask[:, None], other=0.0)
+    return tl.load(ptrs)
+
+
+@triton.jit
+def store_columns(base_ptr, rows, row_mask, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """Store `values` (rows, WIDTH) as columns FIRST .. of the rows at element offsets `rows`, in the pointer's dtype."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    ptrs = base_ptr + rows[:, None] + columns[None, :]
+    mask = row_mask[:, None] & (columns < NUM_COLUMNS)[None, :]
+    tl.store(ptrs, cast(values, base_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def find_sequence(item, cu_items_ptr, num_sequences, search_steps):
+    """Return, elementwise, the packed sequence whose items, cu_items[s] .. cu_items[s + 1] - 1, hold `item`; num_sequences beyond the last."""
+    low = item * 0
+    high = low + num_sequences
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        is_after = tl.load(cu_items_ptr + tl.minimum(middle + 1, num_sequences)) <= item
+        low = tl.where(is_after & (low < high), middle + 1, low)
+        high = tl.where(is_after, high, middle)
+    return low
+
+
+@triton.jit
+def query_rows(sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED: tl.constexpr, CACHED: tl.constexpr):
+    """Return of a sequence: its first row of q, its rows, how many of them count, and the position of the first."""
+    if PACKED:
+        first = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+        num_rows = (tl.load(cu_seqlens_ptr + sequence + 1) - first).to(tl.int32)
+        return first, num_rows, num_rows, 0
+    first = sequence.to(tl.int64) * num_queries
+    start = 0
+    count = num_queries
+    if CACHED:
+        start = tl.load(query_start_ptr + sequence)
+        if query_count_ptr is not None:
+            count = tl.load(query_count_ptr + sequence)
+    return first, num_queries, count, start
+
+
+@triton.jit
+def visible_keys(t, IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the keys first .. end - 1 that the query at position `t` sees; none at t = -1.
+
+    Sliding window: t - WINDOW < key <= t. Compressed blocks: key * STRIDE + SIZE - 1 <= t (Eq. 7); the division truncates,
+    so it is not used below t = SIZE - 1.
+    """
+    if IS_WINDOW:
+        return tl.maximum(t - (WINDOW - 1), 0), t + 1
+    return t * 0, tl.where(t >= SIZE - 1, (t + 1 - SIZE) // STRIDE + 1, 0)

@@ -1,0 +1,130 @@
+"""Compile, for a GPU that need not be here, every kernel that the operations launch: `compile_kernels.py 8.0 192 128 [CASE ...]`.
+
+The operations run as they would, forward and backward, on CPU tensors; each launch is compiled for the target with its
+real arguments and the target's tiles, and not run. Prints one JSON object a kernel: its name, its shared memory in
+bytes, and its case. Needs a process without TRITON_INTERPRET.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from nsa_core import BlockGeometry, Operation
+from nsa_core.backends.base import Placement
+from nsa_core.blocks import num_compressed_blocks
+from nsa_kernels_triton import policy
+from nsa_kernels_triton.plugin import TritonBackend
+
+LENGTH = 1100
+"""Tokens of a sequence: more blocks than a query chooses, and a number that nothing divides."""
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "packed": {"layout": "packed"},
+    "cached": {"layout": "cached"},
+    "group of 16": {"num_heads": 16, "num_kv_heads": 1},
+    "group of 1": {"num_heads": 2, "num_kv_heads": 2},
+    "other geometry": {"geometry": BlockGeometry(16, 16, 32, 5, 1, 1, 100)},
+    "float32": {"dtype": torch.float32},
+    # an argument of 1 is compiled in as a constant
+    "one token": {"length": 1},
+    "one packed token": {"length": 1, "layout": "packed"},
+    "one cached token": {"length": 1, "layout": "cached"},
+}
+
+
+class Target:
+    """What triton asks its driver for, answered for a GPU that is not here."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 10 * self.capability[0] + self.capability[1], 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Stands in for a launch: compiles the kernel and notes its shared memory."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[str, int]] = set()
+
+    def install(self) -> None:
+        """Take the place of every launch in this process."""
+        launch = JITFunction.run
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+            self.found.add((kernel.fn.__name__, compiled.metadata.shared))
+            return compiled
+
+        JITFunction.run = run
+
+
+def run_case(head_dim_qk: int, head_dim_v: int, layout: str = "dense", dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> None:
+    """Run every operation, forward and backward, in one case."""
+    num_heads, num_kv_heads, length = sizes.get("num_heads", 6), sizes.get("num_kv_heads", 2), sizes.get("length", LENGTH)
+    geometry = sizes.get("geometry", BlockGeometry())
+    placement = Placement(max_query_count=length, max_key_count=length)
+    num_blocks = num_compressed_blocks(length, geometry)
+    if layout == "packed":
+        bounds, block_bounds = (torch.tensor([0, end] + [end] * (length > 1), dtype=torch.int32) for end in (length, num_blocks))
+        placement = placement._replace(cu_seqlens=bounds, cu_blocks=block_bounds)
+    elif layout == "cached":
+        start, count = torch.zeros(1, dtype=torch.int32), torch.full((1,), length, dtype=torch.int32)
+        placement = placement._replace(query_start=start, query_count=count)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    def pair(rows: int) -> tuple[Tensor, Tensor]:
+        return normal(1, rows, num_kv_heads, head_dim_qk), normal(1, rows, num_kv_heads, head_dim_v)
+
+    q = normal(1, length, num_heads, head_dim_qk)
+    cmp, slc, win = pair(num_blocks), pair(length), pair(length)
+    indices = torch.zeros(1, length, num_kv_heads, geometry.num_selected_blocks, dtype=torch.int32)
+    tensors = {
+        Operation.CMP: (q, *cmp),
+        Operation.SELECT: (q.detach(), cmp[0].detach(), torch.zeros(q.shape[:3])),
+        Operation.SLC: (q, *slc, indices),
+        Operation.WIN: (q, *win),
+        Operation.NSA: (q, *cmp, *slc, *win, normal(1, length, num_heads, 3)),
+    }
+    for operation, operands in tensors.items():
+        found = TritonBackend(operation=operation)(*operands, geometry=geometry, scale=0.1, placement=placement)
+        if operation in (Operation.CMP, Operation.SLC, Operation.WIN):
+            (found.out.sum() + found.lse.sum()).backward()
+        if operation is Operation.NSA:
+            found.sum().backward()
+
+
+def main(capability: str, head_dim_qk: str, head_dim_v: str, *names: str) -> None:
+    """Compile the cases `names`, or all of them, and print what was compiled."""
+    major, _, minor = capability.partition(".")
+    target = (int(major), int(minor))
+    driver.set_active(Target(target))
+    tiles = policy.tiles
+    policy.tiles = lambda kind, _capability, *sizes: tiles(kind, target, *sizes)
+    policy.check_device_type = lambda device_type: True
+    compiler = Compiler()
+    compiler.install()
+    for name in names or CASES:
+        run_case(int(head_dim_qk), int(head_dim_v), **CASES[name])
+        for kernel, shared in sorted(compiler.found):
+            print(json.dumps({"kernel": kernel, "shared": shared, "case": name}))
+        compiler.found.clear()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,27 @@
+"""Without a GPU the kernels run in Triton's interpreter, which a process must choose before it imports triton."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    if "triton" in sys.modules and not sys.modules["triton"].knobs.runtime.interpret:
+        raise pytest.UsageError("a test module imported triton (torch._dynamo does) while tests were collected; import it inside the test")
+
+
+@pytest.fixture
+def nan_buffers():
+    """Fill what `torch.empty` and its like return with NaN or the largest integer, so that an unwritten element shows."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def without_interpreter():
+    """Give the environment of a process that compiles kernels, or would."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,0 +1,64 @@
+"""Every operation against the oracle, by the conformance kit; in Triton's interpreter without a GPU, on it with one."""
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+
+from nsa_core import BranchRequest, Capability, Layout, Operation, Reason
+from nsa_core.testing.conformance import check_backend
+from nsa_kernels_triton.plugin import TritonBackend
+
+pytestmark = pytest.mark.usefixtures("nan_buffers")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@frozen
+class Some:
+    """A backend for some of the kit's cases: without those that add little and take the interpreter long."""
+
+    backend: TritonBackend
+    name: str = "triton"
+
+    @property
+    def operation(self) -> Operation:
+        return self.backend.operation
+
+    @property
+    def capability(self) -> Capability:
+        return self.backend.capability
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        return self.backend.reasons_against(request) + (Reason.incapable("left to the slow tier"),) * self._is_dear(request)
+
+    def _is_dear(self, request: BranchRequest) -> bool:
+        """Return True of the longer edge lengths, and of groups and head dimensions in half precision."""
+        if request.layout is not Layout.DENSE:
+            return False
+        if request.dtype != torch.float32:
+            return request.batch == 2 or request.num_heads != 4 or request.head_dim_qk != 8
+        return request.batch == 2 and request.num_queries > 13 and request.num_queries != 33
+
+    def preference(self, request: BranchRequest) -> int:
+        return self.backend.preference(request)
+
+    def __call__(self, *tensors: Any, **options: Any) -> Any:
+        return self.backend(*tensors, **options)
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_every_operation_conforms_to_the_oracle(operation: Operation) -> None:
+    report = check_backend(Some(TritonBackend(operation=operation)), device=DEVICE)
+    print(report)
+    assert len(report.passed) >= 25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("operation", Operation)
+def test_every_operation_conforms_in_every_case(operation: Operation) -> None:
+    report = check_backend(TritonBackend(operation=operation), device=DEVICE)
+    print(report)
+    assert len(report.passed) >= 70
+    assert all("layout paged" in case or "float64" in case for case in report.declined)

@@ -1,0 +1,368 @@
+"""The kernels on a GPU, at real shapes: exact against the reference in float64, never waiting, captured, bounded in memory.
+
+The other files run on the GPU as well where there is one; here is what an interpreter cannot show.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from nsa_core import (
+    BlockGeometry,
+    NativeSparseAttention,
+    NSAConfig,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+from nsa_core.selection import pool_importance
+from nsa_core.testing import masks
+from nsa_core.testing.inputs import Inputs, Shape, make_inputs
+from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
+
+pytestmark = [pytest.mark.hardware(capability=(8, 0)), pytest.mark.filterwarnings("ignore:.*against policy.*")]
+
+GEOMETRY = BlockGeometry()
+PAPER = {"num_heads": 64, "num_kv_heads": 4, "head_dim_qk": 192, "head_dim_v": 128}
+EVEN = {**PAPER, "head_dim_qk": 128}
+LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim_qk": 128, "head_dim_v": 128}
+NARROW = {"num_heads": 16, "num_kv_heads": 8, "head_dim_qk": 64, "head_dim_v": 64}
+REAL = {"P": PAPER, "M": EVEN, "L": LLAMA, "S": NARROW}
+HALF = [torch.bfloat16, torch.float16]
+each_real = pytest.mark.parametrize("sizes", REAL.values(), ids=REAL)
+each_half = pytest.mark.parametrize("dtype", HALF, ids=["bf16", "fp16"])
+
+
+def inputs_of(num_queries: int = 0, dtype: torch.dtype = torch.bfloat16, lengths: tuple[int, ...] | None = None, **sizes: Any) -> Inputs:
+    """Return inputs on the GPU."""
+    shape = Shape(geometry=GEOMETRY, num_queries=num_queries, lengths=lengths, **sizes)
+    return make_inputs(evolve(shape, seed=num_queries), device="cuda").to(dtype)
+
+
+def huge_inputs(num_queries: int, **sizes: int) -> Inputs:
+    """Return normal bfloat16 inputs made on the GPU."""
+    heads, groups, head_dim_qk, head_dim_v = (sizes[name] for name in PAPER)
+    num_blocks = (num_queries - GEOMETRY.compression_block_size) // GEOMETRY.compression_stride + 1
+
+    def normal(rows: int, count: int, width: int) -> Tensor:
+        return torch.randn(1, rows, count, width, device="cuda", dtype=torch.bfloat16)
+
+    pairs = [normal(rows, groups, width) for rows in (num_blocks, num_queries, num_queries) for width in (head_dim_qk, head_dim_v)]
+    return Inputs.of([normal(num_queries, heads, head_dim_qk), *pairs, torch.rand(1, num_queries, heads, 3, device="cuda")])
+
+
+def weights_of(out: Tensor) -> Tensor:
+    """Return gradients for `out` that every dtype holds exactly."""
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(out)
+
+
+def evaluate(function: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return out and the gradients of the operands."""
+    leaves = [x.detach().clone().requires_grad_() for x in operands]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad((out * weights_of(out)).sum(), leaves)]
+
+
+def chosen_blocks(inputs: Inputs, **options: Any) -> Tensor:
+    """Return the blocks that the kernels choose, as `nsa_attention` does."""
+    lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=GEOMETRY, backend="triton", **options).lse
+    return select_blocks(inputs.q, inputs.k_cmp, lse, geometry=GEOMETRY, backend="triton", **options)
+
+
+def composed(indices: Tensor, **options: Any) -> Callable[..., Tensor]:
+    """Return Eq. 5 by the reference, with the choice given, for no rounding of scores may decide it anew."""
+
+    def run(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
+        keywords: dict[str, Any] = {"geometry": GEOMETRY, "backend": "sdpa", **options}
+        outs = (
+            compressed_attention(q, k_cmp, v_cmp, **keywords).out,
+            selected_attention(q, k_slc, v_slc, indices, **keywords).out,
+            sliding_window_attention(q, k_win, v_win, **keywords).out,
+        )
+        return torch.stack([out * gates[..., place, None] for place, out in enumerate(outs)]).sum(0)
+
+    return run
+
+
+def kernels(**options: Any) -> Callable[..., Tensor]:
+    """Return Eq. 5 by the kernels."""
+    return lambda *tensors: nsa_attention(*tensors, geometry=GEOMETRY, backend="triton", **options)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Return torch's memory-efficient attention under `mask` (B, S, G, T); rows that see nothing give 0."""
+    heads_per_group = q.shape[2] // k.shape[2]
+    mask = mask.to(q.device).repeat_interleave(heads_per_group, 2).transpose(1, 2)
+    sees = mask.any(-1, keepdim=True)
+    keys = mask.shape[-1]
+    bias = torch.zeros(*mask.shape[:-1], -(-keys // 8) * 8, dtype=q.dtype, device=q.device)[..., :keys]
+    bias = bias.masked_fill_(~(mask | ~sees), -math.inf)
+    width = q.shape[3] - v.shape[3]
+    operands = (x.repeat_interleave(heads_per_group, 2).transpose(1, 2) for x in (k, pad(v, (0, width))))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = scaled_dot_product_attention(q.transpose(1, 2), *operands, attn_mask=bias)
+    return torch.where(sees, out, 0).transpose(1, 2)[..., : v.shape[3]]
+
+
+def torchs(indices: Tensor) -> Callable[..., Tensor]:
+    """Return Eq. 5 by torch's fused attention under explicit masks: the yardstick of low precision."""
+
+    def run(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
+        length, groups = q.shape[1], k_slc.shape[2]
+        block = torch.arange(length, device=q.device) // GEOMETRY.selection_block_size
+        causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        chosen = torch.zeros(1, length, groups, int(block[-1]) + 2, dtype=torch.bool, device=q.device)
+        chosen.scatter_(-1, torch.where(indices >= 0, indices, int(block[-1]) + 1).long(), True)
+        everyone = (1, length, groups, -1)
+        seen = (
+            masks.compressed_mask(length, k_cmp.shape[1], GEOMETRY)[None, :, None].expand(everyone),
+            chosen[..., block] & causal[None, :, None],
+            masks.window_mask(length, GEOMETRY)[None, :, None].expand(everyone),
+        )
+        pairs = ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win))
+        outs = [fused_attention(q, *pair, mask) for pair, mask in zip(pairs, seen, strict=True)]
+        return torch.stack([out * gates[..., place, None] for place, out in enumerate(outs)]).sum(0)
+
+    return run
+
+
+NAMES = ("out", "dq", "dk_cmp", "dv_cmp", "dk_slc", "dv_slc", "dk_win", "dv_win", "dgates")
+
+
+def assert_exact(ours: list[Tensor], exact: list[Tensor], yardstick: list[Tensor] | None = None) -> None:
+    for place, (name, x, truth) in enumerate(zip(NAMES, ours, exact, strict=True)):
+        torch_error = 0.0 if yardstick is None else max_error(yardstick[place], truth)
+        error, limit = max_error(x, truth), allowed_error(truth, x.dtype, torch_error)
+        print(f"{name}: {error:.2e} of {limit:.2e}, torch's own {torch_error:.2e}")
+        assert error <= limit, f"{name} is off by {error:.2e} (allowed: {limit:.2e})"
+
+
+@each_half
+@each_real
+def test_outputs_and_gradients_are_as_exact_as_torchs_own(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    inputs = inputs_of(1500, dtype, **sizes)
+    indices = chosen_blocks(inputs)
+    ours, exact = evaluate(kernels(), inputs.tensors), evaluate(composed(indices), inputs.to(torch.float64).tensors)
+    assert_exact(ours, exact, evaluate(torchs(indices), inputs.tensors))
+
+
+@each_half
+def test_large_logits_are_as_exact_as_torchs_own(dtype: torch.dtype) -> None:
+    inputs = inputs_of(1100, torch.float64, **LLAMA)
+    inputs = inputs._replace(q=50 * inputs.q).to(dtype)
+    indices = chosen_blocks(inputs)
+    ours, exact = evaluate(kernels(), inputs.tensors), evaluate(composed(indices), inputs.to(torch.float64).tensors)
+    assert_exact(ours, exact, evaluate(torchs(indices), inputs.tensors))
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 513, 1023, 1024, 1025, 1499, 4097])
+def test_float32_equals_the_reference_at_every_length(length: int) -> None:
+    inputs = inputs_of(length, torch.float32, num_heads=6, num_kv_heads=2, head_dim_qk=64, head_dim_v=48)
+    exact = evaluate(composed(chosen_blocks(inputs)), inputs.to(torch.float64).tensors)
+    assert_exact(evaluate(kernels(), inputs.tensors), exact)
+
+
+@pytest.mark.parametrize("head_dims", [(16, 16), (40, 24), (80, 80), (96, 96), (192, 128), (128, 192), (256, 256)], ids=str)
+def test_float32_equals_the_reference_at_every_head_dimension(head_dims: tuple[int, int]) -> None:
+    inputs = inputs_of(1301, torch.float32, num_heads=4, num_kv_heads=2, head_dim_qk=head_dims[0], head_dim_v=head_dims[1])
+    exact = evaluate(composed(chosen_blocks(inputs)), inputs.to(torch.float64).tensors)
+    assert_exact(evaluate(kernels(), inputs.tensors), exact)
+
+
+@pytest.mark.parametrize("heads_per_group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_any_group_is_as_exact_as_torchs_own(heads_per_group: int) -> None:
+    inputs = inputs_of(1301, num_heads=2 * heads_per_group, num_kv_heads=2, head_dim_qk=128, head_dim_v=128)
+    indices = chosen_blocks(inputs)
+    ours, exact = evaluate(kernels(), inputs.tensors), evaluate(composed(indices), inputs.to(torch.float64).tensors)
+    assert_exact(ours, exact, evaluate(torchs(indices), inputs.tensors))
+
+
+def test_a_hundred_packed_sequences_equal_the_reference() -> None:
+    short = torch.randint(0, 400, (99,), generator=torch.Generator().manual_seed(3)).tolist()
+    lengths = (*short, 2100)
+    inputs = inputs_of(dtype=torch.float32, lengths=lengths, surplus_blocks=3, num_heads=4, num_kv_heads=2, head_dim_qk=64, head_dim_v=64)
+    options = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": 2100}
+    exact = evaluate(composed(chosen_blocks(inputs, **options), **options), inputs.to(torch.float64).tensors)
+    assert_exact(evaluate(kernels(**options), inputs.tensors), exact)
+
+
+@each_real
+def test_the_choice_equals_float64s_above_the_margin(sizes: dict[str, int]) -> None:
+    length = 8192
+    inputs = huge_inputs(length, **sizes)
+    lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=GEOMETRY, backend="triton").lse
+    ours = select_blocks(inputs.q, inputs.k_cmp, lse, geometry=GEOMETRY, backend="triton")
+    expected = select_blocks(inputs.q.double(), inputs.k_cmp.double(), lse.double(), geometry=GEOMETRY, backend="sdpa")
+    rows = torch.arange(7, length, 61, device="cuda")
+    near = near_ties(inputs, lse, rows)
+    wrong = (ours != expected)[0, rows].any(-1)
+    print(f"{float(near.double().mean()):.4f} of rows lie below the margin; {int(wrong.sum())} of {wrong.numel()} rows differ")
+    assert not bool((wrong & ~near).any())
+
+
+def near_ties(inputs: Inputs, lse: Tensor, rows: Tensor) -> Tensor:
+    """Return bool (rows, G): where the last chosen and the first left out lie within the margin of bfloat16 scores."""
+    length, groups = inputs.q.shape[1], inputs.k_cmp.shape[2]
+    num_blocks = -(-length // GEOMETRY.selection_block_size)
+    q = inputs.q[0, rows].double().unflatten(1, (groups, -1))
+    scores = torch.einsum("rghd,cgd->rghc", q, inputs.k_cmp[0].double()) * inputs.q.shape[3] ** -0.5
+    weights = (scores - lse[0, rows].double().unflatten(1, (groups, -1)).unsqueeze(-1)).exp()
+    ends = torch.arange(weights.shape[-1], device="cuda") * GEOMETRY.compression_stride + GEOMETRY.compression_block_size - 1
+    weights = torch.where(ends <= rows[:, None, None, None], weights, 0).sum(2)
+    importance = pool_importance(weights, GEOMETRY, num_blocks)
+    block, own = torch.arange(num_blocks, device="cuda"), (rows // GEOMETRY.selection_block_size)[:, None, None]
+    is_free = (block >= GEOMETRY.num_initial_blocks) & (block <= own - GEOMETRY.num_local_blocks)
+    room = GEOMETRY.num_selected_blocks - GEOMETRY.num_initial_blocks - GEOMETRY.num_local_blocks
+    ranked = torch.where(is_free, importance, -1.0).sort(-1, descending=True).values
+    margin = near_tie_margin(importance.amax(-1), torch.bfloat16)
+    return ranked[..., room - 1] - ranked[..., room] <= margin
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Make every operation that waits for the GPU an error."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed", "cached"])
+def test_no_pass_waits_for_the_gpu(layout: str) -> None:
+    inputs = huge_inputs(3000, **LLAMA).with_grad()
+    bounds, start = torch.tensor([0, 700, 700, 3000], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    options: dict[str, Any] = {
+        "dense": {},
+        "packed": {"cu_seqlens": bounds.cuda(), "max_seqlen": 2300},
+        "cached": {"query_start": start.cuda(), "query_count": (start + 2900).cuda()},
+    }[layout]
+    kernels(**options)(*inputs.tensors).sum().backward()
+    with no_waiting():
+        kernels(**options)(*inputs.tensors).sum().backward()
+        select_and_attend(inputs, options).sum().backward()
+
+
+def select_and_attend(inputs: Inputs, options: dict[str, Any]) -> Tensor:
+    """Return the branches one by one."""
+    keywords: dict[str, Any] = {"geometry": GEOMETRY, "backend": "triton", **options}
+    out, lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **keywords)
+    indices = select_blocks(inputs.q, inputs.k_cmp, lse, **keywords)
+    slc = selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, indices, **keywords).out
+    win: Tensor = sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, **keywords).out
+    return out + slc + win
+
+
+@each_real
+def test_a_graph_captures_forward_and_backward(sizes: dict[str, int]) -> None:
+    static, other = huge_inputs(2050, **sizes).with_grad(), huge_inputs(2050, **sizes)
+    dout = torch.randn(*static.q.shape[:3], sizes["head_dim_v"], device="cuda", dtype=torch.bfloat16)
+
+    def step() -> list[Tensor]:
+        out = kernels()(*static.tensors)
+        return [out, *torch.autograd.grad(out, static.tensors, dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for place, x in enumerate(other.tensors):
+            static.tensors[place].copy_(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    for replayed, eager in zip(captured, step(), strict=True):
+        assert torch.equal(replayed, eager)
+
+
+@each_real
+def test_twenty_runs_are_bit_equal(sizes: dict[str, int]) -> None:
+    inputs = huge_inputs(4099, **sizes).with_grad()
+    dout = torch.randn(*inputs.q.shape[:3], sizes["head_dim_v"], device="cuda", dtype=torch.bfloat16)
+    first: list[Tensor] = []
+    for _ in range(20):
+        out = kernels()(*inputs.tensors)
+        found = [out.detach(), *torch.autograd.grad(out, inputs.tensors, dout)]
+        first = first or found
+        assert all(torch.equal(x, y) for x, y in zip(found, first, strict=True))
+
+
+def test_the_layer_trains_through_the_kernels_by_itself() -> None:
+    layer = NativeSparseAttention(NSAConfig(256, 8, 2, 64, 64)).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 1500, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer(x).float().square().mean().backward()
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("sizes", [PAPER, EVEN], ids=["P", "M"])
+def test_memory_stays_within_twice_the_operands_and_gradients(sizes: dict[str, int]) -> None:
+    length = 65536
+    inputs = huge_inputs(length, **sizes).with_grad()
+    dout = torch.randn(*inputs.q.shape[:3], sizes["head_dim_v"], device="cuda", dtype=torch.bfloat16)
+    counted = 2 * (sum(x.nbytes for x in inputs.tensors) + dout.nbytes)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() - sum(x.nbytes for x in inputs.tensors) - dout.nbytes
+    out = kernels()(*inputs.tensors)
+    torch.autograd.grad(out, inputs.tensors, dout)
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"peak {peak / 2**30:.2f} GiB of {counted / 2**30:.2f} GiB operands, out and gradients: {peak / counted:.2f}x")
+    assert peak <= 2 * counted
+
+
+def test_scratch_grows_with_the_length_not_its_square() -> None:
+    scratch = []
+    for length in (16384, 65536):
+        inputs = huge_inputs(length, **NARROW).with_grad()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(kernels()(*inputs.tensors).sum(), inputs.tensors)
+        scratch.append(torch.cuda.max_memory_allocated() - before)
+        del inputs
+    print([f"{each / 2**20:.0f} MiB" for each in scratch])
+    assert scratch[1] <= 4.2 * scratch[0] + 2**30
+
+
+def test_offsets_pass_two_to_the_31() -> None:
+    length = 180_000
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free GPU memory")
+    inputs = huge_inputs(length, **PAPER)
+    assert inputs.q.numel() > 2**31
+    leaves = inputs.with_grad()
+    out = kernels()(*leaves.tensors)
+    # the last rows alone, over the same keys: small offsets in q, none in what is written
+    tail = 70
+    start = torch.tensor([length - tail], dtype=torch.int32, device="cuda")
+    last = Inputs.of([inputs.q[:, -tail:], *inputs.tensors[1:7], inputs.gates[:, -tail:]])
+    options = {"query_start": start}
+    expected = composed(chosen_blocks(last, **options), **options)(*last.tensors)
+    assert max_error(out[:, -tail:], expected.double()) <= allowed_error(expected, torch.bfloat16, 2**-8)
+    # the gradient of the last rows reaches the first block's keys, and none of the queries before
+    weights = torch.zeros_like(out)
+    weights[:, -tail:] = weights_of(out[:, -tail:])
+    gradients = torch.autograd.grad(out, leaves.tensors, weights)
+    assert not gradients[0][:, :-tail].any()
+    small = last.with_grad()
+    stepped = torch.autograd.grad(kernels(**options)(*small.tensors), small.tensors, weights[:, -tail:])
+    for name, whole, step in zip(NAMES[1:], gradients, stepped, strict=True):
+        part = whole[:, -tail:] if whole.shape[1] != step.shape[1] else whole
+        assert max_error(part, step) <= allowed_error(step, torch.bfloat16, 2**-8), name

@@ -1,0 +1,123 @@
+"""bfloat16 and float16 against torch's own fused attention under an explicit mask: at most twice its error, plus 2^-8.
+
+Fused attention rounds the weights to the operands' dtype for the second product and takes the backward's row sums from a
+rounded out; torch's MATH attention does neither. So the yardstick here is the fused one, which takes a mask on every
+device: FLASH on a CPU, EFFICIENT on a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa_core import compressed_attention, nsa_attention, selected_attention, sliding_window_attention
+from nsa_core.reference import naive
+from nsa_core.testing import masks
+from nsa_core.testing.inputs import SMALL, Shape, make_inputs, random_block_indices
+from nsa_core.testing.tolerances import allowed_error, max_error
+
+pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FUSED = SDPBackend.EFFICIENT_ATTENTION if DEVICE == "cuda" else SDPBackend.FLASH_ATTENTION
+SHAPES = {
+    "small": Shape(num_queries=61, num_heads=6, num_kv_heads=2, head_dim_qk=16, head_dim_v=16),
+    "wide": Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64),
+}
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Return torch's fused attention under `mask`, bool (B, S, G, T); rows that see nothing give 0."""
+    heads_per_group = q.shape[2] // k.shape[2]
+    mask = mask.repeat_interleave(heads_per_group, 2).transpose(1, 2).to(q.device)
+    sees = mask.any(-1, keepdim=True)
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~(mask | ~sees), float("-inf"))
+    keys, values = (x.repeat_interleave(heads_per_group, 2).transpose(1, 2) for x in (k, v))
+    with sdpa_kernel(FUSED):
+        out = scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=bias)
+    return torch.where(sees, out, 0).transpose(1, 2)
+
+
+def mask_of(branch: str, shape: Shape, indices: Tensor) -> Tensor:
+    """Return who sees what, bool (B, S, G, T)."""
+    if branch == "cmp":
+        mask = masks.compressed_mask(shape.total, shape.num_blocks, shape.geometry)
+    elif branch == "win":
+        mask = masks.window_mask(shape.total, shape.geometry)
+    else:
+        block = torch.arange(shape.total) // shape.geometry.selection_block_size
+        causal = torch.arange(shape.total) <= torch.arange(shape.total).unsqueeze(1)
+        return (indices.cpu().unsqueeze(-1) == block).any(3) & causal[None, :, None]
+    return mask[None, :, None].expand(1, -1, shape.num_kv_heads, -1)
+
+
+def evaluate(function: Callable[..., Any], operands: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return out and the gradients of the operands."""
+    leaves = [x.detach().clone().requires_grad_() for x in operands]
+    out = function(*leaves)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(out)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+def assert_within_twice_torchs_error(ours: list[Tensor], fused: list[Tensor], exact: list[Tensor]) -> None:
+    for place, (x, yardstick, truth) in enumerate(zip(ours, fused, exact, strict=True)):
+        error, limit = max_error(x, truth), allowed_error(truth, x.dtype, max_error(yardstick, truth))
+        assert error <= limit, f"{'gradient ' + str(place - 1) if place else 'out'} is off by {error:.2e} (allowed: {limit:.2e})"
+
+
+@pytest.mark.parametrize("factor", [1, 50], ids=["", "logits x 50"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+def test_a_branch_is_as_exact_as_torchs_fused_attention(branch: str, shape: Shape, dtype: torch.dtype, factor: int) -> None:
+    inputs = make_inputs(shape, device=DEVICE)
+    inputs = inputs._replace(q=factor * inputs.q).to(dtype)
+    indices = random_block_indices(shape, holes=True, device=DEVICE)
+    k, v = {"cmp": inputs[1:3], "slc": inputs[3:5], "win": inputs[5:7]}[branch]
+    extra: tuple[Tensor, ...] = (indices,) if branch == "slc" else ()
+    operation, oracle = {
+        "cmp": (compressed_attention, naive.compressed_attention),
+        "slc": (selected_attention, naive.selected_attention),
+        "win": (sliding_window_attention, naive.sliding_window_attention),
+    }[branch]
+    mask = mask_of(branch, shape, indices)
+    ours = evaluate(lambda q, k, v: operation(q, k, v, *extra, geometry=SMALL, backend="triton").out, (inputs.q, k, v))
+    fused = evaluate(lambda q, k, v: fused_attention(q, k, v, mask), (inputs.q, k, v))
+    exact = evaluate(lambda q, k, v: oracle(q, k, v, *extra, geometry=SMALL).out, (inputs.q.double(), k.double(), v.double()))
+    assert_within_twice_torchs_error(ours, fused, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_whole_is_as_exact_as_torchs_fused_attention(dtype: torch.dtype) -> None:
+    # every candidate block is chosen, so that no near tie decides anything
+    shape = Shape(num_queries=32, num_heads=6, num_kv_heads=2, head_dim_qk=16, head_dim_v=16)
+    inputs = make_inputs(shape, device=DEVICE).to(dtype)
+    every = torch.arange(4, dtype=torch.int32).expand(1, 32, 2, 4)
+    branches = [mask_of(branch, shape, every) for branch in ("cmp", "slc", "win")]
+
+    def torchs(q: Tensor, *rest: Tensor) -> Tensor:
+        outs = [fused_attention(q, *rest[2 * i : 2 * i + 2], mask) for i, mask in enumerate(branches)]
+        gates = rest[6]
+        return sum(out * gates[..., i, None] for i, out in enumerate(outs))  # type: ignore[return-value]
+
+    ours = evaluate(lambda *x: nsa_attention(*x, geometry=SMALL, backend="triton"), inputs.tensors)
+    exact = evaluate(lambda *x: naive.nsa_attention(*x, geometry=SMALL), inputs.to(torch.float64).tensors)
+    assert_within_twice_torchs_error(ours, evaluate(torchs, inputs.tensors), exact)
+
+
+def test_a_gradient_that_many_queries_share_is_summed_in_float32() -> None:
+    length, first_reader, slope = 600, 8, 1 + 2**-7
+    q, k, v = (torch.zeros(1, length, 1, 16, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    v.requires_grad_()
+    indices = torch.full((1, length, 1, SMALL.num_selected_blocks), -1, dtype=torch.int32, device=DEVICE)
+    indices[:, first_reader:, :, 0] = 0
+    out = selected_attention(q, k, v, indices, geometry=SMALL, backend="triton").out
+    out.backward(torch.full_like(out, slope))
+    assert v.grad is not None
+    # every reader gives an eighth of its slope to each of the block's 8 tokens; a running sum in bfloat16 would end at 74
+    expected = torch.tensor((length - first_reader) / 8 * slope, dtype=torch.bfloat16, device=DEVICE)
+    assert torch.equal(v.grad[0, :8, 0], expected.expand(8, 16))
+    assert not v.grad[0, 8:].any()

@@ -1,0 +1,185 @@
+"""Which requests the kernels take, with simulated compute capabilities, and the tiles that they run on."""
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+from attrs import evolve
+
+from nsa_core import BranchRequest, Layout, Operation, ReasonKind, explain_routing
+from nsa_kernels_triton import policy
+from nsa_kernels_triton.policy import KINDS, Tiles, padded, reasons_against, shared_memory_bytes, shared_memory_estimate, tiles
+
+ATTENTION = (Operation.CMP, Operation.WIN)
+SELECTION = (Operation.SELECT, Operation.SLC, Operation.NSA)
+KNOWN = tuple(policy.SHARED_MEMORY_BYTES)
+
+
+def gpu(major, minor, **fields):
+    return BranchRequest(**{
+        "operation": "win", "device_type": "cuda", "compute_capability": (major, minor), "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16,
+        "num_queries": 4096, "num_keys": 4096, "num_heads": 64, "num_kv_heads": 4, "head_dim_qk": 192, "head_dim_v": 128,
+        "needs_grad": True, **fields,
+    })  # fmt: skip
+
+
+def messages(request, kind):
+    return [reason.message for reason in reasons_against(request) if reason.kind is kind]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("operation", Operation)
+def test_auto_takes_the_kernels_on_data_centre_gpus(operation, capability):
+    decision = explain_routing(gpu(*capability, operation=operation))
+    assert decision.chosen == "triton"
+    assert decision.candidates[0].reasons == ()
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)])
+@pytest.mark.parametrize("operation", SELECTION)
+def test_auto_passes_selection_by_where_shared_memory_is_short(operation, capability):
+    decision = explain_routing(gpu(*capability, operation=operation))
+    assert decision.chosen == (None if operation is Operation.NSA else "sdpa")
+    assert decision.candidates[0].is_capable
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)])
+@pytest.mark.parametrize("operation", ATTENTION)
+def test_auto_takes_the_other_kernels_there(operation, capability):
+    assert explain_routing(gpu(*capability, operation=operation)).chosen == "triton"
+
+
+def test_the_policy_names_its_decision():
+    [message] = messages(gpu(8, 9, operation="slc"), ReasonKind.POLICY)
+    assert message == "compute capability 8.9 has 99 KB of shared memory where selection is made for 163 KB (ADR 0009)"
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_a_name_overrides_the_policy(operation):
+    assert explain_routing(gpu(8, 9, operation=operation), "triton").chosen == "triton"
+
+
+@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_nothing_overrides_a_gpu_that_is_too_old(operation, capability):
+    request = gpu(*capability, operation=operation)
+    assert explain_routing(request, "triton").chosen is None
+    assert messages(request, ReasonKind.INCAPABLE) == [f"compute capability 7.{capability[1]} (needs 8.0 or newer)"]
+
+
+def test_a_gpu_of_unknown_capability_is_refused():
+    assert messages(evolve(gpu(8, 0), compute_capability=None), ReasonKind.INCAPABLE) == ["compute capability none (needs 8.0 or newer)"]
+
+
+def test_every_reason_comes_at_once():
+    request = gpu(7, 5, operation="win", dtype=torch.float64, kv_dtype=torch.float64, layout="paged", head_dim_qk=512)
+    assert messages(request, ReasonKind.INCAPABLE) == [
+        "q of torch.float64 (takes torch.bfloat16, torch.float16, torch.float32)",
+        "k, v of torch.float64 (takes torch.bfloat16, torch.float16, torch.float32)",
+        "layout paged (takes dense, packed, cached)",
+        "head dimension 512 (at most 256)",
+        "compute capability 7.5 (needs 8.0 or newer)",
+    ]
+
+
+@pytest.mark.parametrize("layout", [Layout.DENSE, Layout.PACKED, Layout.CACHED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_layout_but_pages_runs_in_every_dtype_but_double(layout, dtype):
+    assert reasons_against(gpu(8, 0, operation="nsa", layout=layout, dtype=dtype, kv_dtype=dtype)) == ()
+
+
+@pytest.mark.parametrize(("head_dim_qk", "head_dim_v"), [(1, 1), (80, 96), (192, 128), (256, 256)])
+def test_every_head_dimension_up_to_256_runs(head_dim_qk, head_dim_v):
+    assert reasons_against(gpu(8, 0, operation="slc", head_dim_qk=head_dim_qk, head_dim_v=head_dim_v)) == ()
+
+
+def test_deterministic_gradients_are_no_obstacle():
+    assert reasons_against(gpu(9, 0, operation="slc", deterministic=True)) == ()
+
+
+def test_on_a_cpu_auto_takes_the_reference_and_a_name_the_interpreter():
+    # the tests of this package interpret: see conftest.py
+    pytest.importorskip("triton")
+    request = BranchRequest(operation="win")
+    assert explain_routing(request).chosen == "sdpa"
+    if not torch.cuda.is_available():
+        assert explain_routing(request, "triton").chosen == "triton"
+        assert messages(request, ReasonKind.POLICY) == [policy.FOR_TESTS]
+
+
+PROGRAM = """
+import sys, torch
+from nsa_core import *
+from nsa_core.plugins.manager import default_registry
+request = BranchRequest(operation="win")
+before = str(explain_routing(request, "triton").candidates[-1].reasons[0])
+x = torch.zeros(1, 3, 1, 4)
+try:
+    sliding_window_attention(x, x, x, geometry=BlockGeometry(), backend="triton")
+    refusal = None
+except BackendUnavailableError as error:
+    refusal = str(error)
+print(before)
+print(refusal)
+print(explain_routing(request, "triton").candidates[-1].reasons[0])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a GPU does not interpret by default")
+def test_a_cpu_that_does_not_interpret_is_told_how_to(without_interpreter):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], env=without_interpreter, capture_output=True, text=True, check=True
+    )
+    before, refusal, after = done.stdout.splitlines()
+    # as long as nothing has loaded triton, nobody knows
+    assert before == f"policy: {policy.FOR_TESTS}"
+    assert refusal == f"backend 'triton' cannot serve this request: {policy.NOT_INTERPRETING}, or use backend='auto'"
+    assert after == f"incapable: {policy.NOT_INTERPRETING}"
+
+
+def test_without_triton_nothing_runs(monkeypatch):
+    monkeypatch.setattr(policy, "find_spec", lambda name: None)
+    assert messages(gpu(8, 0, operation="win"), ReasonKind.INCAPABLE) == [policy.NOT_INSTALLED]
+
+
+def test_other_devices_are_out_of_reach():
+    assert messages(BranchRequest(operation="win", device_type="mps"), ReasonKind.INCAPABLE) == ["device mps (needs cuda or cpu)"]
+
+
+@pytest.mark.parametrize("capability", [*KNOWN, (13, 0)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiles_fit_shared_memory_at_every_head_dimension(kind, capability):
+    for head_dim_qk, head_dim_v, itemsize in product(range(16, 257, 8), range(16, 257, 8), (2, 4)):
+        tile = tiles(kind, capability, head_dim_qk, head_dim_v, itemsize)
+        estimate = shared_memory_estimate(kind, tile, capability, head_dim_qk, head_dim_v, itemsize)
+        assert estimate <= shared_memory_bytes(capability), (head_dim_qk, head_dim_v, itemsize, tile)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), None])
+def test_tiles_are_powers_of_two_that_matrix_units_take(kind, capability):
+    for head_dim, itemsize in product((1, 16, 64, 128, 192, 256), (2, 4)):
+        tile = tiles(kind, capability, head_dim, head_dim, itemsize)
+        for extent in (tile.block_rows, tile.block_keys):
+            assert extent >= 16
+            assert extent & (extent - 1) == 0
+        assert tile.num_warps in (4, 8)
+        assert tile.num_stages >= 1
+
+
+def test_an_unknown_gpu_gets_the_smallest_tiles():
+    assert shared_memory_bytes((13, 7)) == min(policy.SHARED_MEMORY_BYTES.values()) == policy.SMALLEST
+    assert tiles("interval_forward", (13, 7), 128, 128, 2) == tiles("interval_forward", (8, 9), 128, 128, 2)
+
+
+def test_the_interpreter_gets_small_tiles():
+    assert {tiles(kind, None, 192, 128, 2) for kind in KINDS} == {Tiles(16, 16, 4, 1)}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "columns"), [(1, 16), (16, 16), (17, 32), (40, 48), (64, 64), (80, 80), (96, 96), (192, 192), (200, 256), (256, 256)]
+)
+def test_a_head_dimension_is_padded_in_two_parts(head_dim, columns):
+    assert padded(head_dim) == columns

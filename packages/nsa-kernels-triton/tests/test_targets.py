@@ -1,0 +1,59 @@
+"""Every kernel compiles for GPUs that are not here, on the tiles of their table and within their shared memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa_kernels_triton.policy import shared_memory_bytes
+
+PROGRAM = Path(__file__).parent / "compile_kernels.py"
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+KERNELS = {
+    "forward_kernel", "dq_kernel", "dkdv_kernel", "delta_kernel", "scores_kernel", "choose_kernel", "backward_kernel", "merge_kernel",
+    "merge_dq_kernel", "branch_deltas_kernel", "describe_rows_kernel", "mark_kernel", "count_kernel", "list_kernel", "add_extras_kernel",
+}  # fmt: skip
+
+
+def compiled(environment, capability, head_dims, *cases):
+    """Return what compile_kernels.py reports."""
+    words = [f"{capability[0]}.{capability[1]}", *map(str, head_dims), *cases]
+    done = subprocess.run([sys.executable, PROGRAM, *words], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_within_shared_memory(found, capability):
+    limit = shared_memory_bytes(capability)
+    assert [each for each in found if each["shared"] > limit] == [], f"more than {limit} bytes"
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dims", "case"),
+    [((8, 0), (192, 128), "dense"), ((8, 9), (256, 256), "packed"), ((9, 0), (128, 128), "cached")],
+    ids=["sm_80", "sm_89", "sm_90"],
+)
+def test_every_kernel_compiles(without_interpreter, capability, head_dims, case):
+    found = compiled(without_interpreter, capability, head_dims, case)
+    assert {each["kernel"] for each in found} == KERNELS
+    assert_within_shared_memory(found, capability)
+
+
+EVERY_CASE: tuple[str, ...] = ()
+MORE = [
+    *(((8, 0), head_dims, ("dense", "float32")) for head_dims in HEAD_DIMS),
+    *(((8, 9), head_dims, ("dense", "float32")) for head_dims in HEAD_DIMS),
+    *(((9, 0), head_dims, ("dense", "float32")) for head_dims in HEAD_DIMS),
+    *((capability, (192, 128), ("dense",)) for capability in ((8, 6), (10, 0), (12, 0))),
+    ((8, 0), (128, 128), EVERY_CASE),
+    ((9, 0), (80, 96), EVERY_CASE),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("capability", "head_dims", "cases"), MORE, ids=str)
+def test_every_kernel_compiles_in_more_cases(without_interpreter, capability, head_dims, cases):
+    assert_within_shared_memory(compiled(without_interpreter, capability, head_dims, *cases), capability)

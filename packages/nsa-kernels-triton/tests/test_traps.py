@@ -1,0 +1,261 @@
+"""Every mistake that a public kernel for sparse attention is known to have made, as a test (shared/kernels.md lists them)."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
+from nsa_core.backends.base import Operation, Placement
+from nsa_core.reference import naive
+from nsa_core.testing import properties
+from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
+from nsa_core.testing.properties import Where
+from nsa_core.testing.tolerances import NEAR_TIE, allowed_error, max_error
+from nsa_kernels_triton.plugin import TritonBackend
+
+pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WHERE = Where(backend="triton", device=DEVICE, dtype=torch.float32)
+OPTIONS: dict[str, Any] = {"backend": "triton"}
+
+
+def inputs_of(shape: Shape, dtype: torch.dtype = torch.float32) -> Inputs:
+    return make_inputs(shape, dtype, DEVICE)
+
+
+def assert_close(ours: Tensor, exact: Tensor) -> None:
+    assert max_error(ours, exact) <= allowed_error(exact, ours.dtype)
+
+
+@pytest.mark.parametrize("num_selected", [3, 5, 7])
+def test_any_number_of_chosen_blocks_counts_alike_forward_and_backward(num_selected: int) -> None:
+    geometry = evolve(SMALL, num_selected_blocks=num_selected, num_local_blocks=1)
+    properties.check_agrees_with_oracle(Shape(geometry=geometry, num_queries=70, num_heads=2, num_kv_heads=1), WHERE)
+
+
+@pytest.mark.parametrize("operation", [Operation.CMP, Operation.SLC, Operation.WIN])
+def test_a_row_is_stabilised_by_its_own_maximum(operation: Operation) -> None:
+    # neighbours in one tile whose logits lie thousands apart: with a shared maximum the smaller ones vanish
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1)
+    inputs = inputs_of(shape)
+    factor = torch.tensor([1e-3, 1.0, 50.0, 1000.0], device=DEVICE)
+    q = inputs.q * factor[:, None]
+    indices = random_block_indices(shape, device=DEVICE)
+    calls = {
+        Operation.CMP: (compressed_attention, naive.compressed_attention, (q, inputs.k_cmp, inputs.v_cmp)),
+        Operation.SLC: (selected_attention, naive.selected_attention, (q, inputs.k_slc, inputs.v_slc, indices)),
+        Operation.WIN: (sliding_window_attention, naive.sliding_window_attention, (q, inputs.k_win, inputs.v_win)),
+    }
+    ours, oracle, operands = calls[operation]
+    found = ours(*operands, geometry=SMALL, **OPTIONS)
+    exact = oracle(*(x.double() if x.is_floating_point() else x for x in operands), geometry=SMALL)
+    assert_close(found.out, exact.out)
+    assert_close(found.lse, exact.lse)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17])
+def test_the_window_holds_exactly_w_tokens(window: int) -> None:
+    geometry = evolve(SMALL, window_size=window)
+    q = torch.zeros(1, 40, 1, 8, device=DEVICE)
+    v = torch.eye(40, device=DEVICE).view(1, 40, 1, 40)
+    out = sliding_window_attention(q, torch.zeros_like(q), v, geometry=geometry, **OPTIONS).out[0, :, 0]
+    for t in range(40):
+        seen = torch.zeros(40, device=DEVICE)
+        seen[max(0, t - window + 1) : t + 1] = 1 / min(window, t + 1)
+        torch.testing.assert_close(out[t], seen)
+
+
+def test_a_decode_step_reads_the_window_that_training_read() -> None:
+    shape = Shape(num_queries=37, geometry=evolve(SMALL, window_size=9))
+    inputs = inputs_of(shape)
+    whole = sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, geometry=shape.geometry, **OPTIONS).out
+    for t in (0, 8, 9, 36):
+        start = torch.tensor([t], dtype=torch.int32, device=DEVICE)
+        step = inputs.q[:, t : t + 1]
+        out = sliding_window_attention(step, inputs.k_win, inputs.v_win, geometry=shape.geometry, query_start=start, **OPTIONS).out
+        assert_close(out, whole[:, t : t + 1].double())
+
+
+@pytest.mark.parametrize("length", [5, 33, 70])
+def test_no_future_block_is_chosen_where_every_score_is_zero(length: int) -> None:
+    # keys that nobody attends to: all importances underflow to 0, those of blocks in the future included
+    geometry = evolve(SMALL, num_selected_blocks=6)
+    q = torch.ones(1, length, 2, 8, device=DEVICE)
+    k_cmp = torch.zeros(1, max(0, (length - 8) // 4 + 1), 1, 8, device=DEVICE)
+    lse = torch.full((1, length, 2), 1e4, device=DEVICE)
+    chosen = select_blocks(q, k_cmp, lse, geometry=geometry, **OPTIONS)[0, :, 0].tolist()
+    for t, row in enumerate(chosen):
+        own = t // 8
+        # forced: block 0 and the two ending with the own one; ties go to the lower block
+        free = [block for block in range(own + 1) if block not in {0, own - 1, own}]
+        forced = {0, own - 1, own} & set(range(own + 1))
+        expected = sorted(forced | set(free[: 6 - len(forced)]))
+        assert row == expected + [-1] * (6 - len(expected))
+
+
+@pytest.mark.parametrize("reach", [1, 2, 4])
+def test_a_compressed_block_that_lies_across_tiles_counts_for_both_selection_blocks(reach: int) -> None:
+    # 8 strides to a selection block: the interpreter's tile of 16 keys holds 2 blocks
+    geometry = BlockGeometry(2 * reach, 2, 16, 4, 0, 1, 8)
+    shape = Shape(geometry=geometry, num_queries=150, num_heads=2, num_kv_heads=1)
+    inputs = inputs_of(shape)
+    exact = inputs.to(torch.float64)
+    lse = naive.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry=geometry).lse
+    expected = naive.select_blocks(exact.q, exact.k_cmp, lse, geometry=geometry)
+    margin = naive.selection_margin(exact.q, exact.k_cmp, lse, geometry=geometry)
+    chosen = select_blocks(inputs.q, inputs.k_cmp, lse.float(), geometry=geometry, **OPTIONS)
+    is_clear = margin > NEAR_TIE[torch.float32]
+    assert int(is_clear.sum()) > 60
+    assert torch.equal(chosen[is_clear], expected[is_clear])
+
+
+def test_a_compressed_block_shows_with_its_last_token_and_no_earlier() -> None:
+    # l = 32, d = 16: a division that truncates shows block 0 to the queries 16 .. 30
+    geometry = BlockGeometry()
+    inputs = inputs_of(Shape(geometry=geometry, num_queries=50, num_heads=2, num_kv_heads=1))
+    out, lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=geometry, **OPTIONS)
+    assert not out[:, :31].any()
+    assert bool((lse[:, :31] == -math.inf).all())
+    assert_close(out[:, 31:47], inputs.v_cmp[:, :1].double().expand(1, 16, 2, -1))
+    exact = naive.compressed_attention(inputs.q.double(), inputs.k_cmp.double(), inputs.v_cmp.double(), geometry=geometry)
+    assert_close(out, exact.out)
+
+
+def test_rows_that_choose_nothing_give_zero_and_zero_gradients() -> None:
+    shape = Shape(num_queries=24)
+    inputs = inputs_of(shape).with_grad()
+    indices = torch.full((1, 24, 2, 4), -1, dtype=torch.int32, device=DEVICE)
+    indices[:, 20:, 0, 2] = 1
+    out, lse = selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, indices, geometry=SMALL, **OPTIONS)
+    (out.sum() + torch.where(lse == -math.inf, 0, lse).sum()).backward()
+    empty = torch.ones(24, 4, dtype=torch.bool, device=DEVICE)
+    empty[20:, :2] = False
+    assert not out[0][empty].any()
+    assert bool((lse[0][empty] == -math.inf).all())
+    assert bool(lse[0][~empty].isfinite().all())
+    for x in (inputs.q, inputs.k_slc, inputs.v_slc):
+        assert x.grad is not None
+        assert bool(x.grad.isfinite().all())
+    assert inputs.q.grad is not None
+    assert not inputs.q.grad[0][empty].any()
+
+
+def test_indices_outside_the_past_count_as_absent() -> None:
+    # values on a GPU are never read back, so that nothing refuses them: the kernels must leave them alone
+    shape = Shape(num_queries=37)
+    inputs = inputs_of(shape)
+    indices = random_block_indices(shape, holes=True, device=DEVICE)
+    wild = indices.clone()
+    own = torch.arange(37, device=DEVICE)[:, None, None] // 8
+    strange = torch.tensor([1000, -7, 2**31 - 1, 5], dtype=torch.int32, device=DEVICE)
+    wild = torch.where((indices == -1) & ((strange > own) | (strange < 0)), strange, wild)
+    placement = Placement(max_query_count=37, max_key_count=37)
+    backend = TritonBackend(operation=Operation.SLC)
+
+    def run(chosen: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
+        out, lse = backend(*leaves, chosen, geometry=SMALL, scale=0.3, placement=placement)
+        return [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    assert not torch.equal(wild, indices)
+    for ours, expected in zip(run(wild), run(indices), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_blocks_may_be_named_in_any_order() -> None:
+    shape = Shape(num_queries=37)
+    inputs = inputs_of(shape)
+    indices = random_block_indices(shape, device=DEVICE)
+    found = selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, indices, geometry=SMALL, **OPTIONS)
+    flipped = selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, indices.flip(-1), geometry=SMALL, **OPTIONS)
+    assert_close(found.out, flipped.out.double())
+
+
+@pytest.fixture
+def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut work as finely as only huge inputs are cut: chunks of 32 rows, items of 16, scores of a few rows, splits of 8 queries."""
+    from nsa_kernels_triton.interval import op as interval
+    from nsa_kernels_triton.select import op as select
+    from nsa_kernels_triton.selected import index
+
+    monkeypatch.setattr(index, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(index, "ITEM_ROWS", 16)
+    monkeypatch.setattr(select, "SCORE_BYTES", 500)
+    monkeypatch.setattr(interval, "MIN_SPLIT_QUERIES", 8)
+
+
+@pytest.mark.usefixtures("fine_cuts")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(num_queries=75, num_heads=3, num_kv_heads=1),
+        Shape(lengths=(41, 0, 30), num_heads=2, num_kv_heads=2),
+        Shape(batch=2, num_queries=41),
+    ],
+    ids=["dense", "packed", "batch"],
+)
+def test_work_that_is_cut_into_pieces_adds_up(shape: Shape) -> None:
+    # block 0 is chosen by every query: its list is many items, whose partial gradients must meet in a fixed order
+    properties.check_agrees_with_oracle(shape, WHERE)
+
+
+@pytest.mark.usefixtures("fine_cuts")
+def test_the_future_stays_unseen_in_pieces() -> None:
+    properties.check_past_gradients(Shape(num_queries=60, num_heads=2, num_kv_heads=1), 40, WHERE)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (0, 0, 5), (1,) * 12, (0, 40, 0)], ids=str)
+def test_any_mixture_of_short_and_empty_sequences_runs(lengths: tuple[int, ...]) -> None:
+    properties.check_agrees_with_oracle(Shape(lengths=lengths, num_heads=2, num_kv_heads=1), WHERE)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0)])
+def test_nothing_in_gives_nothing_out(batch: int, length: int) -> None:
+    q = torch.zeros(batch, length, 4, 8, device=DEVICE, requires_grad=True)
+    k, v = torch.zeros(batch, length, 2, 8, device=DEVICE), torch.zeros(batch, length, 2, 6, device=DEVICE)
+    blocks = torch.zeros(batch, 0, 2, 8, device=DEVICE), torch.zeros(batch, 0, 2, 6, device=DEVICE)
+    gates = torch.zeros(batch, length, 4, 3, device=DEVICE)
+    out = nsa_attention(q, *blocks, k, v, k, v, gates, geometry=SMALL, **OPTIONS)
+    assert out.shape == (batch, length, 4, 6)
+    out.sum().backward()
+    assert q.grad is not None
+
+
+def test_operands_may_be_views_of_larger_tensors() -> None:
+    shape = Shape(num_queries=21)
+    inputs = inputs_of(shape)
+    strided = Inputs.of(torch.stack([x, x + 1], -1)[..., 0] for x in inputs.tensors)
+    assert not strided.q.is_contiguous()
+    out, expected = (nsa_attention(*x.tensors, geometry=SMALL, **OPTIONS) for x in (strided, inputs))
+    assert torch.equal(out, expected)
+
+
+def test_a_gradient_that_is_a_view_is_read_right() -> None:
+    shape = Shape(num_queries=21)
+    gradients = []
+    for is_view in (False, True):
+        inputs = inputs_of(shape).with_grad()
+        out = nsa_attention(*inputs.tensors, geometry=SMALL, **OPTIONS)
+        weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
+        out.backward(weights.transpose(1, 2).contiguous().transpose(1, 2) if is_view else weights)
+        gradients.append([x.grad for x in inputs.tensors])
+    for plain, view in zip(*gradients, strict=True):
+        assert plain is not None
+        assert view is not None
+        assert torch.equal(plain, view)
+
+
+def test_surplus_rows_of_a_packed_batch_are_never_read() -> None:
+    shape = Shape(lengths=(13, 0, 20), surplus_blocks=3, num_heads=2, num_kv_heads=1)
+    inputs = inputs_of(shape).with_grad()
+    out = nsa_attention(*inputs.tensors, geometry=SMALL, cu_seqlens=inputs.cu_seqlens, **OPTIONS)
+    out.sum().backward()
+    assert bool(out.isfinite().all())
+    for x in (inputs.k_cmp, inputs.v_cmp):
+        assert x.grad is not None
+        assert not x.grad[:, -3:].any()
+        assert bool(x.grad.isfinite().all())
