@@ -11,6 +11,9 @@ if not torch.cuda.is_available():
     if "triton" in sys.modules and not sys.modules["triton"].knobs.runtime.interpret:
         raise pytest.UsageError("a test module imported triton (torch._dynamo does) while tests were collected; import it inside the test")
 
+# cuBLAS wants it before it starts, for the mode that fills buffers with NaN is the deterministic one
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 @pytest.fixture
 def nan_buffers():

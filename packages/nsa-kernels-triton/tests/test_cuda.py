@@ -180,6 +180,14 @@ def test_float32_equals_the_reference_at_every_head_dimension(head_dims: tuple[i
     assert_exact(evaluate(kernels(), inputs.tensors), exact)
 
 
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (96, 96), (192, 128), (256, 256)], ids=str)
+def test_any_head_dimension_is_as_exact_as_torchs_own(head_dims: tuple[int, int]) -> None:
+    inputs = inputs_of(1301, num_heads=8, num_kv_heads=2, head_dim_qk=head_dims[0], head_dim_v=head_dims[1])
+    indices = chosen_blocks(inputs)
+    ours, exact = evaluate(kernels(), inputs.tensors), evaluate(composed(indices), inputs.to(torch.float64).tensors)
+    assert_exact(ours, exact, evaluate(torchs(indices), inputs.tensors))
+
+
 @pytest.mark.parametrize("heads_per_group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_any_group_is_as_exact_as_torchs_own(heads_per_group: int) -> None:
     inputs = inputs_of(1301, num_heads=2 * heads_per_group, num_kv_heads=2, head_dim_qk=128, head_dim_v=128)

@@ -174,6 +174,11 @@ def test_an_unknown_gpu_gets_the_smallest_tiles():
     assert tiles("interval_forward", (13, 7), 128, 128, 2) == tiles("interval_forward", (8, 9), 128, 128, 2)
 
 
+def test_a_newer_gpu_gets_the_tiles_of_the_design_target():
+    for kind in KINDS:
+        assert tiles(kind, (10, 0), 192, 128, 2) == tiles(kind, (8, 0), 192, 128, 2)
+
+
 def test_the_interpreter_gets_small_tiles():
     assert {tiles(kind, None, 192, 128, 2) for kind in KINDS} == {Tiles(16, 16, 4, 1)}
 

@@ -20,6 +20,10 @@ Backends = str | Mapping[str, str]
 """A backend's name or "auto", for every operation or by operation."""
 
 
+OPERATION_NAMES = tuple(operation.value for operation in Operation)
+"""A plain tuple, for torch 2.11 does not trace through an enumeration's members."""
+
+
 class Placed(NamedTuple):
     """The placement keywords as the caller gave them."""
 
@@ -78,8 +82,8 @@ def prepare(
     """Return the call: placement checked, bounds settled, registry at hand."""
     if not isinstance(backend, str):
         for operation in backend:
-            if operation not in tuple(Operation):
-                known = ", ".join(repr(str(name)) for name in Operation)
+            if operation not in OPERATION_NAMES:
+                known = ", ".join(map(repr, OPERATION_NAMES))
                 raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); mend the key")
     layout, placement = _place(q, bound, geometry, placed)
     return Call(
