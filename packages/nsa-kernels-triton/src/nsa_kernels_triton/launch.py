@@ -1,4 +1,4 @@
-"""What every launch needs: head dimensions in parts, sequences as kernel arguments, tiles of packed sequences."""
+"""What every launch needs: tiles, sequences as kernel arguments, tiles of packed sequences."""
 
 from typing import Any, NamedTuple
 
@@ -9,22 +9,6 @@ from nsa_core.backends.base import Placement
 from nsa_kernels_triton import policy
 
 LOG2E = 1.4426950408889634
-SMALLEST_PART = 16
-"""Narrowest operand of a matrix product."""
-
-
-class Parts(NamedTuple):
-    """A head dimension as one or two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
-
-    first: int
-    second: int
-
-
-def parts_of(head_dim: int) -> Parts:
-    """Return the parts that cover `head_dim`; a second part of 0 is absent."""
-    first = max(1 << (head_dim.bit_length() - 1), SMALLEST_PART)
-    rest = head_dim - first
-    return Parts(first, 0 if rest <= 0 else max(1 << (rest - 1).bit_length(), SMALLEST_PART))
 
 
 def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy.Tiles:

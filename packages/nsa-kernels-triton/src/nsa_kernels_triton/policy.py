@@ -6,6 +6,7 @@ tied to one architecture, and a capability that the tables do not know gets the 
 
 import sys
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from attrs import frozen
@@ -119,6 +120,9 @@ KINDS = ("interval_forward", "interval_dq", "interval_dkdv", "scores", "selected
 Table = dict[str, dict[int, Tiles]]
 """Kind -> largest width -> tiles. The width is D_k + D_v, for scores D_k alone, in padded elements."""
 
+SMALLEST_PART = 16
+"""Narrowest operand of a matrix product."""
+
 INTERPRETED = Tiles(16, 16, 4, 1)
 
 # bf16 and fp16, by the shared memory of a program; the largest is for 9.0 alone, whose matrix units need least beside the tiles
@@ -176,11 +180,23 @@ def _half_table(capability: tuple[int, int]) -> Table:
     return HALF[available if capability[0] == 9 else min(available, SHARED_MEMORY_BYTES[OLDEST])]
 
 
-def padded(head_dim: int) -> int:
-    """Return the columns that a tile holds of `head_dim`: a power of 2, or the sum of two, at least 16 each."""
-    first = 1 << (max(head_dim, 16).bit_length() - 1)
+class Parts(NamedTuple):
+    """A head dimension as one or two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
+
+    first: int
+    second: int
+
+
+def parts_of(head_dim: int) -> Parts:
+    """Return the parts that cover `head_dim`, at least 16 each; a second part of 0 is absent."""
+    first = 1 << (max(head_dim, SMALLEST_PART).bit_length() - 1)
     rest = head_dim - first
-    return first if rest <= 0 else first + max(16, 1 << (rest - 1).bit_length())
+    return Parts(first, 0 if rest <= 0 else max(1 << (rest - 1).bit_length(), SMALLEST_PART))
+
+
+def padded(head_dim: int) -> int:
+    """Return the columns that a tile holds of `head_dim`."""
+    return sum(parts_of(head_dim))
 
 
 def shared_memory_estimate(kind: str, tile: Tiles, capability: tuple[int, int], head_dim_qk: int, head_dim_v: int, itemsize: int) -> int:

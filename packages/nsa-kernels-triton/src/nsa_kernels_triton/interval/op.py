@@ -9,7 +9,8 @@ from torch import Tensor
 from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, parts_of, score_factor, tiles_for
+from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, score_factor, tiles_for
+from nsa_kernels_triton.policy import parts_of
 
 PROGRAMS_WANTED = 2048
 """Programs that balance dK/dV over a large GPU."""

@@ -10,7 +10,8 @@ from nsa_core import blocks
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_core.reference.rows import rows_of
-from nsa_kernels_triton.launch import Sequences, is_exact, parts_of, score_factor, tiles_for
+from nsa_kernels_triton.launch import Sequences, is_exact, score_factor, tiles_for
+from nsa_kernels_triton.policy import parts_of
 from nsa_kernels_triton.select import kernels
 
 SCORE_BYTES = 256 * 2**20

@@ -9,7 +9,8 @@ from torch import Tensor
 from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.interval.op import row_delta
-from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, partial_dtype, parts_of, score_factor, tiles_for
+from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, partial_dtype, score_factor, tiles_for
+from nsa_kernels_triton.policy import parts_of
 from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import Chunk, Index, chunks, index_of
 
