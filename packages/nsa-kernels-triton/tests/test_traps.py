@@ -1,4 +1,4 @@
-"""Every mistake that a public kernel for sparse attention is known to have made, as a test (shared/kernels.md lists them)."""
+"""Every mistake that a public kernel for sparse attention is known to have made, as a test."""
 
 import math
 from typing import Any
@@ -259,3 +259,21 @@ def test_surplus_rows_of_a_packed_batch_are_never_read() -> None:
         assert x.grad is not None
         assert not x.grad[:, -3:].any()
         assert bool(x.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_any_scale_is_a_scale(scale: float) -> None:
+    inputs = inputs_of(Shape(num_queries=40))
+    leaves, exact = inputs.with_grad(), inputs.to(torch.float64).with_grad()
+    for ours, oracle, places in (
+        (compressed_attention, naive.compressed_attention, (0, 1, 2)),
+        (sliding_window_attention, naive.sliding_window_attention, (0, 5, 6)),
+    ):
+        found = [leaves.tensors[place] for place in places]
+        truth = [exact.tensors[place] for place in places]
+        out = ours(*found, geometry=SMALL, scale=scale, **OPTIONS).out
+        expected = oracle(*truth, geometry=SMALL, scale=scale).out
+        assert_close(out, expected)
+        gradients = torch.autograd.grad(out.square().sum(), found)
+        for ours_gradient, exact_gradient in zip(gradients, torch.autograd.grad(expected.square().sum(), truth), strict=True):
+            assert_close(ours_gradient, exact_gradient)

@@ -63,13 +63,17 @@ def _forward_step(
         is_visible = keys[None, :] < end[:, None]
         if MASK == BOTH_ENDS:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
-        scores = tl.where(is_visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-    shift = new_max
-    if MASK != NONE:
+        # scaled before it is masked: 0 * -inf would be NaN
+        scores = tl.where(is_visible, scores * factor, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = exponential(scores * factor - shift[:, None], EXACT)
+        weights = exponential(scores - shift[:, None], EXACT)
+    else:
+        # factor >= 0, so the largest product makes the largest score
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        shift = new_max
+        weights = exponential(scores * factor - shift[:, None], EXACT)
     rescale = exponential(row_max - shift, EXACT)
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     v1, v2 = _load_tile(v_ptr, rows, key_mask, D_V, V1, V2, MASK != NONE)

@@ -143,6 +143,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and the exact out; see `interval_attention`."""
+    if scale < 0:
+        # the kernel scales a maximum, which a negative factor would make the least
+        q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     exact = exact_out(q, v)

@@ -225,10 +225,11 @@ def backward_kernel(
             dv2 = dot(tl.trans(weights), dout2, dv2)
         dk1 = dot(tl.trans(dscores), q1, dk1)
         dq1 = dot(dscores, k1, tl.zeros([BLOCK_ROWS, K1], tl.float32))
-        store_columns(dq_parts_ptr, target * D_K, exists, dq1, 0, K1, D_K)
+        # scaled before it is rounded: unscaled sums may leave the range of float16
+        store_columns(dq_parts_ptr, target * D_K, exists, dq1 * scale, 0, K1, D_K)
         if K2 > 0:
             dq2 = dot(dscores, k2, tl.zeros([BLOCK_ROWS, K2], tl.float32))
-            store_columns(dq_parts_ptr, target * D_K, exists, dq2, K1, K2, D_K)
+            store_columns(dq_parts_ptr, target * D_K, exists, dq2 * scale, K1, K2, D_K)
             dk2 = dot(tl.trans(dscores), q2, dk2)
     _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk1 * scale, 0, K1, D_K)
     _add_or_store(dv_ptr, dv_extra_ptr, keys, key_mask, place, dv1, 0, V1, D_V)
@@ -270,7 +271,7 @@ def add_extras_kernel(
 
 @triton.jit
 def merge_dq_kernel(
-    parts_ptr, present_ptr, dq_ptr, first_row, last_row, scale,
+    parts_ptr, present_ptr, dq_ptr, first_row, last_row,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, ADD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -284,7 +285,6 @@ def merge_dq_kernel(
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
         acc += load_columns(parts_ptr, ((source + slot) * HG + rows % HG) * D_K, is_present, 0, WIDTH, D_K, True).to(tl.float32)
-    acc *= scale
     target = (wide(first_row) * H + rows) * D_K
     if ADD:
         acc += load_columns(dq_ptr, target, exists, 0, WIDTH, D_K, True).to(tl.float32)

@@ -223,7 +223,7 @@ def backward(
             )  # fmt: skip
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_dq_kernel[(triton.cdiv(rows, _merge_rows(width)),)](
-            parts, chunk.present, dq, chunk.first_row, chunk.last_row, scale,
+            parts, chunk.present, dq, chunk.first_row, chunk.last_row,
             H=q.shape[2], G=k.shape[2], D_K=q.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds,
             BLOCK_ROWS=_merge_rows(width),
         )  # fmt: skip
