@@ -261,6 +261,26 @@ def test_surplus_rows_of_a_packed_batch_are_never_read() -> None:
         assert bool(x.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("selection_block_size", [24, 40])
+def test_a_block_that_no_tile_divides_ends_where_it_ends(selection_block_size: int) -> None:
+    geometry = BlockGeometry(16, 8, selection_block_size, 3, 1, 1, 8)
+    inputs = inputs_of(Shape(geometry=geometry, num_queries=3 * selection_block_size + 1))
+    own = torch.arange(inputs.q.shape[1], dtype=torch.int32) // selection_block_size
+    # the first block and the own one: what follows the first is not chosen
+    second = torch.where(own > 0, own, -1)
+    num_groups = inputs.k_slc.shape[2]
+    block_indices = torch.stack([own * 0, second, own * 0 - 1], -1)[None, :, None].expand(1, -1, num_groups, -1).contiguous()
+    leaves, exact = inputs.with_grad(), inputs.to(torch.float64).with_grad()
+    found = [leaves.tensors[place] for place in (0, 3, 4)]
+    truth = [exact.tensors[place] for place in (0, 3, 4)]
+    out = selected_attention(*found, block_indices, geometry=geometry, **OPTIONS).out
+    expected = naive.selected_attention(*truth, block_indices, geometry=geometry).out
+    assert_close(out, expected)
+    gradients = torch.autograd.grad(out.square().sum(), found)
+    for ours_gradient, exact_gradient in zip(gradients, torch.autograd.grad(expected.square().sum(), truth), strict=True):
+        assert_close(ours_gradient, exact_gradient)
+
+
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 def test_any_scale_is_a_scale(scale: float) -> None:
     inputs = inputs_of(Shape(num_queries=40))

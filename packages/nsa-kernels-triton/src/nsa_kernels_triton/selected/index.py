@@ -22,16 +22,19 @@ ITEM_ROWS = 4096
 class Pieces(NamedTuple):
     """How a selection block is cut so that a piece fits a tile of keys."""
 
+    block_size: int
     per_block: int
     size: int
+    """Keys of a piece; a block's last one may be shorter."""
     keys: int
     """The tile: the next power of two, at least 16."""
 
 
 def pieces_of(geometry: BlockGeometry, block_keys: int) -> Pieces:
     """Return the pieces of a selection block for tiles of at most `block_keys` keys."""
-    size = min(geometry.selection_block_size, block_keys)
-    return Pieces(-(-geometry.selection_block_size // size), size, max(16, triton.next_power_of_2(size)))
+    block_size = geometry.selection_block_size
+    size = min(block_size, block_keys)
+    return Pieces(block_size, -(-block_size // size), size, max(16, triton.next_power_of_2(size)))
 
 
 class Index(NamedTuple):

@@ -10,9 +10,15 @@ from nsa_kernels_triton.tiles import cast, dot, exponential, load_columns, load_
 
 
 @triton.jit
+def _is_in_piece(piece, in_piece, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr):
+    """Return which keys of a tile belong to the piece: a block's last piece may be shorter."""
+    return in_piece < tl.minimum(PIECE_SIZE, SELECTION_SIZE - piece % PIECES * PIECE_SIZE)
+
+
+@triton.jit
 def _load_item(
     items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
-    SLOTS_TOTAL: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Return of an item: group, first entry, end, place of its dK, dV, its key rows, and which of them some row may see."""
     target = items_ptr + tl.program_id(0) * 4
@@ -23,8 +29,10 @@ def _load_item(
     last = first_row + tl.load(entries_ptr + end - 1) // SLOTS_TOTAL
     last_key = tl.load(rows_ptr + num_rows + last)
     in_piece = tl.arange(0, KEYS)
-    key_rows = tl.load(key_rows_ptr + index % num_pieces) + in_piece
-    return index // num_pieces, start, end, tl.load(target + 3), key_rows, (in_piece < PIECE_SIZE) & (key_rows <= last_key)
+    piece = index % num_pieces
+    key_rows = tl.load(key_rows_ptr + piece) + in_piece
+    key_mask = _is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (key_rows <= last_key)
+    return index // num_pieces, start, end, tl.load(target + 3), key_rows, key_mask
 
 
 @triton.jit
@@ -33,15 +41,17 @@ def forward_kernel(
     first_row, num_rows, num_pieces, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    SLOTS_TOTAL: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write partial out (rows, G, slots, H/G, D_v) and lse of the rows of one item; grid (bound on items,)."""
     HG: tl.constexpr = H // G
     if tl.program_id(0) >= tl.load(num_items_ptr):
         return
     group, start, end, _place, key_rows, key_mask = _load_item(
-        items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, SLOTS_TOTAL, PIECE_SIZE, KEYS
-    )
+        items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
+        SLOTS_TOTAL, SELECTION_SIZE, PIECES, PIECE_SIZE, KEYS,
+    )  # fmt: skip
     keys = key_rows.to(tl.int64) * G + group
     k1 = load_columns(k_ptr, keys * D_K, key_mask, 0, K1, D_K, True)
     v1 = load_columns(v_ptr, keys * D_V, key_mask, 0, V1, D_V, True)
@@ -156,15 +166,17 @@ def backward_kernel(
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    SLOTS_TOTAL: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys; grid (bound on items,)."""
     HG: tl.constexpr = H // G
     if tl.program_id(0) >= tl.load(num_items_ptr):
         return
     group, start, end, place, key_rows, key_mask = _load_item(
-        items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, SLOTS_TOTAL, PIECE_SIZE, KEYS
-    )
+        items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
+        SLOTS_TOTAL, SELECTION_SIZE, PIECES, PIECE_SIZE, KEYS,
+    )  # fmt: skip
     keys = key_rows.to(tl.int64) * G + group
     k1 = load_columns(k_ptr, keys * D_K, key_mask, 0, K1, D_K, True)
     v1 = load_columns(v_ptr, keys * D_V, key_mask, 0, V1, D_V, True)
@@ -242,7 +254,8 @@ def backward_kernel(
 @triton.jit
 def add_extras_kernel(
     sum_ptr, extra_ptr, items_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
-    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add what the later items of one list kept apart to the running sum, in their order; grid (lists,)."""
     index = tl.program_id(0)
@@ -252,11 +265,12 @@ def add_extras_kernel(
     if last == first:
         return
     in_piece = tl.arange(0, KEYS)
-    key_rows = tl.load(key_rows_ptr + index % num_pieces) + in_piece
+    piece = index % num_pieces
+    key_rows = tl.load(key_rows_ptr + piece) + in_piece
     columns = tl.arange(0, WIDTH)
     keys = key_rows.to(tl.int64) * G + index // num_pieces
     final = first_row + tl.load(entries_ptr + tl.load(ends_ptr + index) - 1) // SLOTS_TOTAL
-    mask = ((in_piece < PIECE_SIZE) & (key_rows <= tl.load(rows_ptr + num_rows + final)))[:, None] & (columns < D)[None, :]
+    mask = (_is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (key_rows <= tl.load(rows_ptr + num_rows + final)))[:, None] & (columns < D)[None, :]
     target = sum_ptr + keys[:, None] * D + columns[None, :]
     acc = tl.load(target, mask=mask, other=0.0)
     item = tl.load(ends_ptr + num_lists + index) - (last - first)

@@ -120,10 +120,14 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, index: Index) -> dict[str, Any]:
         "V1": value.first,
         "V2": value.second,
         "SLOTS_TOTAL": index.slots,
-        "PIECE_SIZE": index.pieces.size,
-        "KEYS": index.pieces.keys,
+        **_piece_constants(index),
         "EXACT": is_exact(q),
     }
+
+
+def _piece_constants(index: Index) -> dict[str, int]:
+    pieces = index.pieces
+    return {"SELECTION_SIZE": pieces.block_size, "PIECES": pieces.per_block, "PIECE_SIZE": pieces.size, "KEYS": pieces.keys}
 
 
 def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
@@ -219,7 +223,7 @@ def backward(
             kernels.add_extras_kernel[(chunk.ends.shape[1],)](
                 total, extra, chunk.items, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place,
                 G=k.shape[2], D=total.shape[3], WIDTH=triton.next_power_of_2(total.shape[3]),
-                SLOTS_TOTAL=index.slots, PIECE_SIZE=index.pieces.size, KEYS=index.pieces.keys,
+                SLOTS_TOTAL=index.slots, **_piece_constants(index),
             )  # fmt: skip
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_dq_kernel[(triton.cdiv(rows, _merge_rows(width)),)](
