@@ -282,7 +282,8 @@ def test_a_graph_captures_forward_and_backward(sizes: dict[str, int]) -> None:
 
     def step() -> list[Tensor]:
         out = kernels()(*static.tensors)
-        return [out, *torch.autograd.grad(out, static.tensors, dout)]
+        # detached: a graph kept alive keeps the nodes of the stream that recorded it
+        return [out.detach(), *torch.autograd.grad(out, static.tensors, dout)]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -188,3 +188,36 @@ def test_the_interpreter_gets_small_tiles():
 )
 def test_a_head_dimension_is_padded_in_two_parts(head_dim, columns):
     assert padded(head_dim) == columns
+
+
+@pytest.mark.parametrize("kind", policy.RINGS)
+def test_rings_are_for_half_precision_on_capability_9_0(kind):
+    assert policy.has_gluon(), "the installed triton compiles them"
+    assert policy.ring(kind, (9, 0), 128, 128, 2) is not None
+    for capability, head_dim_qk, head_dim_v, itemsize in (
+        (None, 128, 128, 2),
+        ((8, 0), 128, 128, 2),
+        ((10, 0), 128, 128, 2),
+        ((9, 0), 128, 128, 4),
+        ((9, 0), 80, 64, 2),
+        ((9, 0), 256, 256, 2),
+        ((9, 0), 64, 128, 2),
+    ):
+        assert policy.ring(kind, capability, head_dim_qk, head_dim_v, itemsize) is None
+
+
+def test_an_unknown_triton_leaves_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(policy, "version", lambda name: "3.99.0")
+    policy.has_gluon.cache_clear()
+    try:
+        assert policy.ring("interval_forward", (9, 0), 128, 128, 2) is None
+    finally:
+        policy.has_gluon.cache_clear()
+
+
+@pytest.mark.parametrize("kind", policy.RINGS)
+def test_computing_and_loading_threads_share_the_registers_of_a_program(kind):
+    for ring in policy.RINGS[kind].values():
+        # setmaxnreg takes multiples of 8 from 24 to 256
+        assert ring.loader_registers % 8 == 0
+        assert 24 <= ring.loader_registers <= 128

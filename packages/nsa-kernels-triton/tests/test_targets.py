@@ -15,6 +15,8 @@ KERNELS = {
     "forward_kernel", "dq_kernel", "dkdv_kernel", "delta_kernel", "scores_kernel", "choose_kernel", "backward_kernel", "merge_kernel",
     "merge_dq_kernel", "branch_deltas_kernel", "describe_rows_kernel", "mark_kernel", "count_kernel", "list_kernel", "add_extras_kernel",
 }  # fmt: skip
+HOPPER = {"forward_kernel", "dkdv_kernel", "backward_kernel"}
+"""The kernels that compute capability 9.0 has its own of."""
 
 
 def compiled(environment, capability, head_dims, *cases):
@@ -27,7 +29,9 @@ def compiled(environment, capability, head_dims, *cases):
 
 def assert_within_shared_memory(found, capability):
     limit = shared_memory_bytes(capability)
-    assert [each for each in found if each["shared"] > limit] == [], f"more than {limit} bytes"
+    # of the kernels for 9.0 two programs share a multiprocessor, and each takes 1 KiB beside its own
+    half = limit // 2
+    assert [each for each in found if each["shared"] > (half if each["kernel"].startswith("hopper") else limit)] == []
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,8 @@ def assert_within_shared_memory(found, capability):
 )
 def test_every_kernel_compiles(without_interpreter, capability, head_dims, case):
     found = compiled(without_interpreter, capability, head_dims, case)
-    assert {each["kernel"] for each in found} == KERNELS
+    own = {f"hopper {name}" for name in HOPPER}
+    assert {each["kernel"] for each in found} == (KERNELS - HOPPER | own if capability == (9, 0) else KERNELS)
     assert_within_shared_memory(found, capability)
 
 
@@ -49,6 +54,7 @@ MORE = [
     *((capability, (192, 128), ("dense",)) for capability in ((8, 6), (10, 0), (12, 0))),
     ((8, 0), (128, 128), EVERY_CASE),
     ((9, 0), (80, 96), EVERY_CASE),
+    *(((9, 0), head_dims, EVERY_CASE) for head_dims in ((64, 64), (192, 128))),
 ]
 
 

@@ -17,6 +17,12 @@ def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy
     return policy.tiles(kind, capability, head_dim_qk, head_dim_v, q.element_size())
 
 
+def ring_for(kind: str, q: Tensor, head_dim_v: int) -> policy.Ring | None:
+    """Return the ring of a kernel that is written for q's device; None where the portable one serves."""
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    return policy.ring(kind, capability, q.shape[3], head_dim_v, q.element_size())
+
+
 def is_exact(q: Tensor) -> bool:
     """Return True where scores stay natural: base 2 saves a product, and rounds large scores once more."""
     return q.dtype == torch.float32

@@ -5,6 +5,8 @@ tied to one architecture, and a capability that the tables do not know gets the 
 """
 
 import sys
+from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -178,6 +180,48 @@ def _half_table(capability: tuple[int, int]) -> Table:
     """Return the table of `capability`: 9.0's own, else that of the design target or, with less shared memory, the smallest."""
     available = shared_memory_bytes(capability)
     return HALF[available if capability[0] == 9 else min(available, SHARED_MEMORY_BYTES[OLDEST])]
+
+
+@frozen
+class Ring:
+    """How a kernel of `hopper` cuts its work: four warps load tiles into a ring, four compute."""
+
+    block_rows: int
+    """Rows of q in a tile: queries times the heads of their group."""
+    block_keys: int
+    num_stages: int
+    """Tiles in the ring."""
+    loader_registers: int
+    """Registers of a loading thread; a computing one gets what is left, 256 - this."""
+
+
+# measured on an H200, at 32,768 tokens; kind -> head_dim_qk -> ring
+RINGS: dict[str, dict[int, Ring]] = {
+    "interval_forward": {64: Ring(64, 128, 2, 40), 128: Ring(64, 64, 3, 40), 192: Ring(64, 64, 2, 40)},
+    "interval_dkdv": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(32, 64, 3, 24)},
+    "selected_forward": {64: Ring(64, 64, 3, 40), 128: Ring(64, 64, 3, 40), 192: Ring(64, 64, 2, 40)},
+    "selected_backward": {64: Ring(32, 64, 3, 40), 128: Ring(32, 64, 3, 40), 192: Ring(32, 64, 2, 32)},
+}
+RING_HEAD_DIMS_V = (64, 128)
+RING_CAPABILITY = (9, 0)
+
+
+def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Ring | None:
+    """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves."""
+    if capability != RING_CAPABILITY or itemsize != 2 or head_dim_v not in RING_HEAD_DIMS_V or head_dim_v > head_dim_qk:
+        return None
+    return RINGS[kind].get(head_dim_qk) if has_gluon() else None
+
+
+GLUON_MODULE = "triton.experimental.gluon.language.nvidia.hopper"
+GLUON_VERSIONS = ("3.6.", "3.7.")
+"""Triton's versions whose Gluon, an experimental part, the kernels of `hopper` were compiled with."""
+
+
+@cache
+def has_gluon() -> bool:
+    """Return True where the installed triton compiles the kernels of `hopper`."""
+    return find_spec("triton") is not None and version("triton").startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None
 
 
 class Parts(NamedTuple):

@@ -10,7 +10,7 @@ from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.interval import kernels
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out
+from nsa_kernels_triton.launch import Sequences, exact_out, ring_for
 from nsa_kernels_triton.select import op as select
 from nsa_kernels_triton.selected import op as selected
 
@@ -111,12 +111,15 @@ def triton_nsa_attention_backward(
     out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win, block_indices = saved
     sizes = BlockGeometry(*geometry)
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
-    dout, q, gates = dout.contiguous(), q.contiguous(), gates.contiguous()
+    dout, q, gates, gates_dtype = dout.contiguous(), q.contiguous(), gates.contiguous(), gates.dtype
+    if ring_for("interval_dkdv", q, v_cmp.shape[3]) is not None:
+        # once for all branches: loads to shared memory take at least four bytes
+        gates = gates.float()
     deltas = _branch_deltas(dout, out_cmp, out_slc, out_win)
     dq, dk_cmp, dv_cmp = interval.backward(dout, deltas[0], None, lse_cmp, q, k_cmp, v_cmp, gates, 0, None, False, sizes, scale, blocks)
     dq, dk_win, dv_win = interval.backward(dout, deltas[2], None, lse_win, q, k_win, v_win, gates, 2, dq, True, sizes, scale, tokens)
     dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], lse_slc, q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
-    dgates = deltas.movedim(0, -1).to(gates.dtype).contiguous()
+    dgates = deltas.movedim(0, -1).to(gates_dtype).contiguous()
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 

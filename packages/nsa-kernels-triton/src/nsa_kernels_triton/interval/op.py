@@ -8,8 +8,9 @@ from torch import Tensor
 
 from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
+from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, score_factor, tiles_for
+from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, ring_for, score_factor, tiles_for
 from nsa_kernels_triton.policy import parts_of
 
 PROGRAMS_WANTED = 2048
@@ -129,13 +130,19 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: Block
         "K2": qk.second,
         "V1": value.first,
         "V2": value.second,
+        "EXACT": is_exact(q),
+        **_sizes(is_window, geometry, sequences),
+    }
+
+
+def _sizes(is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> dict[str, Any]:
+    return {
         "IS_WINDOW": is_window,
         "SIZE": geometry.compression_block_size,
         "STRIDE": geometry.compression_stride,
         "WINDOW": geometry.window_size,
         "PACKED": sequences.is_packed,
         "CACHED": sequences.is_cached,
-        "EXACT": is_exact(q),
     }
 
 
@@ -152,6 +159,11 @@ def forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if not k.shape[1] or not q.numel():
         return out.zero_(), lse.fill_(float("-inf")), exact.zero_()
+    ring = ring_for("interval_forward", q, v.shape[3])
+    # a scale of 0 times -inf would be NaN
+    if ring is not None and scale > 0:
+        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, ring)
+        return out, lse, exact
     tiles = tiles_for("interval_forward", q, q.shape[3], v.shape[3])
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False)
     kernels.forward_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
@@ -226,8 +238,9 @@ def _dkdv(
     scale: float,
     sequences: Sequences,
 ) -> tuple[Tensor, Tensor]:
+    ring = ring_for("interval_dkdv", q, v.shape[3])
     tiles = tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
-    tiling = sequences.tiling(k.shape[1], 1, tiles.block_keys, of_keys=True)
+    tiling = sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True)
     splits, split_queries = 1, q.shape[1]
     if not constants["IS_WINDOW"]:
         programs = tiling.num_tiles * tiling.num_sequences * k.shape[2]
@@ -239,14 +252,18 @@ def _dkdv(
     dtype = k.dtype if splits == 1 else torch.float32
     dk = make((splits, *k.shape), dtype=dtype, device=k.device)
     dv = make((splits, *v.shape), dtype=dtype, device=v.device)
-    kernels.dkdv_kernel[(tiling.num_tiles * splits, tiling.num_sequences, k.shape[2])](
-        q, k, v, dout, lse, delta, gates, dk, dv,
-        *sequences.arguments(tiling),
-        sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1], tiling.num_tiles, split_queries,
-        sequences.search_steps, scale, score_factor(q, scale),
-        **constants,
-        BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    grid = (tiling.num_tiles * splits, tiling.num_sequences, k.shape[2])
+    numbers = (
+        *sequences.arguments(tiling), sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1],
+        tiling.num_tiles, split_queries, sequences.search_steps, scale, score_factor(q, scale),
     )  # fmt: skip
+    if ring is not None:
+        hopper.interval_dkdv(grid, q, k, v, dout, lse, delta, gates, dk, dv, numbers, constants, ring)
+    else:
+        kernels.dkdv_kernel[grid](
+            q, k, v, dout, lse, delta, gates, dk, dv, *numbers, **constants,
+            BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
     if splits == 1:
         return dk[0], dv[0]
     return dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)

@@ -127,8 +127,15 @@ def choose_kernel(
         scores += tl.load(source + next_scores + blocks, mask=is_free & (blocks > 0), other=0.0)
     bits = tl.where(is_free, scores.to(tl.int32, bitcast=True), -1)
     wanted = NUM_SELECTED - tl.sum(is_forced.to(tl.int32), 0)
-    threshold = wanted * 0
-    step = 30
+    # most scores lie within a few powers of two of the highest: its exponent and the three below are tried before all bits
+    exponent = tl.max(bits, 0) >> 23
+    found = tl.sum((bits >= exponent << 23).to(tl.int32), 0)
+    lowest = tl.maximum(exponent - 3, 0)
+    while (found < wanted) & (exponent > lowest):
+        exponent -= 1
+        found = tl.sum((bits >= exponent << 23).to(tl.int32), 0)
+    threshold = tl.where(found < wanted, 0, exponent << 23)
+    step = tl.where(found < wanted, 30, tl.where(found == wanted, -1, 22))
     # the highest threshold with at least `wanted` scores at or above it; sooner where there are exactly as many
     while step >= 0:
         candidate = threshold | (1 << step)

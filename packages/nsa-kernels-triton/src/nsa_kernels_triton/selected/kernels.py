@@ -270,7 +270,9 @@ def add_extras_kernel(
     columns = tl.arange(0, WIDTH)
     keys = key_rows.to(tl.int64) * G + index // num_pieces
     final = first_row + tl.load(entries_ptr + tl.load(ends_ptr + index) - 1) // SLOTS_TOTAL
-    mask = (_is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (key_rows <= tl.load(rows_ptr + num_rows + final)))[:, None] & (columns < D)[None, :]
+    mask = (_is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (key_rows <= tl.load(rows_ptr + num_rows + final)))[
+        :, None
+    ] & (columns < D)[None, :]
     target = sum_ptr + keys[:, None] * D + columns[None, :]
     acc = tl.load(target, mask=mask, other=0.0)
     item = tl.load(ends_ptr + num_lists + index) - (last - first)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
+from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval.op import row_delta
-from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, partial_dtype, score_factor, tiles_for
-from nsa_kernels_triton.policy import parts_of
+from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, partial_dtype, ring_for, score_factor, tiles_for
+from nsa_kernels_triton.policy import Ring, parts_of
 from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import Chunk, Index, chunks, index_of
 
@@ -95,6 +96,10 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dexact: None)
 triton_selected_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+GATE = 1
+"""The selected branch's place among the gates."""
+
+
 class Others(NamedTuple):
     """The other branches' outputs, where all of Eq. 5 is computed in one."""
 
@@ -128,6 +133,12 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, index: Index) -> dict[str, Any]:
 def _piece_constants(index: Index) -> dict[str, int]:
     pieces = index.pieces
     return {"SELECTION_SIZE": pieces.block_size, "PIECES": pieces.per_block, "PIECE_SIZE": pieces.size, "KEYS": pieces.keys}
+
+
+def _ring(kind: str, q: Tensor, v: Tensor, index: Index) -> Ring | None:
+    """Return the ring of a kernel that is written for q's device; it takes pieces that fill their tile."""
+    ring, pieces = ring_for(kind, q, v.shape[3]), index.pieces
+    return ring if ring is not None and pieces.size == ring.block_keys and pieces.block_size % pieces.size == 0 else None
 
 
 def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
@@ -164,12 +175,18 @@ def forward(
     width = triton.next_power_of_2(v.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], v.shape[3], dtype=dtype)
     part_lse = lse.new_empty(parts.shape[0])
+    ring = _ring("selected_forward", q, v, index)
     for chunk in chunks(index, geometry):
-        kernels.forward_kernel[(chunk.items.shape[0],)](
+        operands = (
             q, k, v, parts, part_lse, *_lists(chunk), index.rows, chunk.key_rows,
             chunk.first_row, index.num_rows, index.num_pieces, score_factor(q, scale),
-            **constants, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
+        if ring is not None:
+            hopper.selected_forward(chunk.items.shape[0], operands, constants, ring)
+        else:
+            kernels.forward_kernel[(chunk.items.shape[0],)](
+                *operands, **constants, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages
+            )
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_kernel[(triton.cdiv(rows, _merge_rows(width)),)](
             parts, part_lse, chunk.present, out, optional(exact), lse,
@@ -209,16 +226,21 @@ def backward(
     constants = _constants(q, k, v, index)
     width = triton.next_power_of_2(q.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
+    ring = _ring("selected_backward", q, v, index)
     num_extras = index.chunk_rows * index.num_groups * index.slots // index.item_queries
     dk_extra = dk.new_empty(num_extras * index.pieces.keys, q.shape[3])
     dv_extra = dv.new_empty(num_extras * index.pieces.keys, v.shape[3])
     for chunk in chunks(index, geometry):
         place = (chunk.first_row, index.num_rows, index.num_pieces)
-        kernels.backward_kernel[(chunk.items.shape[0],)](
-            q, k, v, dout, lse, delta, gates, parts, dk, dv, dk_extra, dv_extra, *_lists(chunk), index.rows, chunk.key_rows,
-            *place, scale, score_factor(q, scale),
-            **constants, GATE=-1 if gates is None else 1, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
+        results = (parts, dk, dv, dk_extra, dv_extra)
+        numbers = (*_lists(chunk), index.rows, chunk.key_rows, *place, scale, score_factor(q, scale))
+        if ring is not None:
+            hopper.selected_backward(chunk.items.shape[0], q, k, v, dout, lse, delta, gates, (*results, *numbers), constants, ring)
+        else:
+            kernels.backward_kernel[(chunk.items.shape[0],)](
+                q, k, v, dout, lse, delta, gates, *results, *numbers, **constants, GATE=-1 if gates is None else GATE,
+                BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
         for total, extra in ((dk, dk_extra), (dv, dv_extra)):
             kernels.add_extras_kernel[(chunk.ends.shape[1],)](
                 total, extra, chunk.items, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place,

@@ -1,0 +1,442 @@
+"""Forward, dK and dV of attention over an interval of keys for compute capability 9.0: loading warps feed computing ones.
+
+As in `selected_kernels`, four warps load tiles into a ring and four compute, two programs to a multiprocessor.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, find_sequence, load_tile, query_rows, visible_keys
+
+
+@gluon.jit
+def _load_rows(
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with the rows row_from .. row_end - 1 of a group; rows beyond are zeros."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for tile in range(gl.cdiv(row_end - row_from, ROWS)):
+        stage = tile % STAGES
+        row = row_from + tile * ROWS
+        rows = row + gl.arange(0, ROWS, LINE)
+        exists = rows < row_end
+        heads = (rows // HG).to(gl.int64) * H + rows % HG
+        mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
+        load_tile(q_ptr, q1_smem.index(stage), row, row_end, H, HG, D_K, K1, ROWS)
+        if K2 > 0:
+            load_tile(q_ptr + K1, q2_smem.index(stage), row, row_end, H, HG, D_K, K2, ROWS)
+        load_tile(dout_ptr, dout_smem.index(stage), row, row_end, H, HG, D_V, D_V, ROWS)
+        async_copy.async_copy_global_to_shared(lse_smem.index(stage), lse_ptr + heads, mask=exists)
+        async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
+        if GATED:
+            async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=exists)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _multiply(
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, row_from, row_end, middle, tail, scale, factor,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, GATED: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, CACHED: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write dK and dV that the rows give to the keys. The product into dK overlaps with the next tile's scores."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
+    ACC_K2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(K2, 16), 16])
+    ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    dtype: gl.constexpr = q1_smem.dtype
+    keys = key0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    columns = gl.arange(0, ROWS, OF_ROWS)
+    dk1 = warpgroup_mma_init(gl.zeros([KEYS, K1], gl.float32, ACC_K1))
+    dk2 = warpgroup_mma_init(gl.zeros([KEYS, max(K2, 16)], gl.float32, ACC_K2))
+    dv = warpgroup_mma_init(gl.zeros([KEYS, D_V], gl.float32, ACC_V))
+    num_tiles = gl.cdiv(row_end - row_from, ROWS)
+    for tile in range(num_tiles):
+        stage = tile % STAGES
+        row = row_from + tile * ROWS
+        q1 = q1_smem.index(stage)
+        q2 = q2_smem.index(stage)
+        dout = dout_smem.index(stage)
+        mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
+        fence_async_shared()
+        zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+        scores = warpgroup_mma(k1_smem, q1.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if K2 > 0:
+            scores = warpgroup_mma(k2_smem, q2.permute((1, 0)), scores, is_async=True)
+        dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        lse = lse_smem.index(stage).load(OF_ROWS)
+        shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        delta = delta_smem.index(stage).load(OF_ROWS)
+        if K2 > 0:
+            scores, dk1, dk2, dv = warpgroup_mma_wait(1, deps=[scores, dk1, dk2, dv])
+        else:
+            scores, dk1, dv = warpgroup_mma_wait(1, deps=[scores, dk1, dv])
+        # the last tile's products are done: its place in the ring is free
+        mbarrier.arrive(empty.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)
+        weights = gl.exp2(scores * factor - shift[None, :])
+        is_masked = (row < middle) | (row >= tail)
+        if is_masked:
+            t = gl.where(row + columns < row_end, position + (row + columns) // HG, -1)
+            first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+            weights = gl.where((keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :]), weights, 0.0)
+        if GATED:
+            weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
+        left_v = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC_V, 2))
+        dv = warpgroup_mma(left_v, dout, dv, is_async=True)
+        dweights = warpgroup_mma_wait(1, deps=[dweights])
+        dscores = weights * (dweights - delta[None, :])
+        if CACHED:
+            # the end of a store may be NaN
+            dscores = gl.where(weights == 0, 0.0, dscores)
+        left_k = dscores.to(dtype)
+        dk1 = warpgroup_mma(gl.convert_layout(left_k, gl.DotOperandLayout(0, ACC_K1, 2)), q1, dk1, is_async=True)
+        if K2 > 0:
+            dk2 = warpgroup_mma(gl.convert_layout(left_k, gl.DotOperandLayout(0, ACC_K2, 2)), q2, dk2, is_async=True)
+    dk1, dk2, dv = warpgroup_mma_wait(0, deps=[dk1, dk2, dv])
+    _store(dk_ptr, key_row0, key0, num_keys, group, dk1 * scale, G, D_K, K1, KEYS, ACC_K1)
+    if K2 > 0:
+        _store(dk_ptr + K1, key_row0, key0, num_keys, group, dk2 * scale, G, D_K, K2, KEYS, ACC_K2)
+    _store(dv_ptr, key_row0, key0, num_keys, group, dv, G, D_V, D_V, KEYS, ACC_V)
+
+
+@gluon.jit
+def _store(
+    ptr, key_row0, key0, num_keys, group, values,
+    G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Write WIDTH columns of the gradients of a tile of keys."""
+    in_tile = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
+    rows = ((key_row0 + key0 + in_tile) * G + group) * D
+    gl.store(ptr + rows[:, None] + columns[None, :], values.to(ptr.dtype.element_ty), mask=(key0 + in_tile < num_keys)[:, None])
+
+
+@gluon.jit
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits, sequences or 1, G)."""
+    HG: gl.constexpr = H // G
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    tile = gl.program_id(0) % num_tiles
+    # late splits first: they meet every key, the early ones only some
+    split = gl.num_programs(0) // num_tiles - 1 - gl.program_id(0) // num_tiles
+    sequence = gl.program_id(1)
+    group = gl.program_id(2)
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        if sequence >= num_sequences:
+            return
+        tile -= gl.load(cu_tiles_ptr + sequence)
+    q_row0, _num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    key_row0 = sequence.to(gl.int64) * num_keys
+    if PACKED:
+        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
+        num_keys = (gl.load(cu_keys_ptr + sequence + 1) - key_row0).to(gl.int32)
+    key0 = tile * KEYS
+
+    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
+    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(K2, 16)], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k1_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], K1_SHARED)
+    q1_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], K1_SHARED)
+    k2_smem = k1_smem
+    q2_smem = q1_smem
+    if K2 > 0:
+        k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], K2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], V_SHARED)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], V_SHARED)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    gate_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        # every loading thread arrives once its copies have landed
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=1)
+
+    key_place = key_row0 * G + group
+    load_tile(k_ptr + key_place * D_K, k1_smem, key0, num_keys, G, 1, D_K, K1, KEYS)
+    if K2 > 0:
+        load_tile(k_ptr + key_place * D_K + K1, k2_smem, key0, num_keys, G, 1, D_K, K2, KEYS)
+    load_tile(v_ptr + key_place * D_V, v_smem, key0, num_keys, G, 1, D_V, D_V, KEYS)
+    async_copy.commit_group()
+
+    # queries t that see some of the keys: t_from .. t_end - 1; all of them: t_full .. t_full_end - 1
+    last_key = gl.minimum(key0 + KEYS, num_keys) - 1
+    t_end = position + num_valid
+    if IS_WINDOW:
+        t_from = key0
+        t_full = last_key
+        t_full_end = key0 + WINDOW
+        t_end = gl.minimum(t_end, last_key + WINDOW)
+    else:
+        t_from = key0 * STRIDE + SIZE - 1
+        t_full = last_key * STRIDE + SIZE - 1
+        t_full_end = t_end
+    t_from = gl.maximum(t_from, position + split * split_queries)
+    t_end = gl.minimum(t_end, position + (split + 1) * split_queries)
+    row_from = (t_from - position) * HG
+    row_end = gl.maximum((t_end - position) * HG, row_from)
+    # tiles that lie in middle .. tail - 1 see every key
+    middle = gl.minimum(gl.maximum((t_full - position) * HG, row_from), row_end)
+    tail = gl.minimum((t_full_end - position) * HG, row_end) - ROWS + 1
+    if last_key < key0 + KEYS - 1:
+        middle = row_end
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    head0 = q_row0 * H + group * HG
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+                    dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
+                    position, row_from, row_end, middle, tail, scale, factor,
+                    G, HG, D_K, K1, K2, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, CACHED, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _load_rows,
+                (
+                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3,
+                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+                    H, HG, D_K, K1, K2, D_V, GATED, ROWS, STAGES,
+                ),
+            ),
+        ],
+        [4],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_keys(
+    k_ptr, v_ptr, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, start, end,
+    G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the rings with the keys and values start .. end - 1 of a group; those beyond are zeros."""
+    for tile in range(gl.cdiv(end - start, KEYS)):
+        stage = tile % STAGES
+        phase = ((tile // STAGES) & 1) ^ 1
+        key = start + tile * KEYS
+        mbarrier.wait(k_empty.index(stage), phase)
+        load_tile(k_ptr, k1_smem.index(stage), key, end, G, 1, D_K, K1, KEYS)
+        if K2 > 0:
+            load_tile(k_ptr + K1, k2_smem.index(stage), key, end, G, 1, D_K, K2, KEYS)
+        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+        mbarrier.wait(v_empty.index(stage), phase)
+        load_tile(v_ptr, v_smem.index(stage), key, end, G, 1, D_V, D_V, KEYS)
+        async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _weights(
+    scores, row_max, first, end, key, is_masked, factor, SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr
+):  # fmt: skip
+    """Return the weights of a tile of keys, the new maxima, and what the sums so far are to be multiplied by."""
+    if is_masked:
+        keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+        is_visible = keys[None, :] < end[:, None]
+        if IS_WINDOW:
+            is_visible = is_visible & (keys[None, :] >= first[:, None])
+        scores = gl.where(is_visible, scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    return gl.exp2(scores * factor - shift[:, None]), new_max, gl.exp2(row_max - shift)
+
+
+@gluon.jit
+def _attend(
+    q1_smem, q2_smem, k1_smem, k2_smem, v_smem, out_smem, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr,
+    row0, num_rows, num_valid, position, start, last_end, middle, tail, factor,
+    H: gl.constexpr, HG: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write out and lse of a tile of rows. The product with v overlaps with the next tile's softmax."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q1_smem.dtype
+    rows = row0 + gl.arange(0, ROWS, OF_ROWS)
+    queries = rows // HG
+    t = gl.where(queries < num_valid, position + queries, -1)
+    first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
+    row_sum = gl.zeros([ROWS], gl.float32, OF_ROWS)
+    acc = gl.zeros([ROWS, D_V], gl.float32, ACC)
+    num_tiles = gl.cdiv(last_end - start, KEYS)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    if num_tiles > 0:
+        mbarrier.wait(k_full.index(0), 0)
+        fence_async_shared()
+        scores = warpgroup_mma(q1_smem, k1_smem.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if K2 > 0:
+            scores = warpgroup_mma(q2_smem, k2_smem.index(0).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_empty.index(0), count=1)
+        weights, row_max, rescale = _weights(
+            scores, row_max, first, end, start, (start < middle) | (start >= tail), factor, SCORES, IS_WINDOW, KEYS
+        )
+        row_sum = gl.sum(weights, 1)
+        left = gl.convert_layout(weights.to(dtype), LEFT)
+        for tile in range(1, num_tiles):
+            stage = tile % STAGES
+            before = (tile - 1) % STAGES
+            mbarrier.wait(k_full.index(stage), (tile // STAGES) & 1)
+            mbarrier.wait(v_full.index(before), ((tile - 1) // STAGES) & 1)
+            fence_async_shared()
+            scores = warpgroup_mma(q1_smem, k1_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            if K2 > 0:
+                scores = warpgroup_mma(q2_smem, k2_smem.index(stage).permute((1, 0)), scores, is_async=True)
+            acc = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            key = start + tile * KEYS
+            weights, row_max, rescale = _weights(
+                scores, row_max, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS
+            )
+            row_sum = row_sum * rescale + gl.sum(weights, 1)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(before), count=1)
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+            left = gl.convert_layout(weights.to(dtype), LEFT)
+        mbarrier.wait(v_full.index((num_tiles - 1) % STAGES), ((num_tiles - 1) // STAGES) & 1)
+        fence_async_shared()
+        acc = warpgroup_mma(left, v_smem.index((num_tiles - 1) % STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    sees_any = (row_sum > 0) & (t >= 0)
+    inverse = gl.where(sees_any, 1.0 / gl.where(sees_any, row_sum, 1.0), 0.0)
+    heads = queries.to(gl.int64) * H + rows % HG
+    lse = (row_max + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2
+    gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=queries < num_rows)
+    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
+    barrier()
+    out_smem.store(acc.to(dtype))
+    barrier()
+    rows_t = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+    heads_t = (rows_t // HG).to(gl.int64) * H + rows_t % HG
+    columns = gl.arange(0, D_V, gl.SliceLayout(0, TILE))
+    gl.store(out_ptr + (heads_t * D_V)[:, None] + columns[None, :], out_smem.load(TILE), mask=(rows_t // HG < num_rows)[:, None])
+
+
+@gluon.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, search_steps, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write out and lse as `interval.kernels.forward_kernel` does; grid (tiles, sequences or 1, G). The longest rows come first."""
+    HG: gl.constexpr = H // G
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    sequence = gl.program_id(1)
+    group = gl.program_id(2)
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        if sequence >= num_sequences:
+            return
+        tile -= gl.load(cu_tiles_ptr + sequence)
+    q_row0, num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    key_row0 = sequence.to(gl.int64) * num_keys
+    if PACKED:
+        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
+    row0 = tile * ROWS
+    t_first = position + row0 // HG
+    t_last = position + gl.minimum((row0 + ROWS - 1) // HG, num_valid - 1)
+    # every row of the tile sees the keys middle .. tail + KEYS - 2
+    start, full_end = visible_keys(t_first, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    middle, end = visible_keys(t_last, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    if t_last < t_first:
+        end = start
+    tail = full_end - KEYS + 1
+
+    Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, K1], dtype)
+    Q2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, max(K2, 16)], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q1_smem = gl.allocate_shared_memory(dtype, [ROWS, K1], Q1_SHARED)
+    k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], Q1_SHARED)
+    q2_smem = q1_smem
+    k2_smem = k1_smem
+    if K2 > 0:
+        q2_smem = gl.allocate_shared_memory(dtype, [ROWS, K2], Q2_SHARED)
+        k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], Q2_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D_V], V_SHARED)
+    # outputs leave through the rows' own place
+    out_smem = q1_smem._reinterpret(dtype, [ROWS, D_V], V_SHARED)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=128)
+        mbarrier.init(v_full.index(stage), count=128)
+        mbarrier.init(k_empty.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=1)
+    head0 = q_row0 * H + group * HG
+    load_tile(q_ptr + head0 * D_K, q1_smem, row0, num_rows * HG, H, HG, D_K, K1, ROWS)
+    if K2 > 0:
+        load_tile(q_ptr + head0 * D_K + K1, q2_smem, row0, num_rows * HG, H, HG, D_K, K2, ROWS)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    key0 = key_row0 * G + group
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    q1_smem, q2_smem, k1_smem, k2_smem, v_smem, out_smem, k_full, k_empty, v_full, v_empty,
+                    out_ptr + head0 * D_V, lse_ptr + head0, row0, num_rows, num_valid, position, start, end, middle, tail, factor,
+                    H, HG, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _load_keys,
+                (
+                    k_ptr + key0 * D_K, v_ptr + key0 * D_V, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, start, end,
+                    G, D_K, K1, K2, D_V, KEYS, STAGES,
+                ),
+            ),
+        ],
+        [4],
+        [LOADER_REGISTERS],
+    )  # fmt: skip

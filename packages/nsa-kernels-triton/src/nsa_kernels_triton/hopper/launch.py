@@ -1,0 +1,108 @@
+"""Launches of the kernels for compute capability 9.0. Their modules are imported here, at the first launch: they need Gluon."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_kernels_triton.launch import Sequences, score_factor
+from nsa_kernels_triton.policy import Ring, parts_of
+
+REGISTERS = 128
+"""Of a thread when a program starts: two programs of eight warps fill a multiprocessor."""
+
+
+def interval_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sizes: dict[str, Any], scale: float, sequences: Sequences, ring: Ring
+) -> None:
+    """Write out and lse; `sizes` are the constants of the interval. `scale` is above 0."""
+    from nsa_kernels_triton.hopper import interval_kernels as kernels
+
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False)
+    kernels.forward_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
+        q, k, v, out, lse,
+        *sequences.arguments(tiling),
+        sequences.num_sequences, q.shape[1], k.shape[1], sequences.search_steps, score_factor(q, scale),
+        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **sizes, **_ring_constants(ring), **_options(),
+    )  # fmt: skip
+
+
+def interval_dkdv(
+    grid: tuple[int, int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gates: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+    numbers: tuple[Any, ...],
+    constants: dict[str, Any],
+    ring: Ring,
+) -> None:
+    """Write dK and dV of every split; `numbers` and `constants` are those of the portable kernel."""
+    from nsa_kernels_triton.hopper import interval_kernels as kernels
+
+    kernels.dkdv_kernel[grid](
+        q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
+        **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
+        **_widths(q.shape[3], v.shape[3]), GATED=gates is not None, **_ring_constants(ring), **_options(),
+    )  # fmt: skip
+
+
+def selected_forward(num_items: int, operands: tuple[Any, ...], constants: dict[str, Any], ring: Ring) -> None:
+    """Write partial out and lse; `operands` and `constants` are those of the portable kernel, `num_items` a bound."""
+    from nsa_kernels_triton.hopper import selected_kernels as kernels
+
+    kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_ring_constants(ring), **_options())
+
+
+def selected_backward(
+    num_items: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gates: Tensor | None,
+    rest: tuple[Any, ...],
+    constants: dict[str, Any],
+    ring: Ring,
+) -> None:
+    """Write partial dQ, and add dK and dV; `rest` and `constants` are those of the portable kernel, `num_items` a bound."""
+    from nsa_kernels_triton.hopper import selected_kernels as kernels
+
+    kernels.backward_kernel[(num_items,)](
+        q, k, v, dout, lse, delta, _gate(gates, 1, delta), *rest,
+        **_selected_constants(constants), GATED=gates is not None, **_ring_constants(ring), **_options(),
+    )  # fmt: skip
+
+
+def _selected_constants(constants: dict[str, Any]) -> dict[str, Any]:
+    return {name: constants[name] for name in ("H", "G", "SLOTS_TOTAL")} | _widths(constants["D_K"], constants["D_V"])
+
+
+def _widths(head_dim_qk: int, head_dim_v: int) -> dict[str, int]:
+    parts = parts_of(head_dim_qk)
+    return {"D_K": head_dim_qk, "K1": parts.first, "K2": parts.second, "D_V": head_dim_v}
+
+
+def _ring_constants(ring: Ring) -> dict[str, int]:
+    return {
+        "ROWS": ring.block_rows,
+        "KEYS": ring.block_keys,
+        "STAGES": ring.num_stages,
+        "LOADER_REGISTERS": ring.loader_registers,
+    }
+
+
+def _options() -> dict[str, int]:
+    return {"num_warps": 4, "maxnreg": REGISTERS}
+
+
+def _gate(gates: Tensor | None, gate: int, delta: Tensor) -> Tensor:
+    """Return one branch's gates, float32 with the strides of all; without gates a tensor that is not read."""
+    return delta if gates is None else gates.to(torch.float32)[..., gate]

@@ -1,0 +1,409 @@
+"""Forward and backward of attention over chosen blocks for compute capability 9.0: loading warps gather rows while others compute.
+
+A program has four warps that compute and four that load, two programs to a multiprocessor. The loading warps gather the
+rows of q and dO of an item (`selected.index_kernels`) into a ring of tiles; the computing warps hold the block's dK and dV.
+Everything is transposed, (keys, rows), so that weights come out of one product as the next one's first operand.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, load_tile
+
+
+@gluon.jit
+def _gather_tile(
+    ptr, entries_ptr, smem, tile, num_rows,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Start copying WIDTH columns of a tile's rows."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
+    exists = rows < num_rows
+    heads = gl.load(entries_ptr + rows // HG, mask=exists, other=0) // SLOTS_TOTAL * H + rows % HG
+    async_copy.async_copy_global_to_shared(smem, ptr + heads[:, None] * D + columns[None, :], mask=exists[:, None])
+
+
+@gluon.jit
+def _gather(
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, entries_ptr, own_ptr,
+    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_rows,
+    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with the tiles of an item. Rows beyond the last are zeros."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for tile in range(gl.cdiv(num_rows, ROWS)):
+        stage = tile % STAGES
+        rows = tile * ROWS + gl.arange(0, ROWS, LINE)
+        entry = gl.load(entries_ptr + start + rows // HG, mask=rows < num_rows, other=0)
+        heads = entry // SLOTS_TOTAL * H + rows % HG
+        mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
+        _gather_tile(q_ptr, entries_ptr + start, q1_smem.index(stage), tile, num_rows, H, HG, D_K, K1, SLOTS_TOTAL, ROWS)
+        if K2 > 0:
+            _gather_tile(q_ptr + K1, entries_ptr + start, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K2, SLOTS_TOTAL, ROWS)
+        _gather_tile(dout_ptr, entries_ptr + start, dout_smem.index(stage), tile, num_rows, H, HG, D_V, D_V, SLOTS_TOTAL, ROWS)
+        exists = rows < num_rows
+        async_copy.async_copy_global_to_shared(lse_smem.index(stage), lse_ptr + heads, mask=exists)
+        async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
+        if GATED:
+            async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=exists)
+        async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
+        async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + start + rows // HG, mask=exists)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _multiply(
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
+    full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write partial dQ of every tile, and add or store dK and dV of the block."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
+    ACC_K2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(K2, 16), 16])
+    ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    dtype: gl.constexpr = q1_smem.dtype
+    keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    dk1 = gl.zeros([KEYS, K1], gl.float32, ACC_K1)
+    dk2 = gl.zeros([KEYS, max(K2, 16)], gl.float32, ACC_K2)
+    dv = gl.zeros([KEYS, D_V], gl.float32, ACC_V)
+    for tile in range(gl.cdiv(num_rows, ROWS)):
+        stage = tile % STAGES
+        q1 = q1_smem.index(stage)
+        q2 = q2_smem.index(stage)
+        dout = dout_smem.index(stage)
+        mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
+        fence_async_shared()
+        zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+        scores = warpgroup_mma(k1_smem, q1.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if K2 > 0:
+            scores = warpgroup_mma(k2_smem, q2.permute((1, 0)), scores, is_async=True)
+        dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        lse = lse_smem.index(stage).load(OF_ROWS)
+        shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        weights = gl.exp2(scores * factor - shift[None, :])
+        if is_masked:
+            own = own_smem.index(stage).load(OF_ROWS)
+            weights = gl.where(keys[:, None] <= own[None, :], weights, 0.0)
+        if GATED:
+            weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
+        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC_V, 2)), dout, dv, is_async=True)
+        delta = delta_smem.index(stage).load(OF_ROWS)
+        dweights = warpgroup_mma_wait(1, deps=[dweights])
+        dscores = (weights * (dweights - delta[None, :])).to(dtype)
+        ds_smem.store(dscores)
+        dk1 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_K1, 2)), q1, dk1, is_async=True)
+        fence_async_shared()
+        barrier()
+        if K2 > 0:
+            # after one another: both at once need more registers than there are
+            dk2 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_K2, 2)), q2, dk2, is_async=True)
+            dq2 = warpgroup_mma(k2_smem.permute((1, 0)), ds_smem, gl.zeros([K2, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
+            dv, dk1, dk2, dq2 = warpgroup_mma_wait(0, deps=[dv, dk1, dk2, dq2])
+            barrier()
+            q2.permute((1, 0)).store((dq2 * scale).to(dtype))
+        dq1 = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
+        dv, dk1, dq1 = warpgroup_mma_wait(0, deps=[dv, dk1, dq1])
+        barrier()
+        # the tile of q has been read: partial dQ leaves through it
+        q1.permute((1, 0)).store((dq1 * scale).to(dtype))
+        barrier()
+        entry = entry_smem.index(stage)
+        _store_tile(dq_ptr, q1, entry, tile, num_rows, G, HG, D_K, K1, SLOTS_TOTAL, ROWS)
+        if K2 > 0:
+            _store_tile(dq_ptr + K1, q2, entry, tile, num_rows, G, HG, D_K, K2, SLOTS_TOTAL, ROWS)
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+    _add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * scale, G, D_K, K1, KEYS, ACC_K1)
+    if K2 > 0:
+        _add_or_store(dk_ptr + K1, dk_extra_ptr + K1, key_row0, last_key, group, place, dk2 * scale, G, D_K, K2, KEYS, ACC_K2)
+    _add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, D_V, KEYS, ACC_V)
+
+
+@gluon.jit
+def _store_tile(
+    ptr, smem, entry_smem, tile, num_rows,
+    G: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Write WIDTH columns of a tile's partial results to their places (rows, G, slots, H/G, D)."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    entry = entry_smem.load(gl.SliceLayout(1, TILE))
+    rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+    target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
+    gl.store(ptr + target[:, None] * D + columns[None, :], smem.load(TILE), mask=(rows < num_rows)[:, None])
+
+
+@gluon.jit
+def _add_or_store(
+    sum_ptr, extra_ptr, key_row0, last_key, group, place, values,
+    G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Add the gradients of a list's first item to the running sum; keep those of a later one apart."""
+    in_piece = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
+    mask = (key_row0 + in_piece <= last_key)[:, None] & (columns < WIDTH)[None, :]
+    if place < 0:
+        keys = (key_row0 + in_piece).to(gl.int64) * G + group
+        target = sum_ptr + keys[:, None] * D + columns[None, :]
+        gl.store(target, gl.load(target, mask=mask, other=0.0) + values, mask=mask)
+    else:
+        numbers = place.to(gl.int64) * KEYS + in_piece
+        gl.store(extra_ptr + numbers[:, None] * D + columns[None, :], values, mask=mask)
+
+
+@gluon.jit
+def backward_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys; grid (bound on items,)."""
+    HG: gl.constexpr = H // G
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    if gl.program_id(0) >= gl.load(num_items_ptr):
+        return
+    item = items_ptr + gl.program_id(0) * 4
+    index = gl.load(item)
+    start = gl.load(item + 1)
+    end = gl.load(item + 2)
+    place = gl.load(item + 3)
+    group = index // num_pieces
+    key_row0 = gl.load(key_rows_ptr + index % num_pieces)
+    own_ptr = rows_ptr + num_rows + first_row
+    # the last query sees the most; beyond it a store may hold anything
+    last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
+    is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
+
+    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
+    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(K2, 16)], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    DS_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k1_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], K1_SHARED)
+    q1_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], K1_SHARED)
+    k2_smem = k1_smem
+    q2_smem = q1_smem
+    if K2 > 0:
+        k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], K2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], V_SHARED)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], V_SHARED)
+    ds_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], DS_SHARED)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    gate_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    own_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
+    entry_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        # every loading thread arrives once its copies have landed
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=1)
+
+    num_keys = last_key + 1 - key_row0
+    key_place = key_row0.to(gl.int64) * G + group
+    load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, K1, KEYS)
+    if K2 > 0:
+        load_tile(k_ptr + key_place * D_K + K1, k2_smem, 0, num_keys, G, 1, D_K, K2, KEYS)
+    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, D_V, KEYS)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+    # offsets within a chunk fit 32 bits
+    head0 = first_row.to(gl.int64) * H + group * HG
+    num_item_rows = (end - start) * HG
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
+                    full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
+                    G, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _gather,
+                (
+                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
+                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
+                    H, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, STAGES,
+                ),
+            ),
+        ],
+        [4],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _gather_queries(
+    q_ptr, entries_ptr, own_ptr, q1_smem, q2_smem, own_smem, entry_smem, full, empty, start, num_rows,
+    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with the tiles of an item. Rows beyond the last are zeros."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for tile in range(gl.cdiv(num_rows, ROWS)):
+        stage = tile % STAGES
+        rows = tile * ROWS + gl.arange(0, ROWS, LINE)
+        exists = rows < num_rows
+        entry = gl.load(entries_ptr + start + rows // HG, mask=exists, other=0)
+        mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
+        _gather_tile(q_ptr, entries_ptr + start, q1_smem.index(stage), tile, num_rows, H, HG, D_K, K1, SLOTS_TOTAL, ROWS)
+        if K2 > 0:
+            _gather_tile(q_ptr + K1, entries_ptr + start, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K2, SLOTS_TOTAL, ROWS)
+        async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
+        async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + start + rows // HG, mask=exists)
+        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _attend(
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, out_smem, own_smem, entry_smem, full, empty,
+    out_ptr, lse_ptr, key_row0, last_key, num_rows, is_masked, factor,
+    G: gl.constexpr, HG: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write partial out and lse of every tile."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = q1_smem.dtype
+    keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+    columns = gl.arange(0, D_V, gl.SliceLayout(0, TILE))
+    for tile in range(gl.cdiv(num_rows, ROWS)):
+        stage = tile % STAGES
+        mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
+        fence_async_shared()
+        zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+        scores = warpgroup_mma(q1_smem.index(stage), k1_smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if K2 > 0:
+            scores = warpgroup_mma(q2_smem.index(stage), k2_smem.permute((1, 0)), scores, is_async=True)
+        own = own_smem.index(stage).load(OF_ROWS)
+        entry = entry_smem.index(stage).load(OF_ROWS)
+        entry_t = entry_smem.index(stage).load(gl.SliceLayout(1, TILE))
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(empty.index(stage), count=1)
+        scores = scores * factor
+        if is_masked:
+            scores = gl.where((keys[None, :] <= own[:, None]) & (keys <= last_key)[None, :], scores, float("-inf"))
+        row_max = gl.max(scores, 1)
+        # rows that do not exist see nothing
+        row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+        weights = gl.exp2(scores - row_max[:, None])
+        row_sum = gl.sum(weights, 1)
+        left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
+        acc = warpgroup_mma(left, v_smem, gl.zeros([ROWS, D_V], gl.float32, ACC), use_acc=False, is_async=True)
+        total = gl.where(row_sum > 0, row_sum, 1.0)
+        rows = tile * ROWS + gl.arange(0, ROWS, OF_ROWS)
+        target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
+        gl.store(lse_ptr + target, (row_max + gl.log2(total)) * LN2, mask=rows < num_rows)
+        inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        # the last tile's outputs have left
+        barrier()
+        out_smem.store((acc * inverse[:, None]).to(dtype))
+        barrier()
+        rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+        target_t = (entry_t // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry_t % SLOTS_TOTAL) * HG + rows_t % HG
+        gl.store(out_ptr + target_t[:, None] * D_V + columns[None, :], out_smem.load(TILE), mask=(rows_t < num_rows)[:, None])
+
+
+@gluon.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, part_lse_ptr, items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr,
+    first_row, num_rows, num_pieces, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write partial out (rows, G, slots, H/G, D_v) and lse of the rows of one item; grid (bound on items,)."""
+    HG: gl.constexpr = H // G
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    if gl.program_id(0) >= gl.load(num_items_ptr):
+        return
+    item = items_ptr + gl.program_id(0) * 4
+    index = gl.load(item)
+    start = gl.load(item + 1)
+    end = gl.load(item + 2)
+    group = index // num_pieces
+    key_row0 = gl.load(key_rows_ptr + index % num_pieces)
+    own_ptr = rows_ptr + num_rows + first_row
+    last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
+    is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
+    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
+    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(K2, 16)], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k1_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], K1_SHARED)
+    q1_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], K1_SHARED)
+    k2_smem = k1_smem
+    q2_smem = q1_smem
+    if K2 > 0:
+        k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], K2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], V_SHARED)
+    out_smem = gl.allocate_shared_memory(dtype, [ROWS, D_V], V_SHARED)
+    own_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
+    entry_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=1)
+    num_keys = last_key + 1 - key_row0
+    key_place = key_row0.to(gl.int64) * G + group
+    load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, K1, KEYS)
+    if K2 > 0:
+        load_tile(k_ptr + key_place * D_K + K1, k2_smem, 0, num_keys, G, 1, D_K, K2, KEYS)
+    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, D_V, KEYS)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    head0 = first_row.to(gl.int64) * H + group * HG
+    num_item_rows = (end - start) * HG
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, out_smem, own_smem, entry_smem, full, empty,
+                    out_ptr + group * (SLOTS_TOTAL * HG * D_V), part_lse_ptr + group * (SLOTS_TOTAL * HG),
+                    key_row0, last_key, num_item_rows, is_masked, factor,
+                    G, HG, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _gather_queries,
+                (
+                    q_ptr + head0 * D_K, entries_ptr, own_ptr, q1_smem, q2_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
+                    H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, STAGES,
+                ),
+            ),
+        ],
+        [4],
+        [LOADER_REGISTERS],
+    )  # fmt: skip
