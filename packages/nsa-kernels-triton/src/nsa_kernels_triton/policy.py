@@ -198,7 +198,7 @@ class Ring:
 # measured on an H200, at 32,768 tokens; kind -> head_dim_qk -> ring
 RINGS: dict[str, dict[int, Ring]] = {
     "interval_forward": {64: Ring(64, 128, 2, 40), 128: Ring(64, 64, 3, 40), 192: Ring(64, 64, 2, 40)},
-    "interval_dkdv": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(32, 64, 3, 24)},
+    "interval_dkdv": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40)},
     "selected_forward": {64: Ring(64, 64, 3, 40), 128: Ring(64, 64, 3, 40), 192: Ring(64, 64, 2, 40)},
     "selected_backward": {64: Ring(32, 64, 3, 40), 128: Ring(32, 64, 3, 40), 192: Ring(32, 64, 2, 32)},
 }

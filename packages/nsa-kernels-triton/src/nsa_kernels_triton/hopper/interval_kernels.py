@@ -19,8 +19,8 @@ from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, find_sequence, 
 
 @gluon.jit
 def _load_rows(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
-    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the rows row_from .. row_end - 1 of a group; rows beyond are zeros."""
@@ -32,9 +32,7 @@ def _load_rows(
         exists = rows < row_end
         heads = (rows // HG).to(gl.int64) * H + rows % HG
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        load_tile(q_ptr, q1_smem.index(stage), row, row_end, H, HG, D_K, K1, ROWS)
-        if K2 > 0:
-            load_tile(q_ptr + K1, q2_smem.index(stage), row, row_end, H, HG, D_K, K2, ROWS)
+        load_tile(q_ptr, q_smem.index(stage), row, row_end, H, HG, D_K, D_K, ROWS)
         load_tile(dout_ptr, dout_smem.index(stage), row, row_end, H, HG, D_V, D_V, ROWS)
         async_copy.async_copy_global_to_shared(lse_smem.index(stage), lse_ptr + heads, mask=exists)
         async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
@@ -45,45 +43,37 @@ def _load_rows(
 
 @gluon.jit
 def _multiply(
-    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
     dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, row_from, row_end, middle, tail, scale, factor,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, GATED: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr, GATED: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV that the rows give to the keys. The product into dK overlaps with the next tile's scores."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
-    ACC_K2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(K2, 16), 16])
+    ACC_K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_K, 16])
     ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    dtype: gl.constexpr = q1_smem.dtype
+    dtype: gl.constexpr = q_smem.dtype
     keys = key0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
     columns = gl.arange(0, ROWS, OF_ROWS)
-    dk1 = warpgroup_mma_init(gl.zeros([KEYS, K1], gl.float32, ACC_K1))
-    dk2 = warpgroup_mma_init(gl.zeros([KEYS, max(K2, 16)], gl.float32, ACC_K2))
+    dk = warpgroup_mma_init(gl.zeros([KEYS, D_K], gl.float32, ACC_K))
     dv = warpgroup_mma_init(gl.zeros([KEYS, D_V], gl.float32, ACC_V))
     num_tiles = gl.cdiv(row_end - row_from, ROWS)
     for tile in range(num_tiles):
         stage = tile % STAGES
         row = row_from + tile * ROWS
-        q1 = q1_smem.index(stage)
-        q2 = q2_smem.index(stage)
+        q = q_smem.index(stage)
         dout = dout_smem.index(stage)
         mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
         fence_async_shared()
         zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-        scores = warpgroup_mma(k1_smem, q1.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if K2 > 0:
-            scores = warpgroup_mma(k2_smem, q2.permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(k_smem, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
         lse = lse_smem.index(stage).load(OF_ROWS)
         shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         delta = delta_smem.index(stage).load(OF_ROWS)
-        if K2 > 0:
-            scores, dk1, dk2, dv = warpgroup_mma_wait(1, deps=[scores, dk1, dk2, dv])
-        else:
-            scores, dk1, dv = warpgroup_mma_wait(1, deps=[scores, dk1, dv])
+        scores, dk, dv = warpgroup_mma_wait(1, deps=[scores, dk, dv])
         # the last tile's products are done: its place in the ring is free
         mbarrier.arrive(empty.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)
         weights = gl.exp2(scores * factor - shift[None, :])
@@ -101,25 +91,21 @@ def _multiply(
         if CACHED:
             # the end of a store may be NaN
             dscores = gl.where(weights == 0, 0.0, dscores)
-        left_k = dscores.to(dtype)
-        dk1 = warpgroup_mma(gl.convert_layout(left_k, gl.DotOperandLayout(0, ACC_K1, 2)), q1, dk1, is_async=True)
-        if K2 > 0:
-            dk2 = warpgroup_mma(gl.convert_layout(left_k, gl.DotOperandLayout(0, ACC_K2, 2)), q2, dk2, is_async=True)
-    dk1, dk2, dv = warpgroup_mma_wait(0, deps=[dk1, dk2, dv])
-    _store(dk_ptr, key_row0, key0, num_keys, group, dk1 * scale, G, D_K, K1, KEYS, ACC_K1)
-    if K2 > 0:
-        _store(dk_ptr + K1, key_row0, key0, num_keys, group, dk2 * scale, G, D_K, K2, KEYS, ACC_K2)
-    _store(dv_ptr, key_row0, key0, num_keys, group, dv, G, D_V, D_V, KEYS, ACC_V)
+        left_k = gl.convert_layout(dscores.to(dtype), gl.DotOperandLayout(0, ACC_K, 2))
+        dk = warpgroup_mma(left_k, q, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    _store(dk_ptr, key_row0, key0, num_keys, group, dk * scale, G, D_K, KEYS, ACC_K)
+    _store(dv_ptr, key_row0, key0, num_keys, group, dv, G, D_V, KEYS, ACC_V)
 
 
 @gluon.jit
 def _store(
     ptr, key_row0, key0, num_keys, group, values,
-    G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Write WIDTH columns of the gradients of a tile of keys."""
+    """Write the gradients of a tile of keys."""
     in_tile = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
+    columns = gl.arange(0, D, gl.SliceLayout(0, ACC))
     rows = ((key_row0 + key0 + in_tile) * G + group) * D
     gl.store(ptr + rows[:, None] + columns[None, :], values.to(ptr.dtype.element_ty), mask=(key0 + in_tile < num_keys)[:, None])
 
@@ -129,7 +115,7 @@ def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
@@ -156,18 +142,12 @@ def dkdv_kernel(
         num_keys = (gl.load(cu_keys_ptr + sequence + 1) - key_row0).to(gl.int32)
     key0 = tile * KEYS
 
-    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
-    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(K2, 16)], dtype)
+    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_K], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k1_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], K1_SHARED)
-    q1_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], K1_SHARED)
-    k2_smem = k1_smem
-    q2_smem = q1_smem
-    if K2 > 0:
-        k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], K2_SHARED)
-        q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
+    k_smem = gl.allocate_shared_memory(dtype, [KEYS, D_K], K_SHARED)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_K], K_SHARED)
     v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], V_SHARED)
     dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], V_SHARED)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
@@ -181,9 +161,7 @@ def dkdv_kernel(
         mbarrier.init(empty.index(stage), count=1)
 
     key_place = key_row0 * G + group
-    load_tile(k_ptr + key_place * D_K, k1_smem, key0, num_keys, G, 1, D_K, K1, KEYS)
-    if K2 > 0:
-        load_tile(k_ptr + key_place * D_K + K1, k2_smem, key0, num_keys, G, 1, D_K, K2, KEYS)
+    load_tile(k_ptr + key_place * D_K, k_smem, key0, num_keys, G, 1, D_K, D_K, KEYS)
     load_tile(v_ptr + key_place * D_V, v_smem, key0, num_keys, G, 1, D_V, D_V, KEYS)
     async_copy.commit_group()
 
@@ -217,18 +195,18 @@ def dkdv_kernel(
             (
                 _multiply,
                 (
-                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+                    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
                     position, row_from, row_end, middle, tail, scale, factor,
-                    G, HG, D_K, K1, K2, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, CACHED, ROWS, KEYS, STAGES,
+                    G, HG, D_K, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
                 _load_rows,
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3,
-                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
-                    H, HG, D_K, K1, K2, D_V, GATED, ROWS, STAGES,
+                    q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+                    H, HG, D_K, D_V, GATED, ROWS, STAGES,
                 ),
             ),
         ],

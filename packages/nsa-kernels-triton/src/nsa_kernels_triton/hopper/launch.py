@@ -48,7 +48,7 @@ def interval_dkdv(
     kernels.dkdv_kernel[grid](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
-        **_widths(q.shape[3], v.shape[3]), GATED=gates is not None, **_ring_constants(ring), **_options(),
+        D_K=q.shape[3], D_V=v.shape[3], GATED=gates is not None, **_ring_constants(ring), **_options(),
     )  # fmt: skip
 
 
