@@ -145,6 +145,54 @@ def compare(
 
 
 @app.command
+def train(
+    recipe: Annotated[str, Parameter(help="A recipe of nsa-train: a shipped name or a TOML file.")] = "125m",
+    /,
+    *,
+    json_file: JSONFile = None,
+    csv_file: CSVFile = None,
+    steps: Annotated[int, Parameter(help="Optimizer steps of each twin; the first tenth warms up.")] = 50,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value, as for nsa-train. Repeatable.")] = None,
+    twins: Annotated[Literal["both", "nsa", "dense"], Parameter(help="Which of the two to train.")] = "both",
+    commit: Commit = None,
+) -> int:
+    """Time training: tokens per second, MFU and memory of a recipe and of its dense twin."""
+    from nsa_bench.training_report import bench_training
+
+    results = bench_training(
+        recipe,
+        set_ or (),
+        steps=steps,
+        twins=twins,
+        commit=commit,
+        json_file=json_file,
+        csv_file=csv_file,
+        screen=_screen(),
+        progress=Console(stderr=True),
+    )
+    return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+
+
+@app.command
+def smoke(
+    run_dir: Annotated[Path, Parameter(name="RUN_DIR")],
+    /,
+    *,
+    json_file: JSONFile = None,
+    csv_file: CSVFile = None,
+    compare_baseline: Annotated[Path | None, Parameter(help="The metrics.json of another run, to be no worse than.")] = None,
+    tolerance: Annotated[float, Parameter(help="Per cent by which a figure may be worse than the baseline's.")] = 5.0,
+) -> int:
+    """Check a run's records: loss, NaN, throughput, fetch, gates, selection; exit 1 where a rule does not hold."""
+    from nsa_bench.smoke_report import bench_smoke
+
+    verdicts = bench_smoke(
+        run_dir, baseline=compare_baseline, tolerance=tolerance, json_file=json_file, csv_file=csv_file, screen=_screen()
+    )
+    return BenchError.exit_code if any(verdict.is_passed is False for verdict in verdicts) else 0
+
+
+@app.command
 def env(*, json_file: JSONFile = None, csv_file: CSVFile = None) -> int:
     """Show what a result would be made with: time, machine, versions, commit."""
     from nsa_bench.environment import describe_environment

@@ -1,0 +1,62 @@
+"""Whether the choice of blocks repeats: the run's own weights on the same tokens, twice."""
+
+import torch
+from torch import Tensor
+
+from nsa_bench.smoke_records import Records, Verdict
+from nsa_core import BlockGeometry
+from nsa_core.telemetry import LayerTelemetry
+from nsa_train.checkpoint import load_model, open_checkpoint
+from nsa_train.errors import TrainError
+from nsa_train.model.decoder import Decoder
+
+MOST_TOKENS = 512
+SEED = 0
+RULE = "selection repeats"
+
+
+class ChosenBlocks(LayerTelemetry):
+    """Keeps the chosen blocks of the last pass."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        super().__init__()
+        self.block_indices: Tensor | None = None
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Keep the chosen blocks `(B, S, G, n)`."""
+        self.block_indices = block_indices
+
+
+def selection_verdict(records: Records) -> Verdict:
+    """Return whether the newest checkpoint of the run chooses the same blocks for the same tokens."""
+    if records.settings.get("model", {}).get("attention") == "dense":
+        return Verdict(rule=RULE, is_passed=None, found="the dense twin chooses none")
+    if not (records.paths.checkpoints / "latest").exists():
+        return Verdict(rule=RULE, is_passed=None, found="the run holds no checkpoint to choose with")
+    try:
+        checkpoint = open_checkpoint(records.paths.root)
+        model = load_model(checkpoint)
+    except TrainError as error:
+        return Verdict(rule=RULE, is_passed=False, found=str(error))
+    generator = torch.Generator().manual_seed(SEED)
+    length = min(checkpoint.config.train.seq_len, MOST_TOKENS)
+    ids = torch.randint(0, len(model.embedding.weight), (2, length), generator=generator)
+    first, second = chosen_blocks(model, ids), chosen_blocks(model, ids)
+    if not first:
+        return Verdict(rule=RULE, is_passed=None, found="no layer has the selected branch")
+    differing = sum(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return Verdict(rule=RULE, is_passed=not differing, found=f"{len(first) - differing} of {len(first)} layers chose the same blocks twice")
+
+
+@torch.no_grad()
+def chosen_blocks(model: Decoder, ids: Tensor) -> list[Tensor]:
+    """Return the blocks that each layer with a selected branch chooses for `ids` `(B, S)`."""
+    layers, watched = model.sparse_layers, []
+    for layer in layers:
+        layer.telemetry = ChosenBlocks()
+        watched.append(layer.telemetry)
+    model(ids)
+    for layer in layers:
+        layer.telemetry = None
+    return [one.block_indices for one in watched if one.block_indices is not None]

@@ -1,0 +1,106 @@
+"""The smoke runner: what the records of a run must show, rule by rule, and against a baseline."""
+
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nsa_bench.determinism import selection_verdict
+from nsa_bench.errors import OptionError
+from nsa_bench.smoke_records import Records, Verdict, read_metrics
+from nsa_train.telemetry.health import judge
+
+FETCH_SHARE = 0.05
+"""Of a step: the most that waiting for data may take, at its 95th percentile."""
+WINDOW_SHARE = 0.1
+"""The first and last tenth of the steps are compared."""
+STEADY_SHARE = 0.5
+"""Of the run's median throughput, below which its last tenth may not lie."""
+COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
+"""Figures of metrics.json that a baseline is compared in: 1 where more is better, -1 where less is."""
+
+
+def check_run(records: Records) -> list[Verdict]:
+    """Return the verdict of every rule on `records`."""
+    rules: tuple[Callable[[Records], Verdict], ...] = (_numbers, _improvement, _throughput, _fetch)
+    return [*(rule(records) for rule in rules), *_health(records), selection_verdict(records)]
+
+
+def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[Verdict]:
+    """Return how the run's metrics stand to those of `baseline`, a metrics.json: worse by at most `tolerance` per cent.
+
+    Raises:
+        OptionError: when the file cannot be read, or shares no figure with this run.
+    """
+    before = read_metrics(baseline)
+    pairs = {name: (records.metrics.get(name), before.get(name)) for name in COMPARED}
+    verdicts = [_compared(name, now, then, tolerance) for name, (now, then) in pairs.items() if _is_number(now) and _is_number(then)]
+    if not verdicts:
+        raise OptionError(f"--compare-baseline={str(baseline)!r} shares no figure with this run's metrics.json; use that of another run")
+    return verdicts
+
+
+def _numbers(records: Records) -> Verdict:
+    bad = [int(row["step"]) for row in records.steps if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))]
+    bad += [int(row["step"]) for row in records.evaluations if not math.isfinite(row["val_loss"])]
+    found = (
+        f"losses and gradients of {len(records.steps)} steps are finite" if not bad else f"not finite at step {bad[0]}, {len(bad)} in all"
+    )
+    return Verdict(rule="no NaN", is_passed=bool(records.steps) and not bad, found=found)
+
+
+def _improvement(records: Records) -> Verdict:
+    rule = "loss improves"
+    if records.settings.get("data", {}).get("source") == "synthetic":
+        return Verdict(rule=rule, is_passed=None, found="synthetic ids: there is nothing to learn")
+    if len(records.evaluations) >= 2:
+        first, last, what = records.evaluations[0]["val_loss"], records.evaluations[-1]["val_loss"], "held out"
+    elif records.steps:
+        size = max(1, int(WINDOW_SHARE * len(records.steps)))
+        losses = [row["loss"] for row in records.steps]
+        first, last, what = statistics.mean(losses[:size]), statistics.mean(losses[-size:]), "training"
+    else:
+        return Verdict(rule=rule, is_passed=False, found="no step was taken")
+    return Verdict(rule=rule, is_passed=last < first, found=f"{what}: {first:.3f} -> {last:.3f} nats per token")
+
+
+def _throughput(records: Records) -> Verdict:
+    speeds = [row["toks_per_s"] for row in records.steps]
+    if not speeds:
+        return Verdict(rule="throughput", is_passed=False, found="no step was taken")
+    median = statistics.median(speeds)
+    end = statistics.median(speeds[-max(1, int(WINDOW_SHARE * len(speeds))) :])
+    return Verdict(
+        rule="throughput",
+        is_passed=median > 0 and end >= STEADY_SHARE * median,
+        found=f"{median:,.0f} tokens per second, {end:,.0f} at the end",
+    )
+
+
+def _fetch(records: Records) -> Verdict:
+    rows = [row for row in records.steps if not math.isnan(row.get("step_ms", math.nan))]
+    if not rows:
+        return Verdict(rule="fetch", is_passed=None, found="steps have no time")
+    waits = sorted(row["fetch_ms"] for row in rows)
+    p95, step = waits[int(0.95 * (len(waits) - 1))], statistics.median(row["step_ms"] for row in rows)
+    return Verdict(rule="fetch", is_passed=p95 < FETCH_SHARE * step, found=f"p95 {p95:.2f} ms of steps of {step:.1f} ms")
+
+
+def _health(records: Records) -> list[Verdict]:
+    if records.settings.get("model", {}).get("attention") == "dense":
+        return [Verdict(rule="gates", is_passed=None, found="the dense twin has none")]
+    if not records.progress:
+        return [Verdict(rule="gates", is_passed=False, found="no step was logged")]
+    checks = judge(records.progress[-1])
+    return [Verdict(rule=check.name, is_passed=check.is_healthy, found=f"{check.found} (healthy: {check.band})") for check in checks]
+
+
+def _compared(name: str, now: Any, before: Any, tolerance: float) -> Verdict:
+    change = 100 * (now - before) / before if before else 0.0
+    found = f"{before:.6g} -> {now:.6g} ({change:+.1f} %, tolerance {tolerance:g} %)"
+    return Verdict(rule=f"baseline {name}", is_passed=COMPARED[name] * change >= -tolerance, found=found)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

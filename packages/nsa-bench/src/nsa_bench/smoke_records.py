@@ -1,0 +1,77 @@
+"""What the smoke rules read of a run's directory, and what they say."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from nsa_bench.errors import OptionError
+from nsa_train.errors import ConfigError
+from nsa_train.recipe import read_toml
+from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry.records import read_events, read_rows
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """One rule: `is_passed` is None where it does not apply, and `found` then says why."""
+
+    rule: str
+    is_passed: bool | None
+    found: str
+
+
+@frozen(kw_only=True)
+class Records:
+    """What the rules read of a run."""
+
+    paths: RunDirectory
+    settings: dict[str, Any]
+    steps: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    progress: list[dict[str, Any]]
+    metrics: dict[str, Any]
+
+
+def read_records(folder: Path) -> Records:
+    """Return the records of the run in `folder`.
+
+    Raises:
+        OptionError: when they are not there.
+    """
+    paths = RunDirectory(folder)
+    if not paths.training.is_file() or not paths.config.is_file():
+        raise OptionError(
+            f"RUN_DIR={str(folder)!r} is no run (it lacks training.csv or config.toml); use the directory that nsa-train printed"
+        )
+    try:
+        settings = read_toml(paths.config)
+    except ConfigError as error:
+        raise OptionError(str(error)) from None
+    return Records(
+        paths=paths,
+        settings=settings,
+        steps=list(read_rows(paths.training)),
+        evaluations=list(read_rows(paths.validation)),
+        progress=[event for event in read_events(paths.heartbeat) if event.get("msg") == "progress"],
+        metrics=read_metrics(paths.metrics) if paths.metrics.is_file() else {},
+    )
+
+
+def read_metrics(path: Path) -> dict[str, Any]:
+    """Return the content of a metrics.json, or the metrics of what `nsa-bench smoke --json` wrote.
+
+    Raises:
+        OptionError: when it cannot be read as one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{path} cannot be read as metrics.json ({error}); use the metrics.json of a run") from None
+    if not isinstance(content, Mapping):
+        raise OptionError(f"{path} is not a table of figures; use the metrics.json of a run")
+    # a result of this command carries them inside
+    inner = content.get("metrics", content)
+    return dict(inner) if isinstance(inner, Mapping) else dict(content)

@@ -1,0 +1,192 @@
+"""Each rule of the smoke runner sees its fault in a run's records, and passes a sound run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_bench.cli import run_command
+from nsa_bench.determinism import chosen_blocks
+from nsa_bench.smoke import check_run
+from nsa_bench.smoke_records import read_records
+from nsa_train.cli import run_command as run_train
+
+RECIPE = """
+[model]
+dim = 16
+n_layers = 2
+n_heads = 2
+n_kv_heads = 1
+head_dim_qk = 8
+head_dim_v = 8
+attention = "nsa"
+
+[nsa]
+compression_block_size = 4
+compression_stride = 2
+selection_block_size = 4
+num_selected_blocks = 3
+window_size = 8
+gate_hidden_size = 4
+
+[data]
+source = "text"
+path = "{text}"
+
+[train]
+steps = 8
+seq_len = 32
+batch_size = 2
+lr = 1e-2
+log_every = 4
+"""
+HEADER = "step,loss,ppl,lr,toks_per_s,grad_norm,fetch_ms,step_ms,mfu,is_clipped"
+HEALTHY = {
+    "msg": "progress",
+    "step": 10,
+    "gate_entropy_mean": 0.9,
+    "gate_max_gate": 0.5,
+    "gate_collapse_frac": 0.0,
+    "gate_branch_shares": {"cmp": 0.5, "win": 0.5},
+    "k_mean": 2.5,
+    "k_mean_expected": 2.5,
+    "reads_pred": 100,
+    "reads_act_total": 100,
+    "fallbacks_total": 0,
+}
+METRICS = {"toks_per_s_median": 1000.0, "mfu": None, "val_loss": 2.0, "last_loss": 2.0, "peak_memory_mib": 100.0}
+
+
+def _write(
+    folder: Path, rows: list[dict[str, Any]], *, event: dict[str, Any] | None = None, attention: str = "nsa", source: str = "text"
+) -> None:
+    defaults = {"ppl": 1, "lr": 1e-3, "toks_per_s": 1000.0, "grad_norm": 1.0, "fetch_ms": 1.0, "step_ms": 100.0, "mfu": "", "is_clipped": 0}
+    lines = [",".join(str({**defaults, **row, "step": step + 1}[name]) for name in HEADER.split(",")) for step, row in enumerate(rows)]
+    (folder / "training.csv").write_text("\n".join([HEADER, *lines]) + "\n")
+    (folder / "config.toml").write_text(f'[model]\nattention = "{attention}"\n[data]\nsource = "{source}"\n')
+    (folder / "heartbeat_rank0.jsonl").write_text(json.dumps(HEALTHY if event is None else event) + "\n")
+    (folder / "metrics.json").write_text(json.dumps(METRICS))
+
+
+def _losses(*values: float) -> list[dict[str, Any]]:
+    return [{"loss": value} for value in values]
+
+
+def _verdicts(folder: Path) -> dict[str, bool | None]:
+    return {verdict.rule: verdict.is_passed for verdict in check_run(read_records(folder))}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smoke")
+    (folder / "text.txt").write_text("".join(f"{number} bottles stood on wall {number * 7 % 13}.\n" for number in range(200)))
+    (folder / "tiny.toml").write_text(RECIPE.format(text=folder / "text.txt"))
+    assert run_train(["run", str(folder / "tiny.toml"), "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def test_a_trained_run_passes(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["smoke", str(trained), "--compare-baseline", str(trained / "metrics.json"), "--json", str(tmp_path / "s.json")]
+    code = run_command([*words, "--csv", str(tmp_path / "s.csv")])
+    result = json.loads((tmp_path / "s.json").read_text())
+    verdicts = {verdict["rule"]: verdict for verdict in result["verdicts"]}
+    assert {
+        "no NaN",
+        "loss improves",
+        "throughput",
+        "fetch",
+        "gate_entropy_mean",
+        "selection repeats",
+        "baseline toks_per_s_median",
+    } <= set(verdicts)
+    # a step of a model this small is shorter than what a busy machine may wait for data
+    assert [name for name, one in verdicts.items() if one["is_passed"] is False and name not in ("fetch", "throughput")] == []
+    assert verdicts["selection repeats"]["found"] == "2 of 2 layers chose the same blocks twice"
+    assert code in (0, 1)
+    assert "commit" in result["environment"]
+    assert (tmp_path / "s.csv").read_text().startswith("rule,is_passed,found")
+    assert "smoke" in capsys.readouterr().out
+
+
+def test_sound_records_pass_every_rule(tmp_path: Path) -> None:
+    _write(tmp_path, _losses(*(3 - 0.1 * step for step in range(10))))
+    verdicts = _verdicts(tmp_path)
+    assert [rule for rule, is_passed in verdicts.items() if is_passed is False] == []
+    assert len(verdicts) == 11
+    assert verdicts["selection repeats"] is None
+    assert run_command(["smoke", str(tmp_path)]) == 0
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "no NaN": lambda folder: _write(folder, [*_losses(3, 2), {"loss": 1.0, "grad_norm": ""}]),
+    "loss improves": lambda folder: _write(folder, _losses(*[2.0] * 9, 2.1)),
+    "throughput": lambda folder: _write(folder, [*_losses(*range(20, 10, -1)), *({"loss": 1.0, "toks_per_s": 400} for _ in range(2))]),
+    "fetch": lambda folder: _write(folder, [{"loss": 3.0 - step / 10, "fetch_ms": 6.0} for step in range(10)]),
+    "gate_entropy_mean": lambda folder: _write(folder, _losses(3, 2), event={**HEALTHY, "gate_entropy_mean": 0.3}),
+    "gate_max_gate": lambda folder: _write(folder, _losses(3, 2), event={**HEALTHY, "gate_max_gate": 0.95}),
+    "k_mean": lambda folder: _write(folder, _losses(3, 2), event={**HEALTHY, "k_mean": 2.4}),
+    "reads_act_total": lambda folder: _write(folder, _losses(3, 2), event={**HEALTHY, "reads_act_total": 99}),
+    "fallbacks_total": lambda folder: _write(folder, _losses(3, 2), event={**HEALTHY, "fallbacks_total": 1}),
+    "gates": lambda folder: _write(folder, _losses(3, 2), event={"msg": "boot", "step": 0}),
+}
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_each_fault_fails_its_rule_alone(rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FAULTS[rule](tmp_path)
+    assert [name for name, is_passed in _verdicts(tmp_path).items() if is_passed is False] == [rule]
+    assert run_command(["smoke", str(tmp_path)]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_what_does_not_apply_is_no_failure(tmp_path: Path) -> None:
+    _write(tmp_path, _losses(5.5, 5.5), attention="dense", source="synthetic")
+    verdicts = _verdicts(tmp_path)
+    assert (verdicts["loss improves"], verdicts["gates"], verdicts["selection repeats"]) == (None, None, None)
+    assert False not in verdicts.values()
+
+
+def test_a_choice_that_changes_is_seen(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def fickle(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        return [blocks + (calls if layer else 0) for layer, blocks in enumerate(chosen_blocks(model, ids))]
+
+    monkeypatch.setattr("nsa_bench.determinism.chosen_blocks", fickle)
+    [verdict] = [one for one in check_run(read_records(trained)) if one.rule == "selection repeats"]
+    assert verdict.is_passed is False
+    assert verdict.found == "1 of 2 layers chose the same blocks twice"
+
+
+@pytest.mark.parametrize(
+    ("figure", "worse", "better"),
+    [("toks_per_s_median", 1100.0, 900.0), ("val_loss", 1.8, 2.2), ("last_loss", 1.8, 2.2), ("peak_memory_mib", 90.0, 110.0)],
+)
+def test_a_baseline_is_held_within_its_tolerance(figure: str, worse: float, better: float, tmp_path: Path) -> None:
+    _write(tmp_path, _losses(3, 2))
+    baseline = tmp_path / "baseline.json"
+    words = ["smoke", str(tmp_path), "--compare-baseline", str(baseline)]
+    for before, code in ((worse, 1), (better, 0)):
+        baseline.write_text(json.dumps({**METRICS, figure: before}))
+        assert run_command(words) == code
+    baseline.write_text(json.dumps({**METRICS, figure: worse}))
+    assert run_command([*words, "--tolerance", "15"]) == 0
+    baseline.write_text(json.dumps({"metrics": {**METRICS, figure: worse}}))
+    assert run_command(words) == 1
+
+
+def test_what_is_no_run_or_no_baseline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["smoke", str(tmp_path)]) == 2
+    assert "is no run" in capsys.readouterr().err
+    _write(tmp_path, _losses(3, 2))
+    assert run_command(["smoke", str(tmp_path), "--compare-baseline", str(tmp_path / "absent.json")]) == 2
+    assert "cannot be read as metrics.json" in capsys.readouterr().err
+    (tmp_path / "other.json").write_text('{"speed": 1}')
+    assert run_command(["smoke", str(tmp_path), "--compare-baseline", str(tmp_path / "other.json")]) == 2
+    assert "shares no figure" in capsys.readouterr().err
+    assert run_command(["smoke", str(tmp_path), "--tolerance", "-1"]) == 2
