@@ -65,8 +65,8 @@ def test_a_malformed_command_line_exits_2(words: list[str]) -> None:
 def test_preflight_says_what_holds(tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["preflight", str(tiny_recipe), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("ok ") for line in printed)
-    assert [line.split()[1] for line in printed] == ["out:", "data:", "data:", "route:", "route:", "route:", "route:"]
+    assert {line.split()[0] for line in printed} <= {"ok", "needs", "warn"}
+    assert {"out:", "data:", "route:", "schedule:"} <= {line.split()[1] for line in printed}
     assert not (tmp_path / "out").exists()
 
 
@@ -75,12 +75,23 @@ def test_preflight_fails_with_one_line_per_rule(tiny_recipe: Path, tmp_path: Pat
     words = ["preflight", str(tiny_recipe), "--out", str(tmp_path), "--set", "nsa.backends.win=nosuch"]
     assert run_command([*words, "--set", "train.seq_len=100000"]) == 2
     failures = capsys.readouterr().err.splitlines()
-    assert len(failures) == 4
-    assert "is not empty" in failures[0]
-    assert "train.seq_len=100000 is longer than the train split" in failures[1]
-    assert "train.seq_len=100000 is longer than the val split" in failures[2]
-    assert "nsa.backends.win='nosuch'" in failures[3]
-    assert "use 'auto'" in failures[3]
+    assert all(line.startswith("FAIL  ") for line in failures)
+    for parts in (("is not empty",), ("train.seq_len=100000 is longer than the train split",), ("nsa.backends.win='nosuch'", "use 'auto'")):
+        assert sum(all(part in line for part in parts) for line in failures) == 1, failures
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_recipe_for_a_gpu_says_so_where_there_is_none(
+    tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Our own words, before torchrun or a process group could have theirs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["run", str(tiny_recipe), "--out", str(tmp_path / "out"), "--set", "train.device=cuda", "--set", f"train.strategy={strategy}"]
+    for more in ([], ["--nproc", "2"]):
+        if strategy != "single" or not more:
+            assert run_command([*words, *more]) == 2
+            assert "train.device='cuda' finds no CUDA GPU here" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_sample_is_seeded(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,3 +123,12 @@ def test_sample_refuses_what_it_cannot_use(tiny_run: RunDirectory, capsys: pytes
 def test_report_refuses_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["report", str(tmp_path)]) == 2
     assert "is no run" in capsys.readouterr().err
+
+
+def test_a_dry_run_judges_and_trains_nothing(tiny_recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run_command(["run", str(tiny_recipe), "--out", str(out), "--dry-run"]) == 0
+    assert "route: win -> " in capsys.readouterr().out
+    assert run_command(["run", str(tiny_recipe), "--out", str(out), "--dry-run", "--set", "train.seq_len=1000000"]) == 2
+    assert "train.seq_len=1000000" in capsys.readouterr().err
+    assert not out.exists()

@@ -1,11 +1,15 @@
 """Bad numbers never reach the weights, and no parameter is left without a gradient unnoticed."""
 
+import json
+import math
+
 import pytest
 import torch
 from torch import nn
 
+from nsa_train.config import TrainTable
 from nsa_train.errors import GuardError
-from nsa_train.guards import GradientWatch, check_finite, opening_lengths
+from nsa_train.guards import GradientWatch, StepGuard, StepNumbers, not_finite, opening_lengths
 from nsa_train.model.decoder import build_model
 
 
@@ -21,16 +25,84 @@ class Halves(nn.Module):
             parameter.grad = None if values is None else torch.tensor(values)
 
 
-def test_a_loss_that_is_not_finite_names_the_step() -> None:
-    with pytest.raises(GuardError, match=r"step 7: loss=nan is not finite .*weights are those of step 6"):
-        check_finite(7, loss=float("nan"), grad_norm=1.0, model=Halves())
+def _guard(**values: object) -> StepGuard:
+    return StepGuard(TrainTable(steps=1000, seq_len=2, batch_size=1, lr=1.0, **values))
 
 
-def test_a_gradient_that_is_not_finite_names_the_parameter() -> None:
+def _row(loss: float = 1.0, bad_batch: int = -1, grad_norm: float = 1.0) -> tuple[float, float, float]:
+    return StepNumbers(loss=loss, bad_batch=bad_batch, grad_norm=grad_norm).as_row()
+
+
+def test_finite_numbers_pass() -> None:
+    assert _guard().reason_to_skip(2.0, [_row(), _row()]) is None
+
+
+def test_a_loss_that_is_not_finite_names_rank_and_micro_batch() -> None:
+    found = _guard().reason_to_skip(math.nan, [_row(), _row(math.nan, 2, math.nan)])
+    assert found == "the loss of rank 1, micro-batch 2 is not finite"
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_on_any_rank_is_no_step(norm: float) -> None:
+    found = _guard().reason_to_skip(1.0, [_row(), _row(grad_norm=norm)])
+    assert found == f"loss=1.0000 with grad_norm={norm} is not finite"
+
+
+def test_parameters_with_such_gradients_are_named() -> None:
     model = Halves()
     model.give([1.0, 2.0], [float("inf"), 0.0])
-    with pytest.raises(GuardError, match=r"step 3: grad_norm=inf is not finite, in second "):
-        check_finite(3, loss=1.0, grad_norm=float("inf"), model=model)
+    assert not_finite(model) == ["second"]
+
+
+def test_the_run_stops_after_more_skips_than_allowed() -> None:
+    guard = _guard(max_skips=2)
+    guard.skipped(3, "so")
+    guard.skipped(5, "so")
+    with pytest.raises(
+        GuardError, match=r"step 9: so; 3 of the last 100 steps were skipped \(train.max_skips=2; the weights are finite\)"
+    ) as caught:
+        guard.skipped(9, "so")
+    assert caught.value.exit_code == 4
+
+
+def test_old_skips_are_forgotten_and_all_are_counted() -> None:
+    guard = _guard(max_skips=1)
+    for step in (1, 101, 201, 301):
+        guard.skipped(step, "so")
+    assert guard.num_skipped == 4
+    with pytest.raises(GuardError):
+        guard.skipped(400, "so")
+
+
+def test_a_spike_is_skipped_where_asked_for() -> None:
+    losses = [2.0 + 0.01 * (step % 2) for step in range(128)]
+    asked, unasked = _guard(skip_loss_spikes=True), _guard()
+    for loss in losses[:-1]:
+        asked.passed(loss)
+        unasked.passed(loss)
+    # one loss short of the window, nothing is a spike
+    assert asked.reason_to_skip(9.0, [_row()]) is None
+    asked.passed(losses[-1])
+    unasked.passed(losses[-1])
+    # mean 2.005, sigma 0.005
+    assert asked.reason_to_skip(2.034, [_row()]) is None
+    assert asked.reason_to_skip(1.0, [_row()]) is None
+    assert asked.reason_to_skip(2.036, [_row()]) == "loss=2.0360 is a spike (above 2.0050 + 6 x 0.0050, of the 128 steps before)"
+    assert unasked.reason_to_skip(9.0, [_row()]) is None
+
+
+def test_the_counts_survive_a_checkpoint() -> None:
+    guard, again = _guard(max_skips=1, skip_loss_spikes=True), _guard(max_skips=1, skip_loss_spikes=True)
+    for step in range(128):
+        guard.passed(2.0 + 0.01 * (step % 2))
+    guard.skipped(130, "so")
+    again.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert again.reason_to_skip(2.036, [_row()]) is not None
+    with pytest.raises(GuardError):
+        again.skipped(131, "so")
+    watch, later = (GradientWatch(Halves(), last_step=100) for _ in range(2))
+    later.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+    assert later.state_dict() == watch.state_dict() == {"has_begun": False, "longest": 0, "pending": ["first", "second"]}
 
 
 def test_a_missing_gradient_stops_step_1() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,14 +19,24 @@ from nsa_core import (
 )
 from nsa_core.backends.base import Reason
 from nsa_train.errors import ConfigError
+from nsa_train.machine import Machine, described_machine
+from nsa_train.model.decoder import count_parameters
 from nsa_train.preflight import run_preflight
+from nsa_train.preflight.memory import estimate_memory
+from nsa_train.recipe import load_config
 from nsa_train.routing import routing_decisions
 
 
-def test_a_good_run_gets_its_corpus(tiny_config, tmp_path: Path) -> None:
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_a_good_run_gets_its_data(tiny_config, tmp_path: Path) -> None:
     findings = run_preflight(tiny_config(), tmp_path / "new" / "deep")
     assert findings.failed == []
-    assert len(findings.require().train) == 1
+    assert findings.require().sizes["train_documents"] == 1
     assert not (tmp_path / "new").exists()
 
 
@@ -80,7 +91,7 @@ def test_a_backend_that_cannot_serve_is_named_with_its_own_reasons(tiny_config, 
 
     registry = BackendRegistry((*default_registry().backends, OnlyOnGPUs()))
     monkeypatch.setattr("nsa_train.routing.explain_routing", functools.partial(explain_routing, registry=registry))
-    monkeypatch.setattr("nsa_train.routing.pick_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     [failure] = run_preflight(tiny_config("nsa.backends.slc=gpu"), tmp_path / "out").failed
     assert failure == (
         "nsa.backends.slc='gpu' cannot serve this run (gpu: incapable: device cpu (needs cuda), "
@@ -102,3 +113,209 @@ def test_every_operation_that_a_step_runs_is_routed(tiny_config, tmp_path: Path,
     assert sorted(layer.telemetry.routes) == sorted(operations)
     # without the branch its lse is still needed, for which its keys stand in as values
     assert routed["cmp"].request.head_dim_v == (12 if "cmp" in config.nsa.branches else 16)
+
+
+def _failures(config, out: Path, **options) -> list[str]:
+    return run_preflight(config, out, **options).failed
+
+
+H200 = described_machine("h200")
+
+
+def test_a_long_run_is_saved_on_its_way(tiny_config, tmp_path: Path) -> None:
+    """A run of the earlier system wasted 35,000 steps: checkpoints were never written."""
+    out = tmp_path / "out"
+    assert _failures(tiny_config("train.steps=4999", "train.save_every=0"), out) == []
+    [failure] = _failures(tiny_config("train.steps=5000", "train.save_every=0"), out)
+    assert failure.startswith("train.save_every=0 with train.steps=5000 (a run of 5000 steps or more is saved on its way)")
+    assert failure.endswith("use --set train.save_every=500")
+    [failure] = _failures(tiny_config("train.steps=5000", "train.save_every=5000"), out)
+    assert failure.startswith("train.save_every=5000 with train.steps=5000 (a run of 5000 steps or more is saved on its way)")
+    assert _failures(tiny_config("train.steps=5000", "train.save_every=2500", "train.keep_last=2"), out) == []
+
+
+def test_a_first_checkpoint_in_the_second_half_is_warned_of_and_no_failure(tiny_config, tmp_path: Path) -> None:
+    def warned(save_every: int) -> bool:
+        findings = run_preflight(tiny_config("train.steps=5000", f"train.save_every={save_every}"), tmp_path / "out")
+        assert findings.failed == []
+        return any("before the run is half over" in line for line in findings.warned)
+
+    assert warned(2501)
+    assert not warned(2500)
+
+
+def test_a_long_gpu_run_computes_in_bf16(tiny_config, tmp_path: Path) -> None:
+    long = ("train.steps=5000", "train.save_every=500")
+    for precision in ("fp32", "fp16"):
+        [failure] = _failures(tiny_config(*long, f"train.precision={precision}"), tmp_path / "out", machine=H200)
+        assert "a long GPU run computes in bf16" in failure
+        assert failure.endswith("use --set train.precision=bf16")
+        assert _failures(tiny_config(*long, f"train.precision={precision}"), tmp_path / "out") == []
+    assert _failures(tiny_config(*long, "train.precision=bf16"), tmp_path / "out", machine=H200) == []
+
+
+def test_a_long_gpu_run_without_checkpoints_fails_both_rules(tiny_config, tmp_path: Path) -> None:
+    failures = _failures(tiny_config("train.steps=9000", "train.save_every=0"), tmp_path / "out", machine=H200)
+    assert [failure.split("=")[0] for failure in failures] == ["train.save_every", "train.precision"]
+
+
+def test_a_toy_in_a_long_run_is_warned_of_and_no_failure(tiny_config, tmp_path: Path) -> None:
+    findings = run_preflight(tiny_config("train.steps=5000", "train.save_every=500"), tmp_path / "out")
+    assert findings.failed == []
+    assert any("is a toy" in line for line in findings.warned)
+
+
+def test_no_run_lies_inside_another(tiny_config, tmp_path: Path) -> None:
+    for name in ("config.toml", "heartbeat_rank0.jsonl"):
+        (tmp_path / name).touch()
+    [failure] = _failures(tiny_config(), tmp_path / "deep" / "again")
+    assert "lies inside the run" in failure
+
+
+def test_resuming_wants_a_run_and_no_order_to_halt(tiny_config, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    [failure] = _failures(tiny_config(), tmp_path)
+    assert "is not empty" in failure
+    assert "--resume" in failure
+    assert _failures(tiny_config(), tmp_path, resuming=True) == []
+    (tmp_path / "config.toml").rename(tmp_path / "notes.txt")
+    [failure] = _failures(tiny_config(), tmp_path, resuming=True)
+    assert "holds no run to resume" in failure
+    (tmp_path / "notes.txt").rename(tmp_path / "config.toml")
+    (tmp_path / ".HALT").touch()
+    [failure] = _failures(tiny_config(), tmp_path, resuming=True)
+    assert "still holds .HALT" in failure
+    assert f"rm '{tmp_path}/.HALT'" in failure
+
+
+def test_rows_divide_among_processes(tiny_config, tmp_path: Path) -> None:
+    two = ("train.strategy=ddp", "train.nproc_per_node=2")
+    machine = described_machine("h200", num_gpus=2)
+    assert _failures(tiny_config(*two, "train.batch_size=4"), tmp_path / "out", machine=machine) == []
+    with pytest.raises(ConfigError, match=r"train\.batch_size=3 .* use 4"):
+        tiny_config(*two, "train.batch_size=3")
+
+
+def test_without_a_number_there_is_a_process_per_gpu(tiny_config, tmp_path: Path) -> None:
+    config = tiny_config("train.strategy=ddp", "train.batch_size=6")
+    [failure] = _failures(config, tmp_path / "out", machine=described_machine("h200", num_gpus=4))
+    assert failure == "train.batch_size=6 does not divide among 4 processes (each takes as many rows); use --set train.batch_size=8"
+    assert _failures(config, tmp_path / "out", machine=described_machine("h200", num_gpus=2)) == []
+
+
+def test_more_processes_than_gpus_are_refused(tiny_config, tmp_path: Path) -> None:
+    config = tiny_config("train.strategy=ddp", "train.nproc_per_node=2", "train.batch_size=2")
+    [failure] = _failures(config, tmp_path / "out", machine=H200)
+    assert "train.nproc_per_node=2 is more than the 1 GPU(s) of this machine" in failure
+
+
+def test_a_gpu_that_is_missing_is_described(tiny_config, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    findings = run_preflight(tiny_config("train.device=cuda"), tmp_path / "out")
+    [failure] = findings.failed
+    assert "finds no CUDA GPU here (it needs 1 of compute capability 8.0 or newer with about" in failure
+    assert "--set train.device=cpu" in failure
+    assert any(line.startswith("device: 1 CUDA GPU(s) of compute capability 8.0 or newer") for line in findings.needs)
+    assert any(line.startswith("route: cmp -> ") for line in findings.passed)
+    assert _failures(tiny_config("train.device=cuda"), tmp_path / "out", machine=H200) == []
+
+
+def test_a_recipe_for_gpus_is_not_judged_for_a_cpu(tiny_config, tmp_path: Path) -> None:
+    [failure] = _failures(tiny_config("train.device=cuda"), tmp_path / "out", machine=described_machine("cpu"))
+    assert "is not what machine 'cpu' has" in failure
+
+
+def test_bf16_wants_a_gpu_that_has_it(tiny_config, tmp_path: Path) -> None:
+    old = Machine(device_type="cuda", name="Tesla V100", compute_capability=(7, 0), memory_gib=16, num_gpus=1)
+    [failure] = _failures(tiny_config("train.precision=bf16"), tmp_path / "out", machine=old)
+    assert "compute capability 7.0 (bf16 needs 8.0); use --set train.precision=fp16" in failure
+
+
+def test_routes_are_judged_for_a_machine_that_is_not_here(tiny_config, tmp_path: Path, monkeypatch) -> None:
+    """On SM 8.9 policy stands against a kernel; on SM 9.0 it serves."""
+
+    class Hopper:
+        name, operation, capability = "hopper", Operation.WIN, Capability(device_types=("cuda",), min_compute_capability=(9, 0))
+
+        def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+            return self.capability.reasons_against(request)
+
+        def preference(self, request: BranchRequest) -> int:
+            return 10
+
+        def __call__(self, *tensors, geometry, scale, placement):
+            raise AssertionError("routing alone calls no backend")
+
+    # what plug-ins are installed differs from machine to machine
+    built_in = [backend for backend in default_registry().backends if backend.name == "sdpa"]
+    registry = BackendRegistry((*built_in, Hopper()))
+    monkeypatch.setattr("nsa_train.routing.explain_routing", functools.partial(explain_routing, registry=registry))
+    on = {name: run_preflight(tiny_config(), tmp_path / "out", machine=described_machine(name)) for name in ("h200", "l40s")}
+    assert "route: win -> hopper" in on["h200"].passed
+    assert "route: win -> sdpa" in on["l40s"].passed
+    assert any("compute capability 8.9 (needs 9.0 or newer)" in line for line in on["l40s"].warned)
+    [failure] = _failures(tiny_config("nsa.backends.win=hopper"), tmp_path / "out", machine=described_machine("l40s"))
+    assert "nsa.backends.win='hopper' cannot serve this run" in failure
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tiny_config, tmp_path: Path, monkeypatch) -> None:
+    config = tiny_config("train.steps=100", "train.save_every=10")
+    size = 12 * count_parameters(config).nsa
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10 * size, 0, 11 * size))
+    assert _failures(config, tmp_path / "out") == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10 * size, 0, 11 * size - 1))
+    [failure] = _failures(config, tmp_path / "out")
+    assert failure.startswith("disk: 11 checkpoints of ")
+    assert "use --set train.keep_last=9" in failure
+    assert _failures(tiny_config("train.steps=100", "train.save_every=10", "train.keep_last=9"), tmp_path / "out") == []
+
+
+def test_a_run_that_does_not_fit_in_memory_is_refused_with_a_mend(tmp_path: Path) -> None:
+    config = load_config("125m", ["train.batch_size=256", "train.loss_chunk=0"])
+    [failure] = _failures(config, tmp_path / "out", machine=H200)
+    assert failure.startswith("memory: about ")
+    assert "does not fit in the 139.8 GiB of NVIDIA H200" in failure
+    assert failure.endswith("use --set train.loss_chunk=4096")
+    [failure] = _failures(load_config("125m", ["train.batch_size=256"]), tmp_path / "out", machine=H200)
+    assert failure.endswith("use --set train.batch_size=128 --set train.accumulate=2")
+    assert _failures(load_config("125m"), tmp_path / "out", machine=H200) == []
+
+
+def test_fsdp_shares_the_states() -> None:
+    one, two = (estimate_memory(load_config("125m", ["train.strategy=fsdp"]), 10**8, count) for count in (1, 2))
+    assert two.states_gib == pytest.approx(one.states_gib / 2)
+    assert two.activations_gib == pytest.approx(one.activations_gib / 2)
+
+
+def test_warnings_are_no_failures(tiny_config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = run_preflight(tiny_config("train.eval_every=100"), tmp_path / "out")
+    assert findings.failed == []
+    assert any("only the start and the end are evaluated" in line for line in findings.warned)
+    assert any(line.startswith("warn ") for line in findings.lines())
+
+
+def test_data_that_cannot_be_reached_are_named(tiny_config, tmp_path: Path) -> None:
+    [failure] = _failures(tiny_config("data.path=absent.txt"), tmp_path / "out")
+    assert "absent.txt" in failure
+
+
+def test_a_machine_is_described_by_name() -> None:
+    assert (H200.compute_capability, H200.num_gpus, H200.is_here) == ((9, 0), 1, False)
+    with pytest.raises(ConfigError, match=r"--machine='h20O' .* did you mean h20"):
+        described_machine("h20O")
+    with pytest.raises(ConfigError, match="use one of cpu, a100"):
+        described_machine("zzz")
+
+
+def test_the_command_judges_a_machine_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from nsa_train.cli import run_command
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sets = ["--set", "data.source=synthetic", "--set", "data.tokenizer=byte", "--set", "data.on_bad_record=fail"]
+    assert run_command(["preflight", "a100", *sets, "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert [line.split("=")[0] for line in printed.err.splitlines()] == ["FAIL  train.device"]
+    assert "needs device: 1 CUDA GPU(s) of compute capability 8.0 or newer with about" in printed.out
+    assert run_command(["preflight", "a100", *sets, "--machine", "a100", "--out", str(tmp_path / "out")]) == 0
+    assert "NVIDIA A100 80GB (described, not here)" in capsys.readouterr().out
+    assert run_command(["preflight", "a100", *sets, "--machine", "nosuch"]) == 2

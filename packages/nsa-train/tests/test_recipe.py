@@ -9,7 +9,7 @@ from nsa_train.recipe import apply_override, find_recipe, load_config, parse_val
 
 
 def test_shipped_recipes_are_valid(tiny_text: Path) -> None:
-    assert set(shipped_recipes()) == {"demo", "showcase"}
+    assert set(shipped_recipes()) == {"demo", "showcase", "125m", "350m-64k", "a100"}
     assert load_config("demo").data.source == "stdlib"
     assert load_config("showcase", [f"data.path={tiny_text}"]).data.path == str(tiny_text)
 
@@ -19,7 +19,7 @@ def test_showcase_names_the_path_that_it_needs() -> None:
         load_config("showcase")
 
 
-@pytest.mark.parametrize("name", ["demo", "showcase"])
+@pytest.mark.parametrize("name", ["demo", "showcase", "125m", "350m-64k", "a100"])
 def test_every_recipe_has_a_dense_twin_by_one_key(name: str, tiny_text: Path) -> None:
     paths = [f"data.path={tiny_text}"] if name == "showcase" else []
     assert load_config(name, [*paths, "model.attention=dense"]).model.attention == "dense"
@@ -28,7 +28,7 @@ def test_every_recipe_has_a_dense_twin_by_one_key(name: str, tiny_text: Path) ->
 def test_an_unknown_recipe_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"RECIPE='dmeo' .* did you mean demo\?"):
         find_recipe("dmeo")
-    with pytest.raises(ConfigError, match=r"RECIPE='zzz' .* use one of demo, showcase"):
+    with pytest.raises(ConfigError, match=r"RECIPE='zzz' .* use one of 125m, 350m-64k, a100, demo, showcase"):
         find_recipe("zzz")
 
 

@@ -1,4 +1,4 @@
-"""The command `nsa-train`. Exit codes: 0 done, 1 error, 2 configuration or preflight.
+"""The command `nsa-train`. Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted, 4 anomaly, 75 saved on SIGTERM.
 
 Torch is imported after the configuration was read, so that a mistyped key is reported at once.
 """
@@ -8,25 +8,27 @@ import sys
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
-from rich.console import Console
 
 from nsa_train.__about__ import __version__
-from nsa_train.errors import ConfigError, TrainError
+from nsa_train.errors import ConfigError, GuardError, HaltedError, PeerError, TerminatedError, TrainError
+from nsa_train.parallel.outcomes import note_worker, reported
 from nsa_train.recipe import load_config, to_toml
-
-if TYPE_CHECKING:
-    from nsa_train.config import RunConfig
 
 app = App(
     name="nsa-train",
     help="Train, sample and inspect language models built on Native Sparse Attention.",
-    help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight.",
+    help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted by .HALT, 4 anomaly, 75 saved on SIGTERM.",
     version=__version__,
 )
+SHARED_ERRORS = (PeerError, HaltedError, GuardError, TerminatedError)
+"""What every rank raises, and one prints."""
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
+SyntheticOnFail = Annotated[
+    bool, Parameter(negative="", help="Use random ids where the data cannot be had; the run is renamed and every record says so.")
+]
 
 
 @app.command
@@ -37,14 +39,46 @@ def run(
     out: Annotated[Path | None, Parameter(help="Directory of the results; runs/RECIPE-TIME by default.")] = None,
     set_: Overrides = None,
     print_config: Annotated[bool, Parameter(negative="", help="Print the resolved recipe as TOML and stop.")] = False,
+    dry_run: Annotated[bool, Parameter(negative="", help="Judge the run as `preflight` does, and stop.")] = False,
+    resume: Annotated[
+        int | None, Parameter(help="Go on in --out from the checkpoint of this step; without a step, the newest whole one.")
+    ] = None,
+    nproc: Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")] = None,
+    nnodes: Annotated[str, Parameter(help="Hosts, or LEAST:MOST; start the same command on each.")] = "1",
+    rdzv_endpoint: Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")] = "",
+    rdzv_id: Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")] = "nsa-train",
+    max_restarts: Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")] = 0,
+    synthetic_on_fail: SyntheticOnFail = False,
 ) -> int:
     """Train what RECIPE describes: a shipped name (demo, showcase) or the path of a TOML file."""
-    config = load_config(recipe, set_ or ())
+    overrides = [*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])]
+    config = load_config(recipe, overrides)
     if print_config:
         print(to_toml(config), end="")
         return 0
-    _train(config, out or _default_out(recipe))
-    return 0
+    if dry_run:
+        return preflight(recipe, out=out, set_=overrides)
+    if resume is not None and out is None:
+        raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
+    from nsa_train.parallel.launch import Hosts, launch, must_launch, num_processes
+    from nsa_train.running import check_start, train
+
+    place = out or _default_out(recipe)
+    if synthetic_on_fail:
+        from nsa_train.data.fallback import Start, or_synthetic
+
+        config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place))
+        print(note, end="\n" if note else "", file=sys.stderr)
+    hosts = Hosts(nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id, max_restarts=max_restarts)
+    if not must_launch(config, hosts):
+        train(config, place, resume=resume)
+        return 0
+    if nnodes == "1":
+        # its warnings come from rank 0
+        check_start(config, place, resuming=resume is not None, say=lambda line: None)
+    sets = [word for override in overrides for word in ("--set", override)]
+    words = ["run", recipe, "--out", str(place), *sets, *([] if resume is None else [f"--resume={resume}"])]
+    return launch(words, num_processes=num_processes(config), hosts=hosts)
 
 
 @app.command
@@ -54,16 +88,60 @@ def preflight(
     *,
     out: Annotated[Path | None, Parameter(help="The directory that the run would write to.")] = None,
     set_: Overrides = None,
+    machine: Annotated[str | None, Parameter(help="Judge for a machine that is not here: cpu, a100, h100, h200, ...")] = None,
 ) -> int:
     """Judge every rule that a run of RECIPE must meet, without running it."""
+    from nsa_train.machine import described_machine
     from nsa_train.preflight import run_preflight
 
-    findings = run_preflight(load_config(recipe, set_ or ()), out or _default_out(recipe))
-    for line in findings.passed:
-        print(f"ok    {line}")
-    for line in findings.failed:
-        print(f"FAIL  {line}", file=sys.stderr)
+    config = load_config(recipe, set_ or ())
+    where = None if machine is None else described_machine(machine, max(1, config.train.nproc_per_node))
+    findings = run_preflight(config, out or _default_out(recipe), machine=where)
+    for line in findings.lines():
+        print(line, file=sys.stderr if line.startswith("FAIL") else sys.stdout)
     return ConfigError.exit_code if findings.failed else 0
+
+
+@app.command(name="loader-check")
+def loader_check(
+    recipe: str,
+    /,
+    *,
+    timeout: Annotated[float, Parameter(help="Seconds until the first batch, at most.")] = 60,
+    set_: Overrides = None,
+    synthetic_on_fail: SyntheticOnFail = False,
+) -> int:
+    """Read batches of RECIPE without a model: time to the first, shape, tokens/s, waits, first tokens. Exit 2 with the cause."""
+    if not 0 < timeout < float("inf"):
+        raise ConfigError(f"--timeout={timeout} is not a number of seconds above 0; use 60")
+    config = load_config(recipe, set_ or ())
+    from nsa_train.data.fallback import Start, or_synthetic
+    from nsa_train.data.loader_check import check_loader
+
+    if synthetic_on_fail:
+        config, *_, note = or_synthetic(Start(config, recipe, [], Path(recipe)))
+        print(note, end="\n" if note else "", file=sys.stderr)
+    for line in check_loader(config, timeout_s=timeout).lines():
+        print(line)
+    return 0
+
+
+@app.command
+def watch(
+    directory: Annotated[Path, Parameter(name="DIR")],
+    /,
+    *,
+    halt: Annotated[bool, Parameter(negative="", help="Write .HALT where something is wrong: all ranks save and stop.")] = False,
+    once: Annotated[bool, Parameter(negative="", help="Look once instead of until the run ends.")] = False,
+    interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
+) -> int:
+    """Look at the heartbeats of the run in DIR until it ends (0) or something is wrong (4)."""
+    from nsa_train.run_dir import RunDirectory
+    from nsa_train.telemetry.watch import watch as look
+
+    if not interval > 0:
+        raise ConfigError(f"--interval={interval} is not a number of seconds above 0; use 5")
+    return look(RunDirectory(directory), is_halting=halt, is_once=once, interval_s=interval, say=lambda line: print(line, flush=True))
 
 
 @app.command
@@ -79,11 +157,11 @@ def sample(
     """Print PROMPT and what the model of CKPT writes after it: a run's directory or a checkpoints/step-N."""
     _check_sampling(prompt, tokens, temperature)
     from nsa_train.checkpoint import load_model, open_checkpoint
-    from nsa_train.data.tokenizer import TOKENIZERS
+    from nsa_train.data import build_tokenizer
     from nsa_train.model.generate import generate
 
     checkpoint = open_checkpoint(ckpt)
-    tokenizer = TOKENIZERS[checkpoint.config.data.tokenizer]()
+    tokenizer = build_tokenizer(checkpoint.config.data)
     ids = tokenizer.encode(prompt.encode())
     [drawn] = generate(load_model(checkpoint), [ids], tokenizer=tokenizer, num_tokens=tokens, temperature=temperature, seed=seed)
     print(prompt + tokenizer.decode(drawn))
@@ -102,49 +180,84 @@ def report(directory: Annotated[Path, Parameter(name="DIR")], /) -> int:
     return 0
 
 
+ckpt = App(name="ckpt", help="List, verify and export checkpoints.")
+app.command(ckpt)
+
+
+@ckpt.command
+def ls(directory: Annotated[Path, Parameter(name="DIR")], /) -> int:
+    """List the checkpoints of the run in DIR: step, date, size, and where `latest` points."""
+    from nsa_train.checkpoint.commands import listing
+
+    for line in listing(directory):
+        print(line)
+    return 0
+
+
+@ckpt.command
+def verify(path: Annotated[Path, Parameter(name="PATH")], /) -> int:
+    """Read every byte of the checkpoints at PATH, a step-N or a run's directory; exit 1 if one is damaged."""
+    from nsa_train.checkpoint.commands import verification
+
+    lines = verification(path)
+    for line, is_whole in lines.items():
+        print(f"ok    {line}" if is_whole else f"FAIL  {line}", file=sys.stdout if is_whole else sys.stderr)
+    return 0 if all(lines.values()) else TrainError.exit_code
+
+
+@ckpt.command
+def export(
+    source: Annotated[Path, Parameter(name="CKPT")],
+    out: Path,
+    /,
+    *,
+    format_: Annotated[
+        str, Parameter(name="--format", help="safetensors (one file) or hf (a folder in Hugging Face's layout).")
+    ] = "safetensors",
+) -> int:
+    """Write the weights of CKPT to OUT, which must not exist."""
+    from nsa_train.checkpoint import export as export_weights
+
+    print(export_weights(source, out, format_))
+    return 0
+
+
 def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
+    note_worker()
     sys.exit(run_command(sys.argv[1:] if tokens is None else tokens))
 
 
 def run_command(tokens: Iterable[str]) -> int:
     """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
+    code, is_own = _run_app(list(tokens))
+    return reported(code, is_own=is_own)
+
+
+def _run_app(tokens: list[str]) -> tuple[int, bool]:
+    """Return the exit code, and whether it is this process's own and not the echo of another rank's."""
     try:
-        result: int | None = app(list(tokens), exit_on_error=False, result_action="return_value")
+        result: int | None = app(_with_steps(tokens), exit_on_error=False, result_action="return_value")
     except CycloptsError:
         # cyclopts has printed what is wrong
-        return ConfigError.exit_code
+        return ConfigError.exit_code, True
     except TrainError as error:
-        print(f"nsa-train: {error}", file=sys.stderr)
-        return error.exit_code
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, SHARED_ERRORS):
+            print(f"nsa-train: {error}", file=sys.stderr)
+        return error.exit_code, not isinstance(error, PeerError)
     except OSError as error:
         print(f"nsa-train: {error}; mend it and start again", file=sys.stderr)
-        return TrainError.exit_code
+        return TrainError.exit_code, True
     except KeyboardInterrupt:
         print("nsa-train: interrupted", file=sys.stderr)
-        return TrainError.exit_code
-    return result or 0
+        return TrainError.exit_code, True
+    return result or 0, True
 
 
-def _train(config: "RunConfig", out: Path) -> None:
-    if config.train.deterministic:
-        # cuBLAS reads it when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    from nsa_train.model.decoder import count_parameters
-    from nsa_train.preflight import run_preflight
-    from nsa_train.telemetry.progress import ProgressDisplay
-    from nsa_train.trainer import Trainer
-
-    corpus = run_preflight(config, out).require()
-    counts = count_parameters(config)
-    with ProgressDisplay(Console(), config.train.steps) as display:
-        display.note(f"out: {out}")
-        display.note(f"model: {config.model.attention} attention; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense")
-        metrics = Trainer(config, corpus, out, display).run()
-        display.note(
-            f"done: val_loss {metrics['first_val_loss']:.3f} -> {metrics['val_loss']:.3f} nats per token, "
-            f"{metrics['toks_per_s_median']:.0f} toks/s, {metrics['seconds']:.0f} s; see {out / 'report.html'}"
-        )
+def _with_steps(tokens: list[str]) -> list[str]:
+    """Return `tokens` with the newest step named after each `--resume` that names none."""
+    following = [*tokens[1:], ""]
+    return ["--resume=-1" if word == "--resume" and not after.isdigit() else word for word, after in zip(tokens, following, strict=False)]
 
 
 def _check_sampling(prompt: str, tokens: int, temperature: float) -> None:

@@ -12,6 +12,7 @@ import attrs
 import cattrs
 from attrs import field, fields, frozen
 
+from nsa_train.data_table import DataTable
 from nsa_train.errors import ConfigError
 from nsa_train.rules import Table, above_zero, flag, integer, not_negative, one_of
 
@@ -37,6 +38,8 @@ class ModelTable(Table):
     """D_v."""
     attention: str = one_of("nsa", "dense", default="nsa")
     """"dense": the same decoder with full causal attention, the baseline twin."""
+    vocab_size: int = integer(at_least=0, example=50304, default=0)
+    """Rows of the embedding; 0: as many as the tokenizer has ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
 
     def broken_pairs(self) -> list[str]:
         """Return what stands against n_heads / n_kv_heads and head_dim_qk."""
@@ -89,32 +92,6 @@ class NSATable:
 
 
 @frozen(kw_only=True)
-class DataTable(Table):
-    """What is read, and in which order."""
-
-    table = "data"
-    source: str = one_of("stdlib", "text")
-    """"stdlib": the sources of Python's standard library. "text": local files."""
-    path: str | None = None
-    """File or glob of source "text"."""
-    tokenizer: str = one_of("byte", default="byte")
-    prefetch: int = integer(at_least=1, example=4, default=4)
-    """Batches made ready ahead of the trainer."""
-    shuffle_seed: int = integer(at_least=0, example=0, default=0)
-
-    def broken_pairs(self) -> list[str]:
-        """Return what stands against source and path together."""
-        if self.source == "text" and not (isinstance(self.path, str) and self.path):
-            return [
-                f"data.path={self.path!r} does not name a file (data.source='text' reads local files); "
-                "use --set data.path=FILE, or a quoted glob such as 'texts/*.txt'"
-            ]
-        if self.source != "text" and self.path is not None:
-            return [f"data.path={self.path!r} would be ignored (data.source={self.source!r} reads no path); use --set data.source=text"]
-        return []
-
-
-@frozen(kw_only=True)
 class TrainTable(Table):
     """How long, how fast, how exactly. A step is an optimizer step."""
 
@@ -136,23 +113,56 @@ class TrainTable(Table):
     log_every: int = integer(at_least=1, example=10, default=10)
     eval_every: int = integer(at_least=1, example=100, default=100)
     save_every: int = integer(at_least=0, example=500, default=0)
-    """0: only the end is saved."""
+    """0: only the end is saved, and what a signal or .HALT stops."""
+    keep_last: int = integer(at_least=0, example=3, default=0)
+    """Checkpoints kept, the newest; 0: all."""
+    async_save: bool = flag(default=False)
+    """Write checkpoints in the background; a save then waits only for the copy to host memory."""
     seed: int = integer(at_least=0, example=0, default=0)
-    precision: str = one_of("fp32", "bf16", default="fp32")
-    """"bf16": autocast; the weights stay float32."""
-    activation_checkpointing: str = one_of("none", "full", default="none")
+    precision: str = one_of("fp32", "bf16", "fp16", default="fp32")
+    """"bf16", "fp16": autocast; the weights stay float32. fp16 scales its loss."""
+    activation_checkpointing: str = one_of("none", "full", "selective", default="none")
+    """"full": each block is recomputed in the backward pass; "selective": all of it but products and attention."""
+    loss_chunk: int = integer(at_least=0, example=4096, default=0)
+    """Tokens whose logits exist at a time; 0: all of a micro-batch at once."""
+    device: str = one_of("auto", "cpu", "cuda", default="auto")
+    """"auto": a GPU where there is one. "cuda": nothing else will do; preflight says what is missing."""
     compile: bool = flag(default=False)
+    """Compile each block and the loss."""
+    strategy: str = one_of("single", "ddp", "fsdp", default="single")
+    """How several processes share the work; batch_size is that of all of them together."""
+    nproc_per_node: int = integer(at_least=0, example=2, default=0)
+    """Processes of a host with ddp and fsdp; 0: one per GPU, or one on a host without."""
     deterministic: bool = flag(default=False)
     """Refuse operations that may differ from run to run."""
+    max_skips: int = integer(at_least=0, example=5, default=5)
+    """Steps of the last 100 that may be skipped for numbers that are not finite, or for spikes; one more ends the run, code 4."""
+    skip_loss_spikes: bool = flag(default=False)
+    """Skip a step whose loss lies 6 standard deviations above the mean of the 128 before it."""
+    early_stop_patience: int = integer(at_least=0, example=5, default=0)
+    """Evaluations in a row without a better validation loss after which the run ends; 0: never."""
+    profile: str = one_of("none", "nvtx", "branches", default="none")
+    """"nvtx": ranges for a profiler; "branches": the time of each attention branch on logged steps."""
 
     def broken_pairs(self) -> list[str]:
-        """Return what stands against warmup_steps and steps together."""
+        """Return what stands against warmup_steps with steps, and processes with their strategy."""
+        found = []
         if self.warmup_steps >= self.steps:
-            return [
+            found.append(
                 f"train.warmup_steps={self.warmup_steps} leaves no step for the cosine of train.steps={self.steps} "
                 f"(the rule: warmup_steps < steps); use {self.steps // 10}"
-            ]
-        return []
+            )
+        if self.strategy == "single" and self.nproc_per_node > 1:
+            found.append(
+                f"train.nproc_per_node={self.nproc_per_node} needs a strategy that shares the work (train.strategy='single' is one process); "
+                "use --set train.strategy=ddp"
+            )
+        if self.nproc_per_node > 1 and self.batch_size % self.nproc_per_node:
+            found.append(
+                f"train.batch_size={self.batch_size} cannot be shared by train.nproc_per_node={self.nproc_per_node} (equal shares); "
+                f"use {-(-self.batch_size // self.nproc_per_node) * self.nproc_per_node}"
+            )
+        return found
 
 
 @frozen(kw_only=True)
@@ -163,6 +173,12 @@ class RunConfig:
     nsa: NSATable = field(factory=NSATable)
     data: DataTable
     train: TrainTable
+
+    def __attrs_post_init__(self) -> None:
+        if self.train.profile == "branches" and self.model.attention == "dense":
+            raise ConfigError(
+                "train.profile='branches' would be ignored (model.attention='dense' has no branches); use --set train.profile=none"
+            )
 
     def nsa_config(self) -> "NSAConfig":
         """Return the attention layer's configuration. Imports torch.

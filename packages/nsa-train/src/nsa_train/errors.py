@@ -33,3 +33,25 @@ class CheckpointError(TrainError):
 
 class GuardError(TrainError):
     """Training was stopped before bad numbers reached the weights; the message names step and parameter."""
+
+    exit_code = 4
+
+
+class HaltedError(TrainError):
+    """A file .HALT stopped the run at a step boundary, after saving."""
+
+    exit_code = 3
+
+
+class TerminatedError(TrainError):
+    """SIGTERM stopped the run at a step boundary, after saving."""
+
+    exit_code = 75
+
+
+class PeerError(TrainError):
+    """Another rank failed; its own message says why."""
+
+    def __init__(self, message: str, *, exit_code: int = TrainError.exit_code) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -1,62 +1,151 @@
-"""What must hold for training to go on: finite numbers, and a gradient for every parameter."""
+"""What must hold for training to go on: finite numbers, no spikes where asked for, and a gradient for every parameter."""
 
 import math
+import statistics
 import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from attrs import frozen
 from torch import nn
 
 from nsa_core import NativeSparseAttention, NSAConfig
+from nsa_train.config import TrainTable
 from nsa_train.errors import GuardError
+from nsa_train.parallel.strategy import local_part
+from nsa_train.parallel.world import World
 
 FIRST_STEPS = 20
 """By this step every parameter has had a gradient that is not zero."""
+SKIP_WINDOW = 100
+"""Steps over which skipped ones are counted against train.max_skips."""
+SPIKE_WINDOW = 128
+"""Losses that a spike stands out from."""
+SPIKE_SIGMAS = 6.0
 
 
-def check_finite(step: int, *, loss: float, grad_norm: float, model: nn.Module) -> None:
-    """Let finite numbers pass; called before the optimizer, so that others never reach the weights.
+@frozen(kw_only=True)
+class StepNumbers:
+    """What one rank found in a step, before any update."""
 
-    Raises:
-        GuardError: naming the step, and the parameters where the loss was still finite.
+    loss: float
+    """Summed over its targets."""
+    bad_batch: int
+    """The first of its micro-batches whose loss is not finite; -1 where all are."""
+    grad_norm: float
+    """Of the whole model's gradient."""
+
+    def as_row(self) -> tuple[float, float, float]:
+        """Return the numbers as they travel between ranks."""
+        return self.loss, float(self.bad_batch), self.grad_norm
+
+
+class StepGuard:
+    """Keeps numbers that are not finite from the weights, on all ranks alike, and spikes where `skip_loss_spikes` says so.
+
+    Every rank judges the same numbers, so that all skip the same steps and stop at the same one.
     """
-    if not math.isfinite(loss):
-        raise GuardError(f"step {step}: loss={loss} is not finite (the weights are those of step {step - 1}); lower train.lr")
-    if not math.isfinite(grad_norm):
-        names = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-        raise GuardError(
-            f"step {step}: grad_norm={grad_norm} is not finite, in {_some(names)} (the weights are those of step {step - 1}); "
-            "lower train.lr"
-        )
+
+    def __init__(self, train: TrainTable) -> None:
+        self.max_skips, self.skips_spikes = train.max_skips, train.skip_loss_spikes
+        self.num_skipped = 0
+        """Steps skipped in the whole run."""
+        self._recent_skips: deque[int] = deque()
+        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+
+    def reason_to_skip(self, loss: float, everyone: Sequence[Sequence[float]]) -> str | None:
+        """Return why a step of mean `loss`, in which the ranks found `everyone`, must not reach the weights; None if it may."""
+        for rank, (_, bad_batch, _) in enumerate(everyone):
+            if bad_batch >= 0:
+                return f"the loss of rank {rank}, micro-batch {int(bad_batch)} is not finite"
+        norms = [norm for _, _, norm in everyone]
+        if not all(map(math.isfinite, (loss, *norms))):
+            return f"loss={loss:.4f} with grad_norm={max(norms, key=lambda norm: (not math.isfinite(norm), norm))} is not finite"
+        if self.skips_spikes and len(self._losses) == SPIKE_WINDOW:
+            mean, sigma = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+            if loss > mean + SPIKE_SIGMAS * sigma:
+                return f"loss={loss:.4f} is a spike (above {mean:.4f} + {SPIKE_SIGMAS:g} x {sigma:.4f}, of the {SPIKE_WINDOW} steps before)"
+        return None
+
+    def passed(self, loss: float) -> None:
+        """Note a step that went on to the weights."""
+        if self.skips_spikes:
+            self._losses.append(loss)
+
+    def skipped(self, step: int, reason: str) -> None:
+        """Note a step that was left out.
+
+        Raises:
+            GuardError: when more of the last 100 steps were left out than train.max_skips.
+        """
+        self.num_skipped += 1
+        self._recent_skips.append(step)
+        while self._recent_skips[0] <= step - SKIP_WINDOW:
+            self._recent_skips.popleft()
+        if len(self._recent_skips) > self.max_skips:
+            raise GuardError(
+                f"step {step}: {reason}; {len(self._recent_skips)} of the last {SKIP_WINDOW} steps were skipped "
+                f"(train.max_skips={self.max_skips}; the weights are finite); lower train.lr, or look at the batches that the log names"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, JSON-able."""
+        return {"num_skipped": self.num_skipped, "recent_skips": [*self._recent_skips], "losses": [*self._losses]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the counts that `state_dict` returned."""
+        self.num_skipped = state["num_skipped"]
+        self._recent_skips = deque(state["recent_skips"])
+        self._losses = deque(state["losses"], maxlen=SPIKE_WINDOW)
 
 
 class GradientWatch:
-    """Every parameter has a finite gradient at step 1 and one that is not zero in steps 2 .. 20, or the run stops.
+    """Every parameter has a gradient at the first step and one that is not zero in steps 2 .. 20, or the run stops.
 
-    Parameters of a branch that no sequence was long enough to open are excepted.
+    Parameters of a branch that no sequence was long enough to open are excepted. With shards, a gradient counts on
+    whichever rank it is not zero.
     """
 
-    def __init__(self, model: nn.Module, *, last_step: int) -> None:
+    def __init__(self, model: nn.Module, *, last_step: int, world: World | None = None) -> None:
         """Watch `model` up to step 20, or `last_step` where that comes first."""
         self.last_step = min(FIRST_STEPS, last_step)
         self.longest = 0
+        self._world = world
+        self._has_begun = False
         self._opening_lengths = opening_lengths(model)
         self._pending = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def observe(self, step: int, longest: int) -> None:
-        """Look at the gradients of `step`, which saw sequences of at most `longest` tokens.
+        """Look at the gradients of `step`, in which the longest sequence of all ranks had `longest` tokens.
 
         Raises:
             GuardError: naming the parameters without a gradient.
         """
         self.longest = max(self.longest, longest)
-        if step == 1:
+        if not self._has_begun:
+            self._has_begun = True
             missing = [name for name, p in self._pending.items() if p.grad is None and self._is_open(name)]
             if missing:
-                raise GuardError(f"step 1: no gradient reaches {_some(missing)}; the graph is cut before it")
+                raise GuardError(f"step {step}: no gradient reaches {some(missing)}; the graph is cut before it")
         elif self._pending and step <= self.last_step:
-            self._pending = {name: p for name, p in self._pending.items() if p.grad is None or not bool(p.grad.any())}
+            self._pending = {name: p for (name, p), moved in zip(self._pending.items(), self._have_moved(), strict=True) if not moved}
             still = [name for name in self._pending if self._is_open(name)]
             if step == self.last_step and still:
-                raise GuardError(f"step {step}: the gradient of {_some(still)} was zero in every step since 2; it does not train")
+                raise GuardError(f"step {step}: the gradient of {some(still)} was zero in every step since 2; it does not train")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen so far, JSON-able."""
+        return {"has_begun": self._has_begun, "longest": self.longest, "pending": [*self._pending]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` returned."""
+        self._has_begun, self.longest = state["has_begun"], state["longest"]
+        self._pending = {name: p for name, p in self._pending.items() if name in set(state["pending"])}
+
+    def _have_moved(self) -> list[bool]:
+        here = [float(p.grad is not None and bool(local_part(p.grad).any())) for p in self._pending.values()]
+        return [any(flags) for flags in zip(*(self._world.exchange(here) if self._world else [here]), strict=True)]
 
     def _is_open(self, name: str) -> bool:
         return self.longest >= self._opening_lengths.get(name, 1)
@@ -92,6 +181,12 @@ def _opening_lengths_by_prefix(config: NSAConfig) -> dict[str, int]:
     return lengths
 
 
-def _some(names: list[str]) -> str:
+def not_finite(model: nn.Module) -> list[str]:
+    """Return the parameters of `model` whose gradients, or this rank's shards of them, are not all finite."""
+    return [name for name, p in model.named_parameters() if p.grad is not None and not local_part(p.grad).isfinite().all()]
+
+
+def some(names: list[str]) -> str:
+    """Return the first three of `names`, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from nsa_train.config import TrainTable
+from nsa_train.parallel.strategy import local_part, whole
 
 FINAL_LR_SHARE = 0.1
 """The cosine ends at this share of the peak."""
 BETAS = (0.9, 0.95)
+FUSED_DEVICES = ("cpu", "cuda")
+"""Where one kernel does the whole update."""
 
 
 def build_optimizer(model: nn.Module, train: TrainTable) -> torch.optim.AdamW:
@@ -19,7 +22,8 @@ def build_optimizer(model: nn.Module, train: TrainTable) -> torch.optim.AdamW:
     decayed = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
     others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
     groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=train.lr, betas=BETAS, fused=True)
+    is_fused = all(p.device.type in FUSED_DEVICES for p in trained)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=BETAS, fused=is_fused)
 
 
 def learning_rate(step: int, train: TrainTable) -> float:
@@ -38,10 +42,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the global Euclidean norm of all gradients of `model`, a scalar."""
-    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    """Return the global Euclidean norm of all gradients of `model`, a scalar; with shards, a collective."""
+    return whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
 
-def clip_gradients(model: nn.Module, norm: Tensor, largest: float) -> None:
-    """Scale the gradients of `model`, whose global norm is `norm`, down to a norm of `largest`."""
-    nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
+def clip_gradients(model: nn.Module, norm: float, largest: float) -> None:
+    """Scale the gradients of `model`, whose global norm is `norm`, down to a norm of `largest`; smaller ones stay."""
+    if norm > largest:
+        gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, largest / norm)

@@ -29,6 +29,9 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         apply_override(tables, override)
     config = structure(tables)
     config.nsa_config()
+    from nsa_train.model.decoder import vocab_size_of
+
+    vocab_size_of(config)
     return config
 
 
@@ -98,7 +101,11 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _section(title: str, items: dict[str, Any]) -> str:
-    return f"[{title}]\n" + "".join(f"{key} = {_toml_value(value)}\n" for key, value in items.items())
+    return f"[{title}]\n" + "".join(f"{_toml_key(key)} = {_toml_value(value)}\n" for key, value in items.items())
+
+
+def _toml_key(key: str) -> str:
+    return key if key.isascii() and key.replace("_", "").replace("-", "").isalnum() else _toml_value(key)
 
 
 def _toml_value(value: Any) -> str:

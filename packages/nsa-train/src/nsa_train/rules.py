@@ -76,6 +76,11 @@ def flag(default: bool) -> Any:
     return _key(Rule(lambda value: isinstance(value, bool), "true or false", "true"), default)
 
 
+def optional_text(*, example: str) -> Any:
+    """Return a field that holds a string that is not empty, or nothing."""
+    return _key(Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a string", example), None)
+
+
 def _key(rule: Rule, default: Any) -> Any:
     return field(default=default, metadata={"rule": rule})
 

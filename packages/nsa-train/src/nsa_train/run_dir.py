@@ -1,5 +1,6 @@
 """The names of what a run leaves in its directory."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from attrs import frozen
@@ -37,9 +38,28 @@ class RunDirectory:
         return self.root / "k_stats.csv"
 
     @property
+    def fallbacks(self) -> Path:
+        """One row per logged step, counted from the start of the run; absent for the dense twin."""
+        return self.root / "fallback_counters.csv"
+
+    @property
     def heartbeat(self) -> Path:
         """One JSON object per event of rank 0."""
-        return self.root / "heartbeat_rank0.jsonl"
+        return self.heartbeat_of(0)
+
+    def heartbeat_of(self, rank: int) -> Path:
+        """Return the file with one JSON object per event of `rank`."""
+        return self.root / f"heartbeat_rank{rank}.jsonl"
+
+    @property
+    def heartbeats(self) -> list[Path]:
+        """The files of all ranks that exist, in the order of their names."""
+        return sorted(self.root.glob("heartbeat_rank*.jsonl"))
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files that TensorBoard shows."""
+        return self.root / "tb"
 
     @property
     def metrics(self) -> Path:
@@ -65,3 +85,23 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """Holds step-N directories and the link `latest`."""
         return self.root / "checkpoints"
+
+    @property
+    def halt(self) -> Path:
+        """Its presence asks all ranks to save and stop at the same step."""
+        return self.root / ".HALT"
+
+    @property
+    def anomaly_type(self) -> Path:
+        """One word per kind of anomaly that was found, a line each."""
+        return self.root / ".anomaly_type"
+
+    def stackdump(self, rank: int) -> Path:
+        """Return where `rank` writes the stacks of its threads when it gets SIGUSR1."""
+        return self.root / f"stackdump_rank{rank}.txt"
+
+    def write_anomalies(self, kinds: Iterable[str]) -> None:
+        """Write `kinds` to `.anomaly_type` whole or not at all."""
+        aside = self.anomaly_type.with_suffix(".aside")
+        aside.write_text("".join(f"{kind}\n" for kind in kinds), encoding="utf-8")
+        aside.replace(self.anomaly_type)

@@ -1,161 +1,321 @@
-"""The training loop: fetch, forward, backward, guard, clip, update, record."""
+"""The training loop, on every rank the same: fetch, agree, forward, backward, guard, update, record."""
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from nsa_train.checkpoint import save_checkpoint
+from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, gather_json, restore
+from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.config import RunConfig
-from nsa_train.data.packing import Batch, PackedRows
-from nsa_train.data.pipeline import BatchStream, validation_batches
-from nsa_train.data.sources import Corpus
-from nsa_train.data.tokenizer import TOKENIZERS
-from nsa_train.guards import GradientWatch, check_finite
-from nsa_train.model.decoder import build_model, summed_loss
+from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
+from nsa_train.errors import GuardError, PeerError, TrainError
+from nsa_train.feed import Feed, Fetched
+from nsa_train.guards import GradientWatch, StepGuard, StepNumbers, not_finite, some
+from nsa_train.model.decoder import build_model
 from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
-from nsa_train.routing import pick_device
-from nsa_train.telemetry import health
+from nsa_train.parallel.strategy import STRATEGIES
+from nsa_train.parallel.world import World
+from nsa_train.patience import Patience
+from nsa_train.routing import DTYPES
+from nsa_train.run_dir import RunDirectory
+from nsa_train.stopping import Stop, StopRequests
 from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
 from nsa_train.telemetry.recorder import Recorder
-from nsa_train.telemetry.samples import prompts_of, write_samples
+from nsa_train.telemetry.samples import write_samples
 
-VALIDATION_BATCHES = 16
-"""Most batches of one evaluation: the same rows at every evaluation of a run."""
-
-
-class Fetched(NamedTuple):
-    """The micro-batches of one optimizer step."""
-
-    batches: list[Batch]
-    seconds: float
-    """Spent waiting for them."""
-
-    @property
-    def num_targets(self) -> int:
-        """Labels of the step: what its loss is the mean over."""
-        return sum(batch.num_targets for batch in self.batches)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that went through the model."""
-        return sum(batch.input_ids.numel() for batch in self.batches)
+FAILED = -1
+"""What a rank tells the others in place of a `Stop` when its data could not be had."""
 
 
 class Trainer:
-    """One run: weights, optimizer, data position and records. `run` does it all."""
+    """One run on one rank: weights, optimizer, data position and records. `run` does it all."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, out_dir: Path, display: ProgressDisplay) -> None:
-        """Draw the weights and open the records in `out_dir`, which is created."""
-        self.config, self.display = config, display
-        train, data = config.train, config.data
-        self.device = pick_device()
-        torch.manual_seed(train.seed)
+    def __init__(
+        self,
+        config: RunConfig,
+        out_dir: Path,
+        display: ProgressDisplay,
+        *,
+        world: World,
+        resume: Checkpoint | None = None,
+        is_continued: bool = False,
+    ) -> None:
+        """Draw the weights or read those of `resume`, and open the records in `out_dir`.
+
+        `is_continued`: the directory holds records of an earlier start, also where it left no checkpoint.
+        """
+        self.config, self.display, self.world = config, display, world
+        self.device, train = world.device, config.train
+        seed_rng(train.seed)
         self.model = build_model(config).to(self.device)
-        self.forward = torch.compile(self.model) if train.compile else self.model
+        self.start = resume.step if resume else 0
+        # what may refuse to go on comes before the records, which are cut to where the run goes on
+        self.writer = CheckpointWriter(RunDirectory(out_dir).checkpoints, keep_last=train.keep_last, is_async=train.async_save)
+        dataset = open_dataset(config)
+        self.tokenizer, self.prompts = dataset.tokenizer, dataset.prompts()
+        self.validation = open_validation(config, rank=world.rank, world_size=world.world_size, dataset=dataset)
+        self.stream = open_training_stream(
+            config, rank=world.rank, world_size=world.world_size, dataset=dataset, announce=display.note if world.is_main else None
+        )
+        if resume:
+            self.stream.load_state_dict(resume.state["data"])
+        self.recorder = Recorder(
+            config,
+            out_dir,
+            self.device,
+            rank=world.rank,
+            world_size=world.world_size,
+            resumed_at=self.start if resume else -1 if is_continued else None,
+        )
+        self.recorder.attach(self.model.sparse_layers)
+        if train.compile:
+            self.model.compile_parts()
+        # shards are parameters of their own: what looks at parameters comes after
+        self.strategy = STRATEGIES[train.strategy](self.model, world)
+        self.watch = GradientWatch(self.model, last_step=train.steps, world=world)
         self.optimizer = build_optimizer(self.model, train)
-        self.watch = GradientWatch(self.model, last_step=train.steps)
-        self.tokenizer = TOKENIZERS[data.tokenizer]()
-        self.prompts = prompts_of(corpus.val, self.tokenizer)
-        rows = PackedRows(corpus.train, self.tokenizer, train.seq_len, seed=data.shuffle_seed)
-        held_out = PackedRows(corpus.val, self.tokenizer, train.seq_len)
-        self.validation = validation_batches(held_out, batch_size=train.batch_size, most=VALIDATION_BATCHES)
-        self.stream = BatchStream(rows, batch_size=train.batch_size, seed=data.shuffle_seed, prefetch=data.prefetch)
-        self.recorder = Recorder(config, out_dir, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type) if train.precision == "fp16" else None
+        self.guard, self.patience = StepGuard(train), Patience(train.early_stop_patience)
+        if resume:
+            self._restore(resume)
+        self.feed = Feed(self.stream, train.accumulate)
+        self.stops = StopRequests(self.recorder.paths, world)
         self.recent_fetches: deque[float] = deque(maxlen=100)
+        self.saved_at = self.start if resume else None
+        self.recorder.booted()
 
     def run(self) -> dict[str, Any]:
         """Train to the last step and return the content of metrics.json.
 
         Raises:
-            GuardError: when a number is not finite or a parameter gets no gradient; records up to then are kept.
+            GuardError: when too many steps had to be skipped or a parameter gets no gradient; records up to then are kept.
+            HaltedError: when .HALT was found, after saving.
+            TerminatedError: when SIGTERM came, after saving.
+            PeerError: when another rank could not go on.
         """
         deterministic_before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(self.config.train.deterministic or deterministic_before)
         try:
-            return self._run()
+            with self.stops, self.writer:
+                return self._run()
         except BaseException as error:
-            self.recorder.halted(error)
+            anomaly = "guard" if isinstance(error, GuardError) else None
+            self.recorder.halted(str(error) or type(error).__name__, code=getattr(error, "exit_code", 1), anomaly=anomaly)
             raise
         finally:
             torch.use_deterministic_algorithms(deterministic_before)
 
     def _run(self) -> dict[str, Any]:
-        write_samples(self.recorder.paths.samples / "before.txt", self.model, self.tokenizer, self.prompts)
-        self._evaluate(0)
         with self.stream:
-            for step in range(1, self.config.train.steps + 1):
+            if self.start == 0 and self.saved_at is None:
+                self._write_samples("before.txt")
+                self._evaluate(0)
+            for step in range(self.start + 1, self.config.train.steps + 1):
                 self._step(step)
                 self._after_step(step)
-        write_samples(self.recorder.paths.samples / "after.txt", self.model, self.tokenizer, self.prompts)
+                if self.patience.is_over:
+                    self.display.note(f"step {step:04d} | stopped early: {self.patience}")
+                    break
+            self._write_samples("after.txt")
+        self.writer.wait()
         return self.recorder.finished()
 
     def _step(self, step: int) -> None:
         train, started = self.config.train, time.perf_counter()
         is_logged = step % train.log_every == 0 or step in (1, train.steps)
-        fetched = self._fetch()
-        with health.watched(self.model.sparse_layers if is_logged else []) as collected:
-            loss = self._backward(fetched, use_compiled=not is_logged)
-        norm = gradient_norm(self.model)
-        check_finite(step, loss=loss, grad_norm=float(norm), model=self.model)
-        self.watch.observe(step, max(batch.longest for batch in fetched.batches))
-        clip_gradients(self.model, norm, train.grad_clip)
+        fetched, targets, tokens, longest = self._fetch(step)
+        with self._eagerly(is_wanted=is_logged), self.recorder.observing(is_logged=is_logged) as observed:
+            found = self._backward(fetched, targets)
+        everyone = self.world.exchange(found.as_row())
+        loss = sum(row[0] for row in everyone) / max(targets, 1)
+        reason = self.guard.reason_to_skip(loss, everyone)
+        if reason is not None:
+            self._skip(step, reason, fetched, everyone)
+            return
+        self.watch.observe(step, longest)
+        self.guard.passed(loss)
         rate = learning_rate(step, train)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        self._update(found.grad_norm, rate)
         figures = StepFigures(
             step=step,
             loss=loss,
             lr=rate,
-            toks_per_s=fetched.num_tokens / (time.perf_counter() - started),
-            grad_norm=float(norm),
+            toks_per_s=tokens / (time.perf_counter() - started),
+            grad_norm=found.grad_norm,
             fetch_ms=1e3 * fetched.seconds,
+            is_clipped=found.grad_norm > train.grad_clip,
+            lengths=fetched.lengths,
         )
-        self.recorder.stepped(figures, fetches=self.recent_fetches, telemetry=collected)
+        self.recorder.stepped(figures, fetches=self.recent_fetches, observed=observed, data=self.stream.figures())
+        if step == self.start + 1:
+            self.recorder.consumed_first(step, self.stream.first_tokens())
         self.display.show_step(figures, is_logged=is_logged)
 
     def _after_step(self, step: int) -> None:
         train, is_last = self.config.train, step == self.config.train.steps
         if step % train.eval_every == 0 or is_last:
             self._evaluate(step)
-        if is_last or (train.save_every and step % train.save_every == 0):
+        if is_last or self.patience.is_over or (train.save_every and step % train.save_every == 0):
             self._save(step)
 
-    def _fetch(self) -> Fetched:
-        started = time.perf_counter()
-        found = [next(self.stream).to(self.device) for _ in range(self.config.train.accumulate)]
-        seconds = time.perf_counter() - started
-        self.recent_fetches.append(1e3 * seconds)
-        return Fetched(found, seconds)
+    def _fetch(self, step: int) -> tuple[Fetched, float, float, int]:
+        """Return this rank's micro-batches of `step`, and of all ranks: targets, tokens, the longest sequence.
 
-    def _backward(self, fetched: Fetched, *, use_compiled: bool) -> float:
-        """Fill the gradients of the mean loss over all labels of the step and return that loss in nats per token."""
+        This is where the ranks agree to go on. If one of them was asked to stop, all do, before anything of `step`.
+        """
+        fetched, failure = None, None
+        with self.recorder.phase("fetch"):
+            try:
+                fetched = self.feed.fetch(lambda: self.stops.heard() is not Stop.NO)
+            except (TrainError, OSError) as error:
+                failure = error
+        said = FAILED if failure else int(self.stops.heard(look=self.world.is_main))
+        mine = (fetched.num_targets, fetched.num_tokens, fetched.longest) if fetched else (0, 0, 0)
+        everyone = self.world.exchange((said, *mine))
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, row in enumerate(everyone) if row[0] == FAILED]
+        if failed:
+            raise PeerError(f"step {step}: the data of rank {failed[0]} could not be had; its own message says why")
+        stop = Stop(int(max(row[0] for row in everyone)))
+        if stop is not Stop.NO:
+            self._stop(step - 1, stop)
+        assert fetched is not None
+        self.feed.accept()
+        self.recent_fetches.append(1e3 * fetched.seconds)
+        return fetched, sum(row[1] for row in everyone), sum(row[2] for row in everyone), int(max(row[3] for row in everyone))
+
+    def _stop(self, step: int, stop: Stop) -> NoReturn:
+        """Save where `step` left off and end the run."""
+        if self.saved_at != step:
+            self._save(step)
+        self.writer.wait()
+        self.world.barrier()
+        raise stop.error(step)
+
+    def _backward(self, fetched: Fetched, targets: float) -> StepNumbers:
+        """Fill the gradients of the mean loss over the `targets` of all ranks and return what this rank found."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        # telemetry writes to the layers' attributes: not a thing for a compiled graph
-        forward = self.forward if use_compiled else self.model
-        total = 0.0
-        for batch in fetched.batches:
-            loss = self._summed_loss(forward, batch) / fetched.num_targets
-            torch.autograd.backward(loss)
-            total += float(loss.detach())
-        return total
+        factor = self.strategy.factor / max(targets, 1)
+        losses = []
+        for index, batch in enumerate(fetched.batches):
+            with self.strategy.accumulating(is_last=index == len(fetched.batches) - 1):
+                with self.recorder.phase("forward"):
+                    loss = self._summed_loss(self.strategy.forward, batch.to(self.device))
+                with self.recorder.phase("backward"):
+                    scaled = loss * factor
+                    torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
+            losses.append(loss.detach().float())
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        # the one wait for the device in a step
+        *values, norm = torch.stack([*losses, gradient_norm(self.model).float()]).tolist()
+        bad = [index for index, value in enumerate(values) if not abs(value) < float("inf")]
+        return StepNumbers(loss=sum(values), bad_batch=bad[0] if bad else -1, grad_norm=norm)
 
-    def _summed_loss(self, forward: Any, batch: Batch) -> torch.Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"):
-            logits = forward(batch.input_ids, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
-        return summed_loss(logits, batch.labels)
+    def _summed_loss(self, forward: Any, batch: Batch) -> Tensor:
+        with self._autocast():
+            loss: Tensor = forward(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen)
+        return loss
+
+    def _update(self, grad_norm: float, rate: float) -> None:
+        with self.recorder.phase("update"):
+            clip_gradients(self.model, grad_norm, self.config.train.grad_clip)
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+            if self.scaler is not None:
+                self.scaler.update()
+
+    def _skip(self, step: int, reason: str, fetched: Fetched, everyone: list[list[float]]) -> None:
+        """Leave the weights as they are, on every rank, and say which batches it was for."""
+        bad_ranks = {rank for rank, row in enumerate(everyone) if row[1] >= 0}
+        index = int(everyone[self.world.rank][1])
+        mine = [index] if index >= 0 else [] if bad_ranks else range(len(fetched.batches))
+        described = [f"rank {self.world.rank}, {fetched.describe(at)}" for at in mine]
+        told = self.world.gather((described, [] if bad_ranks else not_finite(self.model)))
+        batch = "; ".join(text for part, _ in told for text in part)
+        names = list(dict.fromkeys(name for _, part in told for name in part))
+        reason += f", in {some(names)}" if names else ""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.recorder.skipped(step, reason, batch)
+        self.display.note(f"step {step:04d} | skipped, the weights stay as they were: {reason}; {batch}")
+        if self.scaler is not None and not bad_ranks and self.scaler.get_scale() > 1:
+            # float16 ran over: that is how the scale finds its place
+            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+            return
+        try:
+            self.guard.skipped(step, reason)
+        except GuardError:
+            self._save(step)
+            self.writer.wait()
+            raise
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
+        """Take the loss on the held-out rows, which the ranks share out; each runs as many batches as any other."""
+        self.recorder.began("val", step)
         self.model.eval()
-        summed = sum(float(self._summed_loss(self.model, batch.to(self.device))) for batch in self.validation)
-        loss = summed / sum(batch.num_targets for batch in self.validation)
-        self.recorder.validated(step, loss)
-        self.display.note(f"step {step:04d} | val_loss {loss:.4f} nats per token, on held-out documents")
+        batches = self.validation
+        rounds = int(max(row[0] for row in self.world.exchange([len(batches)])))
+        summed, targets = 0.0, 0
+        with self._eagerly(is_wanted=True):
+            for index in range(rounds):
+                # a rank that has run out repeats a batch: with shards, everybody takes part in every forward pass
+                batch = batches[index % len(batches)]
+                loss = float(self._summed_loss(self.model, batch.to(self.device)))
+                if index < len(batches):
+                    summed, targets = summed + loss, targets + batch.num_targets
+        everyone = self.world.exchange([summed, targets])
+        mean = sum(row[0] for row in everyone) / sum(row[1] for row in everyone)
+        self.patience.observe(mean)
+        self.recorder.validated(step, mean)
+        self.display.note(f"step {step:04d} | val_loss {mean:.4f} nats per token, on held-out documents")
 
     def _save(self, step: int) -> None:
-        path = save_checkpoint(self.recorder.paths.checkpoints, step=step, config=self.config, model=self.model, optimizer=self.optimizer)
+        self.recorder.began("save", step)
+        snapshot = capture(
+            model=self.model,
+            optimizer=self.optimizer,
+            config=self.config,
+            data=merge_states(gather_json(self.feed.position)),
+            scaler=self.scaler,
+            routes=self.recorder.fallbacks.preferred,
+            counters={"guard": self.guard.state_dict(), "watch": self.watch.state_dict(), "patience": self.patience.state_dict()},
+        )
+        path = self.writer.save(step, snapshot)
+        self.saved_at = step
         self.recorder.saved(step, path)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        restore(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
+        counters = checkpoint.state["counters"]
+        for name, owner in (("guard", self.guard), ("watch", self.watch), ("patience", self.patience)):
+            if name in counters:
+                owner.load_state_dict(counters[name])
+
+    def _write_samples(self, name: str) -> None:
+        """Let all ranks draw the same text, which shards need, and rank 0 write it."""
+        self.recorder.began("sample", self.recorder.step)
+        with self._eagerly(is_wanted=True), self._autocast():
+            path = self.recorder.paths.samples / name
+            write_samples(
+                path if self.world.is_main else None,
+                self.model,
+                self.tokenizer,
+                self.prompts,
+                is_synthetic=self.config.data.source == "synthetic",
+            )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        precision = self.config.train.precision
+        return torch.autocast(self.device.type, DTYPES[precision], enabled=precision != "fp32")
+
+    def _eagerly(self, *, is_wanted: bool) -> AbstractContextManager[Any]:
+        """Return a context in which nothing is compiled: telemetry writes to attributes, caches grow, shapes are seen once."""
+        return torch.compiler.set_stance("force_eager") if is_wanted and self.config.train.compile else nullcontext()

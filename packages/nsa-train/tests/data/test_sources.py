@@ -1,123 +1,221 @@
 """The corpora: what is read, how it is split, and what is said about files that will not do."""
 
 import os
+import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from nsa_train.config import DataTable
-from nsa_train.data.packing import PackedRows
-from nsa_train.data.pipeline import BatchStream
-from nsa_train.data.sources import Document, read_corpus, read_stdlib, split_by_content, split_by_position
-from nsa_train.data.tokenizer import ByteTokenizer
+from nsa_train.config import RunConfig
+from nsa_train.data import open_dataset, open_training_stream
+from nsa_train.data.sources import Bad, Document, Reading, open_files
+from nsa_train.data.sources.jsonl import BYTES_PER_BLOCK, LINES_PER_BLOCK, JsonlBlocks
+from nsa_train.data.sources.split import limit_of, rank_of, split
+from nsa_train.data.sources.text import StdlibBlocks
 from nsa_train.errors import DataError
 
 
+def _documents(texts: list[bytes]) -> list[Document]:
+    return [Document(str(number), text) for number, text in enumerate(texts)]
+
+
 def test_stdlib_is_the_sources_of_this_python() -> None:
-    corpus = read_corpus(DataTable(source="stdlib"))
+    blocks = StdlibBlocks(Reading())
+    records = [record for block in range(len(blocks)) for record in blocks.read(block)]
     root = Path(sysconfig.get_path("stdlib"))
-    names = [document.name for document in (*corpus.train, *corpus.val)]
-    assert len(names) > 300
+    names = [record.name for record in records if isinstance(record, Document)]
+    assert len(names) == len(records) > 300
     assert "dataclasses.py" in names
+    assert names == sorted(names, key=lambda name: Path(name).parts)
     assert not any(set(Path(name).parts) & {"test", "tests", "site-packages"} for name in names)
-    assert all(document.text == (root / document.name).read_bytes() for document in corpus.val)
-    assert 1 <= len(corpus.val) < len(corpus.train) / 5
+    assert all(record.text == (root / record.name).read_bytes() for record in records[::50] if isinstance(record, Document))
 
 
-def test_training_batches_hold_source_text_and_not_noise() -> None:
+def test_training_batches_hold_source_text_and_not_noise(data_config: Callable[..., RunConfig]) -> None:
     """A flag of the earlier system silently trained on noise."""
-    corpus = read_corpus(DataTable(source="stdlib"))
-    tokenizer = ByteTokenizer()
-    rows = PackedRows(corpus.train, tokenizer, seq_len=256, seed=0)
-    with BatchStream(rows, batch_size=8, seed=0, prefetch=1) as stream:
+    dataset = open_dataset(data_config())
+    with open_training_stream(dataset.config, dataset=dataset) as stream:
         batch = next(stream)
-    everything = b"\n".join(document.text for document in corpus.train)
+    blocks = StdlibBlocks(Reading())
+    everything = b"\n".join(record.text for block in range(len(blocks)) for record in blocks.read(block) if isinstance(record, Document))
     pieces = batch.input_ids[0].split(batch.lengths.tolist())
     assert all(bytes(index for index in piece.tolist() if index < 256) in everything for piece in pieces)
 
 
-def test_stdlib_is_read_in_sorted_order_each_time_alike() -> None:
-    names = [document.name for document in read_stdlib()]
-    assert names == [document.name for document in read_stdlib()]
-    assert names == sorted(names, key=lambda name: Path(name).parts)
+def test_one_file_is_cut_by_position(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
+    text = "".join(f"{number} bottles stood on the wall; été.\n" for number in range(250))
+    (tmp_path / "one.txt").write_text(text, encoding="utf-8")
+    dataset = open_dataset(data_config("data.source=text", f"data.path={tmp_path}/one.txt"))
+    val = dataset.tokenizer.decode(torch.from_numpy(dataset.held_out.stream))
+    assert text.endswith(val)
+    assert len(val) == pytest.approx(len(text) / 10, rel=0.02)
+    assert dataset.sizes["train_tokens"] + dataset.sizes["val_tokens"] == len(text.encode()) + 2
 
 
-def test_one_file_is_cut_by_position(tiny_text: Path) -> None:
-    corpus = read_corpus(DataTable(source="text", path=str(tiny_text)))
-    [train], [val] = corpus
-    assert train.text + val.text == tiny_text.read_bytes()
-    assert len(val.text) == pytest.approx(len(train.text) / 9, rel=0.01)
+def test_a_cut_divides_no_character() -> None:
+    found = split([_documents(["é".encode() * 15])])
+    assert [document.text.decode() for document in (*found.train[0], *found.val)] == ["é" * 13, "é" * 2]
+    assert [document.name for document in (*found.train[0], *found.val)] == ["0[:26]", "0[26:]"]
 
 
-def test_a_glob_is_split_by_file(tmp_path: Path) -> None:
-    for number in range(60):
-        (tmp_path / f"{number:02}.txt").write_text(f"document {number}")
-    corpus = read_corpus(DataTable(source="text", path=str(tmp_path / "*.txt")))
-    names = [document.name for document in (*corpus.train, *corpus.val)]
-    assert sorted(names) == [str(path) for path in sorted(tmp_path.iterdir())]
-    assert 1 <= len(corpus.val) <= 12
-
-
-def test_a_new_file_moves_no_other_between_the_splits() -> None:
-    documents = [Document(str(number), f"document {number}".encode()) for number in range(100)]
-    before, after = split_by_content(documents[:-1]), split_by_content(documents)
+def test_a_new_file_moves_no_other_between_the_sides() -> None:
+    documents = _documents([f"document {number}".encode() for number in range(100)])
+    before, after = split([documents[:-1]]), split([documents])
     assert set(before.val) <= set(after.val)
-    assert set(before.train) <= set(after.train)
+    assert set(before.train[0]) <= set(after.train[0])
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 40])
-def test_both_splits_exist_and_share_no_text(count: int) -> None:
-    documents = [Document(f"{number}", f"text {number % (count - 1)}".encode()) for number in range(count)]
-    if count == 2:
-        documents[1] = Document("1", b"other")
-    corpus = split_by_content(documents)
-    assert corpus.train
-    assert corpus.val
-    assert not {document.text for document in corpus.train} & {document.text for document in corpus.val}
+def test_both_sides_exist_and_share_no_text(count: int) -> None:
+    texts = [f"text {number % max(2, count - 1)}".encode() for number in range(count)]
+    found = split([_documents(texts)])
+    assert found.train[0]
+    assert found.val
+    assert not {document.text for document in found.train[0]} & {document.text for document in found.val}
+
+
+def test_parts_share_one_limit_so_that_a_copy_elsewhere_is_held_out_too() -> None:
+    texts = [f"text {number}".encode() for number in range(60)]
+    # by themselves, the three of the second part would give one away
+    last = sorted(texts, key=rank_of)[-3:]
+    found = split([_documents(texts), _documents(last), _documents([b"alone in its part"])])
+    assert len(found.train[1]) == 3
+    trained = {document.text for documents in found.train for document in documents}
+    assert not trained & {document.text for document in found.val}
+    assert len(found.train) == 3
 
 
 def test_equal_files_cannot_be_split() -> None:
-    with pytest.raises(DataError, match="a and the 1 other files are equal"):
-        split_by_content([Document("a", b"same"), Document("b", b"same")])
+    with pytest.raises(DataError, match="0 and the 1 other documents are equal"):
+        split([_documents([b"same", b"same"])])
 
 
-def test_any_bytes_are_a_text(tmp_path: Path) -> None:
-    path = tmp_path / "latin1.txt"
-    path.write_bytes(bytes(range(256)) * 4)
-    corpus = read_corpus(DataTable(source="text", path=str(path)))
-    assert len(corpus.train[0].text) + len(corpus.val[0].text) == 1024
+def test_one_byte_cannot_be_split() -> None:
+    with pytest.raises(DataError, match="0 holds 1 byte"):
+        split([_documents([b"x"])])
 
 
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "fineweb_edu"])
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("absent.txt", r"absent\.txt cannot be read \(No such file or directory\)"),
-        ("empty.txt", r"empty\.txt is empty"),
+        ("empty.jsonl", r"empty\.jsonl is empty"),
         ("folder", r"folder cannot be read \(Is a directory\)"),
         ("*.none", r"\*\.none cannot be read \(No such file or directory\)"),
-        ("*.txt", r"empty\.txt is empty"),
-        ("one.bin", r"one\.bin holds 1 byte"),
+        ("pipe", r"pipe cannot be read \(not a regular file\)"),
     ],
 )
-def test_a_file_that_will_not_do_is_named(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "full.txt").write_text("text")
-    (tmp_path / "one.bin").write_bytes(b"x")
+def test_a_file_that_will_not_do_is_named(
+    tmp_path: Path, data_config: Callable[..., RunConfig], source: str, name: str, message: str
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=message):
-        read_corpus(DataTable(source="text", path=str(tmp_path / name)))
+        open_dataset(data_config(f"data.source={source}", f"data.path={tmp_path}/{name}"))
+
+
+@pytest.mark.parametrize("source", ["text", "fineweb_edu", "mix"])
+def test_a_glob_that_matches_folders_alone_is_named(tmp_path: Path, data_config: Callable[..., RunConfig], source: str) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    glob = f"{tmp_path}/*"
+    key = f'data.mix={{"{glob}" = 1}}' if source == "mix" else f"data.path={glob}"
+    with pytest.raises(DataError, match=r"matches 2 folders and no file; name files, such as '.*/\*/\*'"):
+        open_dataset(data_config(f"data.source={source}", key))
+
+
+@pytest.mark.parametrize(("source", "package", "extra"), [("parquet", "pyarrow", "parquet"), ("fineweb_edu", "datasets", "fineweb")])
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    corpora, data_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, source: str, package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"needs .*{package}, which is not installed.*; use pip install 'nsa-train\[{extra}\]', or --set"):
+        open_dataset(data_config(f"data.source={source}", f"data.path={corpora.folder}/b.parquet"))
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "fineweb_edu"])
+@pytest.mark.parametrize("name", ["Übung 東京", "notes [1]"])
+def test_a_name_may_hold_any_character(corpora, tmp_path: Path, data_config: Callable[..., RunConfig], source: str, name: str) -> None:
+    original = (
+        next((corpora.folder / "d").iterdir()) if source == "text" else corpora.folder / ("a-0.jsonl" if source == "jsonl" else "b.parquet")
+    )
+    path = tmp_path / f"{name}{original.suffix}"
+    path.write_bytes(original.read_bytes())
+    if source == "text":
+        path.write_text("a text of some length, " * 99)
+    dataset = open_dataset(data_config(f"data.source={source}", f"data.path={path}"))
+    with open_training_stream(dataset.config, dataset=dataset) as stream:
+        assert next(stream).num_targets > 0
+
+
+def test_large_texts_that_are_fewer_than_the_rows_are_refused(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
+    """Several rows would read one text side by side, and a batch would hold equal rows."""
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text(" ".join(f"{number}.{word}" for word in range(4000)))
+    sets = ["data.source=text", f"data.path={tmp_path}/[1-8].txt", "data.in_memory_mib=0"]
+    with pytest.raises(DataError, match=r"8 texts are too few for train\.batch_size=8 rows .*; use --set data\.in_memory_mib=1, or cut"):
+        open_dataset(data_config(*sets))
+    for mended in (["data.in_memory_mib=1"], [f"data.path={tmp_path}/*.txt"]):
+        with open_training_stream(data_config(*sets, *mended)) as stream:
+            rows = next(stream).input_ids[0].split(48)
+        assert len({row.numpy().tobytes() for row in rows}) == 8
+
+
+def test_a_large_held_out_document_at_the_very_beginning_ends_no_search(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
+    texts = [f"{number} {'word ' * 4000}".encode() for number in range(400)]
+    held_out = [text for text in texts if rank_of(text) < limit_of([0, 2**32])][:12]
+    # all that can be met first fill the validation split, and the last of the corpus do not
+    for number, text in enumerate([*held_out, *(text for text in texts if text not in held_out)][:13]):
+        (tmp_path / f"{number:02}.txt").write_bytes(text)
+    dataset = open_dataset(data_config("data.source=text", f"data.path={tmp_path}/*.txt", "data.in_memory_mib=0"))
+    assert dataset.sizes["val_documents"] >= 1
+    with open_training_stream(dataset.config, dataset=dataset) as stream:
+        assert next(stream).num_targets > 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_named(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
     path = tmp_path / "secret.txt"
     path.write_text("text")
     path.chmod(0)
     with pytest.raises(DataError, match=r"secret\.txt cannot be read \(Permission denied\)"):
-        read_corpus(DataTable(source="text", path=str(path)))
+        open_dataset(data_config("data.source=text", f"data.path={path}"))
 
 
-def test_positions_of_the_cut_stand_in_the_names() -> None:
-    [train], [val] = split_by_position(Document("f", b"0123456789"))
-    assert (train, val) == (Document("f[:9]", b"012345678"), Document("f[9:]", b"9"))
+def test_a_list_of_globs_reads_every_file_once(corpora, data_config: Callable[..., RunConfig]) -> None:
+    folder = corpora.folder
+    both = open_dataset(data_config("data.source=jsonl", f'data.path=["{folder}/a-0.jsonl", "{folder}/a-*.jsonl"]'))
+    once = open_dataset(data_config("data.source=jsonl", f"data.path={folder}/a-*.jsonl"))
+    assert both.fingerprint == once.fingerprint
+
+
+@pytest.mark.parametrize("length", [1, 700, 5000])
+def test_jsonl_blocks_hold_every_line_once_wherever_they_are_cut(tmp_path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_train.data.sources.jsonl._CHUNK", 1009)
+    monkeypatch.setattr("nsa_train.data.sources.jsonl.BYTES_PER_BLOCK", 2**14)
+    lines = [f'{{"text": "{number}{"x" * (number * 7919 % length)}"}}' for number in range(301)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    blocks = JsonlBlocks([tmp_path / "a.jsonl"], Reading())
+    found = [record for block in range(len(blocks)) for record in blocks.read(block)]
+    assert [record.text.decode() for record in found if isinstance(record, Document)] == [line[10:-2] for line in lines]
+    assert [record.name for record in found][::100] == [f"{tmp_path}/a.jsonl:{number}" for number in (1, 101, 201, 301)]
+    assert max(len(list(blocks.read(block))) for block in range(len(blocks))) <= LINES_PER_BLOCK
+    assert [record for block in range(len(blocks)) for record in blocks.read(block, 3)] == [
+        record for block in range(len(blocks)) for record in list(blocks.read(block))[3:]
+    ]
+    assert BYTES_PER_BLOCK == 2**18
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_block_is_read_from_any_record_on(corpora, kind: str) -> None:
+    path = corpora.folder / ("a-0.jsonl" if kind == "jsonl" else "b.parquet")
+    blocks = open_files(kind, [path], Reading())
+    whole = list(blocks.read(0))
+    assert len(whole) > 8
+    assert all(list(blocks.read(0, start)) == whole[start:] for start in range(len(whole) + 2))
+    assert not any(isinstance(record, Bad) for record in whole)

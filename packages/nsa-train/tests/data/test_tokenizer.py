@@ -1,10 +1,25 @@
-"""Bytes to ids and back."""
+"""Bytes to ids and back; byte-pair encoding from a local file, lossless, with specials that text cannot spell."""
 
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 
+from nsa_train.config import RunConfig
+from nsa_train.data import build_tokenizer, num_ids_of, open_dataset, open_training_stream
+from nsa_train.data.bpe import BytePairTokenizer, open_bpe
 from nsa_train.data.tokenizer import PAD, SEPARATOR, ByteTokenizer
+from nsa_train.data_table import DataTable
+from nsa_train.errors import DataError
 
 
 @given(st.binary(max_size=200))
@@ -12,6 +27,7 @@ def test_any_bytes_are_one_id_each(text: bytes) -> None:
     ids = ByteTokenizer().encode(text)
     assert bytes(ids.tolist()) == text
     assert ids.dtype == torch.int32
+    assert ByteTokenizer().encode_batch([text, b"x"])[0].tolist() == [*text, SEPARATOR]
 
 
 @given(st.text(max_size=100))
@@ -28,3 +44,126 @@ def test_specials_are_left_out_of_text_and_stand_above_the_bytes() -> None:
 
 def test_bytes_that_are_not_utf8_show_as_replacement() -> None:
     assert ByteTokenizer().decode(torch.tensor([72, 255])) == "H\ufffd"
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one small byte-level vocabulary in both forms: tokenizer.json, and vocab.bpe with encoder.json."""
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenizer = tokenizers.Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=400, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(["the cat and the dog and the end of the text, more or less"] * 9, trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    # the order of GPT-2's file: bytes in the order of its alphabet, then a token per merge
+    merges = [" ".join(merge) for merge in model["merges"]]
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    codes = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in codes]
+    letters = [*map(chr, codes), *(chr(256 + number) for number in range(len(others)))]
+    encoder = {token: number for number, token in enumerate([*letters, *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"])}
+    (folder / "encoder.json").write_text(json.dumps(encoder))
+    return folder
+
+
+@pytest.fixture(params=["tokenizer.json", "vocab.bpe", "encoder.json"])
+def bpe(request: pytest.FixtureRequest, vocabulary: Path) -> BytePairTokenizer:
+    return open_bpe(str(vocabulary / request.param))
+
+
+@given(text=st.text(max_size=60))
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.bpe"])
+def test_bpe_is_lossless(vocabulary: Path, name: str, text: str) -> None:
+    tokenizer = open_bpe(str(vocabulary / name))
+    ids = tokenizer.encode(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode_batch([text.encode()])[0].tolist() == [*ids.tolist(), tokenizer.separator]
+
+
+def test_text_cannot_spell_the_separator(bpe: BytePairTokenizer) -> None:
+    text = "before <|endoftext|> after"
+    ids = bpe.encode(text.encode())
+    assert bpe.separator not in ids.tolist()
+    assert bpe.decode(ids) == text
+    assert len(bpe.encode(b"the the the")) < 11
+
+
+def test_specials_stand_at_the_end(bpe: BytePairTokenizer) -> None:
+    assert (bpe.pad, bpe.vocab_size) == (bpe.separator + 1, bpe.separator + 2)
+    assert bpe.decode(torch.tensor([*bpe.encode(b"cat").tolist(), bpe.separator, bpe.pad])) == "cat"
+
+
+def test_both_files_give_equal_pieces(vocabulary: Path) -> None:
+    text = "the cat, and 123 dogs' ends\n\n  of the text"
+    one, other = (open_bpe(str(vocabulary / name)) for name in ("tokenizer.json", "vocab.bpe"))
+    pieces = [[tokenizer.decode(index[None]) for index in tokenizer.encode(text.encode())] for tokenizer in (one, other)]
+    assert pieces[0] == pieces[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.json", None, "is not a file"),
+        ("broken.json", "{", "is no tokenizer"),
+        ("vocab.bpe", "#version: 0.2\n", "cannot be read as GPT-2's merges"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        open_bpe(str(tmp_path / name))
+    assert name in str(caught.value)
+
+
+def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path, vocabulary: Path) -> None:
+    lossy = tokenizers.Tokenizer.from_file(str(vocabulary / "tokenizer.json"))
+    lossy.normalizer = tokenizers.normalizers.Lowercase()
+    lossy.save(str(tmp_path / "lossy.json"))
+    with pytest.raises(DataError, match=r"lossy\.json' changes text"):
+        open_bpe(str(tmp_path / "lossy.json"))
+    nameless = tokenizers.Tokenizer(BPE())
+    nameless.save(str(tmp_path / "nameless.json"))
+    with pytest.raises(DataError, match="has no token '<|endoftext|>'"):
+        open_bpe(str(tmp_path / "nameless.json"))
+
+
+def test_gpt2_without_a_file_offline_says_what_would_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer='gpt2' is neither cached nor to be downloaded .*data\.tokenizer_path=tokenizer\.json"
+    ):
+        build_tokenizer(DataTable(source="stdlib", tokenizer="gpt2"))
+
+
+@pytest.mark.parametrize(("name", "package"), [(None, "tiktoken"), ("vocab.bpe", "tiktoken"), ("tokenizer.json", "tokenizers")])
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    vocabulary: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"needs {package}, which is not installed; use pip install 'nsa-train\[bpe\]'"):
+        open_bpe(name and str(vocabulary / name))
+
+
+def test_the_number_of_ids_needs_no_file_but_an_own_one(vocabulary: Path) -> None:
+    assert num_ids_of(DataTable(source="synthetic", tokenizer="gpt2")) == 50_258
+    assert num_ids_of(DataTable(source="stdlib")) == 258
+    own = DataTable(source="stdlib", tokenizer="gpt2", tokenizer_path=str(vocabulary / "tokenizer.json"))
+    assert num_ids_of(own) == build_tokenizer(own).vocab_size < 500
+
+
+def test_documents_come_back_from_a_stream_of_bpe_tokens(vocabulary: Path, corpora, data_config: Callable[..., RunConfig]) -> None:
+    for walk in ("rows", "blocks"):
+        overrides = ["data.tokenizer=gpt2", f"data.tokenizer_path={vocabulary}/tokenizer.json"]
+        dataset = open_dataset(data_config(*corpora.walks[walk], *overrides))
+        with open_training_stream(dataset.config, dataset=dataset) as stream:
+            pieces = [piece for _ in range(4) for batch in [next(stream)] for piece in batch.input_ids[0].split(batch.lengths.tolist())]
+        everything = "".join(corpora.texts_of(1))
+        # a row may begin or end inside a character
+        texts = [dataset.tokenizer.decode(piece).strip("\ufffd") for piece in pieces]
+        assert all(text in everything for text in texts)
+        assert int(max(piece.max() for piece in pieces)) == dataset.tokenizer.separator

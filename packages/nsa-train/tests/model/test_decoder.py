@@ -1,17 +1,23 @@
 """The decoder: packed equals separate, recomputing changes nothing, the loss starts at ln V and ignores what has no label."""
 
 import math
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_core import NativeSparseAttention
 from nsa_train.data.packing import IGNORED
-from nsa_train.model.decoder import Decoder, build_model, count_parameters, summed_loss
+from nsa_train.errors import ConfigError
+from nsa_train.model.decoder import Decoder, build_model, count_parameters
 from nsa_train.model.dense_attention import DenseAttention
+from nsa_train.model.loss import summed_loss
 from nsa_train.recipe import load_config
 
+DIM = 32
+"""Of the tiny recipe: the rows of the transposed embedding."""
 attentions = pytest.mark.parametrize("attention", ["nsa", "dense"])
 
 
@@ -58,10 +64,10 @@ def test_future_tokens_never_change_past_logits(tiny_config, attention: str) -> 
 
 
 @attentions
-def test_activation_checkpointing_changes_no_gradient(tiny_config, attention: str) -> None:
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_activation_checkpointing_changes_no_gradient(tiny_config, attention: str, kind: str) -> None:
     plain = _model(tiny_config, attention)
-    again = _model(tiny_config, attention, "train.activation_checkpointing=full")
-    assert (plain.recompute, again.recompute) == (False, True)
+    again = _model(tiny_config, attention, f"train.activation_checkpointing={kind}")
     ids = torch.randint(0, 256, (1, 48))
     bounds = torch.tensor([0, 20, 48], dtype=torch.int32)
     gradients = [_gradients(model, model(ids, cu_seqlens=bounds, max_seqlen=28).square().sum()) for model in (plain, again)]
@@ -69,22 +75,52 @@ def test_activation_checkpointing_changes_no_gradient(tiny_config, attention: st
         assert torch.equal(gradient, gradients[1][name]), name
 
 
-def test_recomputing_keeps_fewer_tensors(tiny_config) -> None:
-    """The switch must do something: what autograd saves shrinks."""
-    saved = []
-    for kind in ("none", "full"):
-        model = _model(tiny_config, "nsa", f"train.activation_checkpointing={kind}")
-        count = 0
+@attentions
+def test_recomputing_keeps_fewer_tensors(tiny_config, attention: str) -> None:
+    """The switch must do something: what autograd saves shrinks, to a block's inputs or to those and the dear operations."""
+    saved = {}
+    for kind in ("none", "selective", "full"):
+        model = _model(tiny_config, attention, f"train.activation_checkpointing={kind}")
+        ids = torch.randint(0, 256, (1, 64))
+        with CountedProducts() as counted:
+            loss = model(ids).square().sum()
+            forward = counted.number
+            loss.backward()
+        saved[kind] = _kept_elements(model, ids), counted.number - forward
+    assert saved["full"][0] < saved["selective"][0] < saved["none"][0]
+    # products are not computed again where they were kept
+    assert saved["none"][1] == saved["selective"][1] < saved["full"][1]
 
-        def note(tensor: Tensor) -> Tensor:
-            nonlocal count
-            count += tensor.numel()
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            model(torch.randint(0, 256, (1, 64)))
-        saved.append(count)
-    assert saved[1] < saved[0] / 3
+class CountedProducts(TorchDispatchMode):
+    """Counts the matrix products that run while it is active."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+def _kept_elements(model: Decoder, ids: Tensor) -> int:
+    """Return how much memory, in elements, a forward pass leaves behind for the backward pass."""
+    seen: dict[int, int] = {}
+
+    class Living(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    weakref.finalize(storage, seen.pop, storage._cdata, None)
+                    seen[storage._cdata] = storage.nbytes()
+            return out
+
+    with Living():
+        loss = model(ids).square().sum()
+    kept = sum(seen.values())
+    del loss
+    return kept
 
 
 @attentions
@@ -94,6 +130,61 @@ def test_the_first_loss_is_that_of_guessing(tiny_config, attention: str) -> None
     labels = torch.randint(0, 256, (4, 64))
     loss = summed_loss(model(torch.randint(0, 256, (4, 64))), labels) / labels.numel()
     assert float(loss.detach()) == pytest.approx(math.log(258), abs=0.1)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7, 64, 1000])
+@attentions
+def test_a_loss_in_chunks_equals_the_whole(tiny_config, attention: str, chunk: int) -> None:
+    whole, chunked = (_model(tiny_config, attention, f"train.loss_chunk={size}").double() for size in (0, chunk))
+    ids = torch.randint(0, 256, (1, 64))
+    labels = torch.where(torch.rand(1, 64) < 0.2, IGNORED, ids.roll(-1))
+    losses = [model(ids, labels=labels) for model in (whole, chunked)]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+    # the upstream gradient counts as well
+    ours, theirs = (_gradients(model, 0.3 * loss) for model, loss in zip((chunked, whole), reversed(losses), strict=True))
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_chunks_is_as_good_under_autocast(tiny_config, dtype: torch.dtype) -> None:
+    model = _model(tiny_config, "dense")
+    ids = torch.randint(0, 256, (1, 64))
+    exact = _gradients(model, model(ids, labels=ids.roll(-1)))
+    errors = []
+    for chunk in (0, 16):
+        model.loss_chunk = chunk
+        with torch.autocast("cpu", dtype):
+            loss = model(ids, labels=ids.roll(-1))
+        assert loss.dtype == torch.float32
+        found = _gradients(model, loss)
+        errors.append(max(float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact))
+    assert errors[1] < 1.2 * errors[0]
+
+
+def test_logits_never_exist_at_once_in_chunks(tiny_config) -> None:
+    model = _model(tiny_config, "dense", "train.loss_chunk=8")
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.shape[-1:] == (258,) and out.shape[0] != DIM:
+                largest = max(largest, out.numel() // 258)
+            return out
+
+    ids = torch.randint(0, 256, (1, 64))
+    with Largest():
+        model(ids, labels=ids).backward()
+    assert largest == 8
+
+
+def test_the_embedding_may_have_more_rows_than_the_tokenizer_ids(tiny_config) -> None:
+    assert build_model(tiny_config("model.vocab_size=320")).embedding.num_embeddings == 320
+    assert build_model(tiny_config()).embedding.num_embeddings == 258
+    with pytest.raises(ConfigError, match=r"model.vocab_size=100 is below the 258 ids of data.tokenizer='byte' .* use 320, or 0"):
+        build_model(tiny_config("model.vocab_size=100"))
 
 
 def test_the_loss_sums_over_labels_that_exist() -> None:

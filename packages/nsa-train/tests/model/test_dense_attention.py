@@ -62,3 +62,51 @@ def test_a_full_cache_says_what_would_fit() -> None:
     layer(torch.zeros(1, 3, 24, dtype=torch.float64), cache=cache)
     with pytest.raises(CacheOverflowError, match="2 tokens after 3 pass max_seqlen=4 .* max_seqlen=5 or more"):
         layer(torch.zeros(1, 2, 24, dtype=torch.float64), cache=cache)
+
+
+def _packed(layer: DenseAttention, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Return a packed batch through the layer, and each sequence alone."""
+    weight = layer.q_proj.weight
+    parts = [torch.randn(1, length, CONFIG.hidden_size, dtype=weight.dtype, device=weight.device) for length in lengths]
+    bounds = torch.tensor([0, *lengths], device=weight.device).cumsum(0, dtype=torch.int32)
+    together = layer(torch.cat(parts, 1), cu_seqlens=bounds, max_seqlen=max(lengths))
+    return together, torch.cat([layer(part) for part in parts], 1)
+
+
+@pytest.mark.parametrize("lengths", [[8, 8, 8], [24], [3, 8, 1, 5], [1, 1]])
+def test_packed_sequences_equal_each_alone(lengths: list[int]) -> None:
+    torch.testing.assert_close(*_packed(_layer(), lengths))
+
+
+@pytest.mark.parametrize("lengths", [[8, 8, 8], [24]])
+def test_sequences_of_the_bounds_length_need_no_gathering(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DenseAttention, "_padded", None)
+    torch.testing.assert_close(*_packed(_layer(), lengths))
+
+
+@pytest.mark.hardware(capability=(8, 0))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[256, 256], [100, 256, 1, 63]])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_a_gpu_takes_a_fast_kernel_and_no_padded_batch(
+    dtype: torch.dtype, lengths: list[int], heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, against float64 written out."""
+    monkeypatch.setattr(DenseAttention, "_padded", None)
+    config = NSAConfig(hidden_size=64, num_heads=heads[0], num_kv_heads=heads[1], head_dim_qk=64, head_dim_v=64)
+    torch.manual_seed(0)
+    exact = DenseAttention(config).double().cuda()
+    fast = DenseAttention(config).to("cuda", dtype)
+    fast.load_state_dict(exact.state_dict())
+    exact.load_state_dict(fast.state_dict())
+    x = torch.randn(1, sum(lengths), 64, device="cuda", dtype=dtype)
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    out = fast(x, cu_seqlens=bounds, max_seqlen=256)
+    expected = torch.cat([exact(part.double()) for part in x.split(lengths, 1)], 1)
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+    margin = 0.02 if dtype == torch.bfloat16 else 0.004
+    assert float((out.double() - expected).norm() / expected.norm()) < margin
+    for ours, theirs in zip(fast.parameters(), exact.parameters(), strict=True):
+        assert float((ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < margin

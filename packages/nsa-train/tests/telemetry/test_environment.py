@@ -39,10 +39,28 @@ print(peak_memory_mib(torch.device("cpu")) - before)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     # 256 MiB, less what start-up had peaked above
     assert 200 < float(done.stdout) < 300
-    assert gpu_memory(CPU) == {}
+
+
+def test_without_a_gpu_its_memory_is_none() -> None:
+    names = [f"gpu_mem_{kind}_{unit}" for kind in ("alloc", "reserved") for unit in ("mib", "gib")]
+    assert gpu_memory(CPU) == dict.fromkeys(names)
+
+
+def test_gpu_memory_has_the_units_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier system reported MiB as GB."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**30)
+    assert gpu_memory(torch.device("cuda", 0)) == {
+        "gpu_mem_alloc_mib": 3072,
+        "gpu_mem_alloc_gib": 3,
+        "gpu_mem_reserved_mib": 5120,
+        "gpu_mem_reserved_gib": 5,
+    }
 
 
 def test_versions_and_routing_are_recorded() -> None:
-    environment = describe_environment(CPU, {"cmp": "why"})
+    environment = describe_environment(CPU, {"cmp": "why"}, world_size=2)
+    assert environment["world_size"] == 2
+    assert {"time", "python", "torch", "triton", "cuda", "gpu", "compute_capability", "commit"} <= set(environment)
     assert environment["routing"] == {"cmp": "why"}
     assert environment["packages"]["torch"].startswith(torch.__version__.split("+")[0])

@@ -1,5 +1,6 @@
 """Layers' figures are combined by their nature, and judged against the documented bands."""
 
+import pytest
 import torch
 
 from nsa_core.telemetry import LayerTelemetry
@@ -41,16 +42,50 @@ def test_shares_become_one_heartbeat_field() -> None:
     assert heartbeat_fields({"k_mean": 2.0}) == {"k_mean": 2.0}
 
 
-def test_bands_tell_healthy_from_collapsed() -> None:
-    healthy = {
-        "gate_entropy_mean": 1.0,
-        "gate_max_gate": 0.5,
-        "gate_collapse_frac": 0.0,
-        "reads_pred": 10,
-        "reads_act_total": 10,
-    }
-    assert all(check.is_healthy for check in judge(healthy))
-    assert len(judge(healthy)) == 4
-    sick = {"gate_entropy_mean": 0.05, "gate_max_gate": 0.99, "gate_collapse_frac": 0.9, "reads_pred": 10, "reads_act_total": 9}
-    assert not any(check.is_healthy for check in judge(sick))
+HEALTHY = {
+    "gate_entropy_mean": 1.0,
+    "gate_max_gate": 0.5,
+    "gate_collapse_frac": 0.0,
+    "k_mean": 3.5,
+    "k_mean_expected": 3.5,
+    "reads_pred": 10,
+    "reads_act_total": 10,
+    "fallbacks_total": 0,
+    "toks_per_s_of_median": 0.95,
+}
+SICK = {
+    "gate_entropy_mean": 0.4,
+    "gate_max_gate": 0.95,
+    "gate_collapse_frac": 0.9,
+    "k_mean": 3.4,
+    "reads_act_total": 9,
+    "fallbacks_total": 1,
+    "toks_per_s_of_median": 0.8,
+}
+
+
+def test_a_healthy_run_is_within_every_band() -> None:
+    assert [check.name for check in judge(HEALTHY) if not check.is_healthy] == []
+    assert len(judge(HEALTHY)) == 7
     assert judge({}) == []
+
+
+def test_a_single_branch_holds_every_gate_and_is_no_fault() -> None:
+    alone = {**HEALTHY, "gate_entropy_mean": 0.0, "gate_max_gate": 1.0, "gate_collapse_frac": 1.0, "gate_branch_shares": {"win": 1.0}}
+    assert all(check.is_healthy for check in judge(alone))
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_each_band_tells_sick_from_healthy(name: str) -> None:
+    [found] = [check.name for check in judge({**HEALTHY, name: SICK[name]}) if not check.is_healthy]
+    assert found == name.removesuffix("_of_median")
+
+
+def test_k_mean_is_compared_with_what_it_must_be(tiny_config) -> None:
+    model = build_model(tiny_config())
+    with watched(model.sparse_layers) as collected:
+        model(torch.randint(0, 256, (1, 30)))
+    together = combine(collected)
+    # blocks of 4 tokens, at most 4: two last queries in block 7
+    assert together["k_mean_expected"] == pytest.approx((4 * (1 + 2 + 3) + 4 * 18) / 30)
+    assert together["k_mean"] == together["k_mean_expected"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_train.telemetry.records import CsvTable, Heartbeat, perplexity, write_json
+from nsa_train.telemetry.records import CsvTable, Heartbeat, perplexity, read_rows, write_json
 
 
 def test_a_table_starts_with_its_header(tmp_path: Path) -> None:
@@ -40,3 +40,14 @@ def test_perplexity_is_exp_of_the_loss() -> None:
     assert perplexity(0) == 1
     assert perplexity(2) == pytest.approx(math.e**2)
     assert perplexity(1e6) == math.inf
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    table = CsvTable(tmp_path / "t.csv", ["step", "loss"])
+    table.append({"step": 1, "loss": math.nan})
+    with table.path.open("a") as file:
+        file.write("2,0.1")
+    rows = list(read_rows(table.path))
+    assert [row["step"] for row in rows] == [1]
+    assert math.isnan(rows[0]["loss"])
+    assert list(read_rows(tmp_path / "absent.csv")) == []

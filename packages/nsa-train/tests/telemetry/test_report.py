@@ -17,10 +17,12 @@ def test_the_report_is_self_contained(tiny_run: RunDirectory) -> None:
 
 def test_the_report_has_every_part(tiny_run: RunDirectory) -> None:
     page = tiny_run.report.read_text()
-    for heading in ("Curves", "Gates and selection", "Samples", "Settings", "Environment", "Routing"):
+    for heading in ("Curves", "Throughput and memory", "Health", "Gates and selection", "Samples", "Settings", "Environment", "Routing"):
         assert heading in page
     assert "gate_entropy_mean" in page
     assert "healthy" in page
+    assert "none: no peak is defined for device cpu" in page
+    assert "blocks that a query reads" in page
     assert "compression_stride" in page
     assert "after training" in page
 

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from attrs import evolve, frozen
+from numpy.typing import NDArray
 from torch import Tensor
 
+from nsa_train.data.order import generator
 from nsa_train.data.sources import Document
-from nsa_train.data.tokenizer import Tokenizer
+from nsa_train.data.tokenizer import Ids, Tokenizer
 
 IGNORED = -100
 """The label of a token that has no next token in its document."""
@@ -24,12 +27,14 @@ IGNORED = -100
 class Row(NamedTuple):
     """One row of a batch."""
 
-    input_ids: Tensor
-    """(T,) int64"""
-    labels: Tensor
-    """(T,) int64, IGNORED where there is none"""
+    input_ids: Ids
+    """(T,)"""
+    labels: Ids
+    """(T,) IGNORED where there is none"""
     lengths: list[int]
     """Tokens of each sequence in the row; they sum to T. Padding counts as a sequence of its own."""
+    ended: int = 0
+    """Documents that end in this row."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -63,14 +68,11 @@ class PackedRows:
     """The rows of a list of documents, by index; documents stand in an order shuffled by `seed` (None: as given)."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: Tokenizer, seq_len: int, seed: int | None = None) -> None:
-        order = list(range(len(documents)))
-        if seed is not None:
-            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(seed)).tolist()
-        separator = torch.tensor([tokenizer.separator], dtype=torch.int32)
-        parts = [part for index in order for part in (tokenizer.encode(documents[index].text), separator)]
-        self.stream = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
-        """(num_tokens,) int32: every document and its separator."""
-        self.ends = torch.tensor([len(part) for part in parts], dtype=torch.int64).cumsum(0)[1::2].contiguous()
+        order = range(len(documents)) if seed is None else generator(seed, 0, "documents").permutation(len(documents)).tolist()
+        parts = tokenizer.encode_batch([documents[index].text for index in order])
+        self.stream: Ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        """(num_tokens,): every document and its separator."""
+        self.ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         """(num_documents,): where each document's separator ends, in tokens of the stream."""
         self.seq_len = seq_len
         self.pad = tokenizer.pad
@@ -81,37 +83,45 @@ class PackedRows:
     def __getitem__(self, index: int) -> Row:
         start = index * self.seq_len
         stop = min(start + self.seq_len, len(self.stream))
-        padding = start + self.seq_len - stop
-        cuts = self._ends_between(start, stop)
-        input_ids = self.stream[start:stop].long()
-        labels = torch.full((stop - start,), IGNORED)
-        following = self.stream[start + 1 : stop + 1].long()
+        first, last = np.searchsorted(self.ends, (start, stop), side="right").tolist()
+        cuts = self.ends[first:last].tolist()
+        edges = [start, *cuts] if cuts and cuts[-1] == stop else [start, *cuts, stop]
+        return self._row(start, stop, [after - before for before, after in pairwise(edges)], cuts, self.seq_len)
+
+    def piece(self, start: int, stop: int, size: int) -> Row:
+        """Return tokens `start` .. `stop` - 1 of the stream, which are of one document, alone in a row of `size` tokens."""
+        ends_here = bool(self.ends[np.searchsorted(self.ends, start, side="right")] == stop) if stop > start else False
+        return self._row(start, stop, [stop - start] if stop > start else [], [stop] if ends_here else [], size)
+
+    def _row(self, start: int, stop: int, lengths: list[int], cuts: list[int], size: int) -> Row:
+        count, padding = stop - start, size - (stop - start)
+        input_ids = np.full(size, self.pad, np.int32)
+        input_ids[:count] = self.stream[start:stop]
+        labels = np.full(size, IGNORED, np.int32)
+        following = self.stream[start + 1 : stop + 1]
         labels[: len(following)] = following
         labels[[cut - 1 - start for cut in cuts]] = IGNORED
-        edges = [start, *cuts, *([stop] if stop not in cuts else [])]
-        lengths = [after - before for before, after in pairwise(edges)] + ([padding] if padding else [])
-        pad = torch.nn.functional.pad
-        return Row(pad(input_ids, (0, padding), value=self.pad), pad(labels, (0, padding), value=IGNORED), lengths)
-
-    def _ends_between(self, start: int, stop: int) -> list[int]:
-        """Return the document ends e with start < e <= stop, in stream positions."""
-        first, last = torch.searchsorted(self.ends, torch.tensor([start, stop]), right=True).tolist()
-        ends: list[int] = self.ends[first:last].tolist()
-        return ends
+        return Row(input_ids, labels, [*lengths, padding] if padding else lengths, len(cuts))
 
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Return `rows` packed into one batch of `cu_seqlens` sequences."""
-    lengths = torch.tensor([length for row in rows for length in row.lengths], dtype=torch.int32)
-    labels = torch.cat([row.labels for row in rows]).unsqueeze(0)
+    lengths = np.array([length for row in rows for length in row.lengths], np.int32)
+    labels = torch.from_numpy(_joined([row.labels for row in rows]))
     loss_mask = labels != IGNORED
+    cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
     return Batch(
-        input_ids=torch.cat([row.input_ids for row in rows]).unsqueeze(0),
+        input_ids=torch.from_numpy(_joined([row.input_ids for row in rows])),
         labels=labels,
         loss_mask=loss_mask,
-        lengths=lengths,
-        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+        lengths=torch.from_numpy(lengths),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=len(rows[0].input_ids),
         longest=int(lengths.max()),
         num_targets=int(loss_mask.sum()),
     )
+
+
+def _joined(parts: list[Ids]) -> NDArray[np.int64]:
+    return np.concatenate(parts, dtype=np.int64)[None]

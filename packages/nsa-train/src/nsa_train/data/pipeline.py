@@ -1,103 +1,170 @@
-"""The training stream: a seeded index decides the order, torchdata.nodes fetches ahead, and every position has a state.
+"""The pipeline of one rank, of torchdata's nodes: groups of lanes, each read ahead by a thread, then one batch of their rows.
 
-The shuffle is a permutation of row indices drawn from (seed, epoch), so a position is two integers and a stopped run can
-go on exactly where it was.
+A node's state is the position of the first batch that was not given out yet; what was read ahead does not count.
 """
 
-import hashlib
-from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, Self
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
-from torchdata.nodes import BaseNode, Batcher, Loader, Mapper, Prefetcher
+from torchdata.nodes import BaseNode
 
-from nsa_train.data.packing import Batch, PackedRows, collate
+from nsa_train.data.lanes import Lane
+from nsa_train.data.packing import Batch, Row, collate
+from nsa_train.data.sources import Reading
+from nsa_train.data.waiting import late
+
+_POLL_S = 0.05
 
 
-class ShuffledIndices(BaseNode[int]):
-    """Endless indices 0 .. count - 1, each once per epoch, in an order drawn from (seed, epoch)."""
+class LaneGroup(BaseNode[list[Row]]):
+    """The next row of each of a few lanes. State: lane number -> position."""
 
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(self, lanes: dict[int, Lane]) -> None:
         super().__init__()
-        self.count, self.seed = count, seed
-        self.is_stopped = False
+        self._lanes = lanes
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Start over, or at the position that `initial_state` (from `get_state`) describes."""
+        """Go on at `initial_state`, which must name each lane; without one, lanes stay where they are."""
         super().reset(initial_state)
-        self.epoch = initial_state["epoch"] if initial_state else 0
-        self.position = initial_state["position"] if initial_state else 0
-        self._order = self._draw()
+        for number, lane in self._lanes.items():
+            if initial_state is not None:
+                lane.load(initial_state[str(number)])
 
-    def next(self) -> int:
-        """Return the next index; after the last of an epoch, the first of the next."""
-        if self.is_stopped:
-            raise StopIteration
-        if self.position == self.count:
-            self.epoch, self.position = self.epoch + 1, 0
-            self._order = self._draw()
-        self.position += 1
-        return self._order[self.position - 1]
+    def next(self) -> list[Row]:
+        """Return a row per lane."""
+        return [lane.next_row() for lane in self._lanes.values()]
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position: epoch, and indices given out in it."""
-        return {"epoch": self.epoch, "position": self.position}
+        """Return the position of each lane."""
+        return {str(number): lane.state() for number, lane in self._lanes.items()}
+
+
+class _Ready(NamedTuple):
+    """What the thread hands over: rows with the state after them, or what ended it."""
+
+    rows: list[Row]
+    state: dict[str, Any]
+    error: BaseException | None = None
+
+
+class ReadAhead(BaseNode[list[Row]]):
+    """What `source` gives, made ready by a thread, at most `ahead` items. The thread ends with `stop`."""
+
+    def __init__(self, source: LaneGroup, *, ahead: int, timeout_s: float, reading: Reading) -> None:
+        super().__init__()
+        self._source, self._ahead, self._timeout_s, self._reading = source, ahead, timeout_s, reading
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._queue: queue.Queue[_Ready] = queue.Queue(ahead)
+        self._next: _Ready | None = None
+        self._waited_since: float | None = None
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Drop what was read ahead and start over at `initial_state`."""
+        super().reset(initial_state)
+        self.stop()
+        self._source.reset(initial_state)
+        self._state: dict[str, Any] = self._source.state_dict()
+        self._stop, self._queue, self._next = threading.Event(), queue.Queue(self._ahead), None
+        self._waited_since = None
+        self._thread = threading.Thread(target=self._fill, args=(self._stop, self._queue), name="nsa-data", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether the next item is there, or overdue, waiting for it at most so long."""
+        if self._next is None:
+            self._waited_since = self._waited_since or time.monotonic()
+            try:
+                self._next = self._queue.get(timeout=max(seconds, 1e-4))
+            except queue.Empty:
+                return self._left() <= 0
+            self._waited_since = None
+        return True
+
+    def _left(self) -> float:
+        """Return the seconds until the next item is overdue; several short waits for it count together."""
+        return self._timeout_s - (0 if self._waited_since is None else time.monotonic() - self._waited_since)
+
+    def require(self) -> None:
+        """Wait for the next item.
+
+        Raises:
+            DataError: when none comes within the time limit; the shard that is being read is named.
+        """
+        # starts the thread
+        self.state_dict()
+        self.wait(self._left())
+        if self._next is None:
+            # whoever goes on waiting has all of the time again
+            self._waited_since = None
+            raise late(self._timeout_s, self._reading.of(self._thread))
+        if self._next.error is not None:
+            # a second call meets the same end
+            raise self._next.error
+
+    def next(self) -> list[Row]:
+        """Return the next item, waiting for it as `require` does."""
+        self.require()
+        assert self._next is not None, "require has filled it"
+        self._state, rows, self._next = self._next.state, self._next.rows, None
+        return rows
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state after the last item that was given out."""
+        return self._state
 
     def stop(self) -> None:
-        """End the stream: the next index is not given out."""
-        self.is_stopped = True
+        """End the thread; one that hangs in a read is left behind, and ends with the process."""
+        self._stop.set()
+        # room for what the thread still holds
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        deadline = time.monotonic() + 2
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(_POLL_S)
+        self._thread = None
 
-    def _draw(self) -> list[int]:
-        # hashed: neighbouring seeds must not repeat each other's epochs, and torch reads no more than 32 bits
-        digest = hashlib.sha256(f"{self.seed} {self.epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
-        order: list[int] = torch.randperm(self.count, generator=generator).tolist()
-        return order
-
-
-class BatchStream:
-    """Endless batches of `batch_size` rows in seeded order, `prefetch` of them made ready ahead by a thread.
-
-    Use as a context manager: leaving it ends the thread.
-    """
-
-    def __init__(self, rows: PackedRows, *, batch_size: int, seed: int, prefetch: int) -> None:
-        self._indices = ShuffledIndices(len(rows), seed)
-        batches = Batcher(Mapper(self._indices, rows.__getitem__), batch_size)
-        self._loader: Loader[Batch] = Loader(Prefetcher(Mapper(batches, collate), prefetch_factor=prefetch))
-        self._iterator: Iterator[Batch] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._indices.stop()
-        # the thread ends once what it made ready was taken
-        for _ in self._iterator or ():
-            pass
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
-        return next(self._iterator)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch."""
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the position that `state` describes."""
-        self._loader.load_state_dict(state)
-        self._iterator = None
+    def _fill(self, stop: threading.Event, ready: "queue.Queue[_Ready]") -> None:
+        while not stop.is_set():
+            try:
+                item = _Ready(self._source.next(), self._source.get_state())
+            # whatever it is, it is raised again in the trainer's thread, which would wait for this one in vain
+            except BaseException as error:  # noqa: BLE001
+                item = _Ready([], {}, error)
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=_POLL_S)
+                    break
+                except queue.Full:
+                    continue
+            if item.error is not None:
+                return
 
 
-def validation_batches(rows: PackedRows, *, batch_size: int, most: int) -> list[Batch]:
-    """Return at most `most` batches of rows spread evenly over `rows`: the same ones at every call."""
-    count = min(len(rows), batch_size * most)
-    chosen = [index * len(rows) // count for index in range(count)]
-    return [collate([rows[index] for index in chosen[at : at + batch_size]]) for at in range(0, count, batch_size)]
+class Batches(BaseNode[Batch]):
+    """One batch of the rows of all groups, in the order of their lanes. State: lane number -> position."""
+
+    def __init__(self, groups: Sequence[LaneGroup] | Sequence[ReadAhead]) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Go on at `initial_state`."""
+        super().reset(initial_state)
+        for group in self._groups:
+            group.reset(initial_state)
+
+    def next(self) -> Batch:
+        """Return the next batch."""
+        # every group is there before any is taken from: an error leaves all at the same position
+        for group in self._groups:
+            if isinstance(group, ReadAhead):
+                group.require()
+        return collate([row for group in self._groups for row in next(group)])
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position of every lane."""
+        return {number: state for group in self._groups for number, state in group.state_dict().items()}

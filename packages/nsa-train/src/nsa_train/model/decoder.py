@@ -1,17 +1,18 @@
 """The decoder: embedding, blocks of RMSNorm -> attention and RMSNorm -> SwiGLU, and an output tied to the embedding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nsa_core import NativeSparseAttention, NSAConfig
 from nsa_train.config import RunConfig
-from nsa_train.data.packing import IGNORED
-from nsa_train.data.tokenizer import TOKENIZERS
+from nsa_train.data.tokenizer import num_ids_of
+from nsa_train.errors import ConfigError
 from nsa_train.model.dense_attention import DenseAttention
+from nsa_train.model.loss import ChunkKernel, loss_and_gradient, summed_loss, summed_loss_in_chunks
+from nsa_train.model.recompute import recomputed
 
 ATTENTIONS: dict[str, type[NativeSparseAttention] | type[DenseAttention]] = {"nsa": NativeSparseAttention, "dense": DenseAttention}
 """By the names that `model.attention` allows."""
@@ -40,6 +41,8 @@ class Block(nn.Module):
 
     def __init__(self, config: NSAConfig, attention: str) -> None:
         super().__init__()
+        self.recompute = "none"
+        """What the backward pass computes again: `train.activation_checkpointing`."""
         self.attention_norm = nn.RMSNorm(config.hidden_size)
         self.attention = ATTENTIONS[attention](config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size)
@@ -54,6 +57,18 @@ class Block(nn.Module):
         query_count: Tensor | None = None,
     ) -> Tensor:
         """Return `(B, S, hidden)` of `x` `(B, S, hidden)`."""
+        if self.recompute != "none" and self.training and cache is None:
+            return recomputed(self._layer, self.recompute, x, cu_seqlens, max_seqlen)
+        return self._layer(x, cu_seqlens, max_seqlen, cache, query_count)
+
+    def _layer(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: Any = None,
+        query_count: Tensor | None = None,
+    ) -> Tensor:
         attended = self.attention(
             self.attention_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache, query_count=query_count
         )
@@ -63,38 +78,50 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to logits."""
+    """Token ids to logits or, with labels, to their loss."""
 
     def __init__(self, config: NSAConfig, *, num_layers: int, vocab_size: int, attention: str) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(num_layers))
         self.norm = nn.RMSNorm(config.hidden_size)
-        self.recompute = False
-        """True: each block is recomputed in the backward pass (activation checkpointing)."""
+        self.loss_chunk = 0
+        """Tokens whose logits exist at a time when labels are given; 0: all."""
+        self._whole_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
+        self._chunk_kernel: ChunkKernel = loss_and_gradient
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
 
     def forward(
         self,
         input_ids: Tensor,
         *,
+        labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         caches: Sequence[Any] | None = None,
         query_count: Tensor | None = None,
     ) -> Tensor:
-        """Return logits `(B, S, vocab_size)` of `input_ids` `(B, S)`.
+        """Return logits `(B, S, vocab_size)` of `input_ids` `(B, S)` or, given `labels` `(B, S)`, the summed loss in nats.
 
         Packed: B = 1 with `cu_seqlens` int32 `(N + 1,)` and the host bound `max_seqlen`. With `caches` (`new_caches`)
         the tokens follow those held, of which `query_count` `(B,)` are valid.
         """
         x = self.embedding(input_ids)
         for index, block in enumerate(self.blocks):
-            if self.recompute and self.training:
-                x = checkpoint(block, x, cu_seqlens, max_seqlen, use_reentrant=False)
-            else:
-                x = block(x, cu_seqlens, max_seqlen, caches[index] if caches else None, query_count)
-        return nn.functional.linear(self.norm(x), self.embedding.weight)
+            x = block(x, cu_seqlens, max_seqlen, caches[index] if caches else None, query_count)
+        hidden, weight = self.norm(x), self.embedding.weight
+        if labels is None:
+            return nn.functional.linear(hidden, weight)
+        if self.loss_chunk:
+            return summed_loss_in_chunks(hidden, weight, labels, self.loss_chunk, self._chunk_kernel)
+        return self._whole_loss(nn.functional.linear(hidden, weight), labels)
+
+    def compile_parts(self, **options: Any) -> None:
+        """Compile each block's forward pass and the loss; `options` are those of `torch.compile`."""
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward, **options)
+        self._whole_loss = torch.compile(summed_loss, **options)
+        self._chunk_kernel = torch.compile(loss_and_gradient, **options)
 
     def new_caches(self, batch_size: int, max_seqlen: int) -> list[Any]:
         """Return an empty cache per layer, for sequences of at most `max_seqlen` tokens."""
@@ -107,10 +134,20 @@ class Decoder(nn.Module):
         return [attention for attention in attentions if isinstance(attention, NativeSparseAttention)]
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy in nats of `logits` `(B, S, V)` summed over the `labels` `(B, S)` that exist, float32."""
-    flat = logits.flatten(0, -2).float()
-    return nn.functional.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+def vocab_size_of(config: RunConfig) -> int:
+    """Return the rows of the embedding: `model.vocab_size`, or the tokenizer's ids where that is 0.
+
+    Raises:
+        ConfigError: when the tokenizer has more ids than `model.vocab_size` rows.
+    """
+    needed = num_ids_of(config.data)
+    asked = config.model.vocab_size or needed
+    if asked < needed:
+        raise ConfigError(
+            f"model.vocab_size={asked} is below the {needed} ids of data.tokenizer={config.data.tokenizer!r} (each needs a row); "
+            f"use {-(-needed // 64) * 64}, or 0 for as many as there are"
+        )
+    return asked
 
 
 def build_model(config: RunConfig, attention: str | None = None) -> Decoder:
@@ -118,10 +155,12 @@ def build_model(config: RunConfig, attention: str | None = None) -> Decoder:
     model = Decoder(
         config.nsa_config(),
         num_layers=config.model.n_layers,
-        vocab_size=TOKENIZERS[config.data.tokenizer].vocab_size,
+        vocab_size=vocab_size_of(config),
         attention=attention or config.model.attention,
     )
-    model.recompute = config.train.activation_checkpointing == "full"
+    model.loss_chunk = config.train.loss_chunk
+    for block in model.blocks:
+        cast(Block, block).recompute = config.train.activation_checkpointing
     return model
 
 

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from nsa_core import NSAConfig
 from nsa_core.errors import CacheOverflowError
-from nsa_core.reference.causal import causal_attention
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.varlen import positions_from_cu_seqlens, sequence_ids
+from nsa_train.model.fast_attention import fast_causal_attention, has_varlen_attention, varlen_causal_attention
 
 
 class DenseCache:
@@ -40,7 +40,8 @@ class DenseCache:
         counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.long()
         rows = torch.where(step < counts[:, None], positions, spare)
         sequences = torch.arange(len(k), device=k.device)[:, None]
-        self.keys[sequences, rows], self.values[sequences, rows] = k, v
+        # under autocast they come in its dtype
+        self.keys[sequences, rows], self.values[sequences, rows] = k.to(self.keys.dtype), v.to(self.values.dtype)
         self.lengths = self.lengths + counts
         return positions
 
@@ -80,26 +81,40 @@ class DenseAttention(nn.Module):
             out = self._packed(q, k, v, cu_seqlens, max_seqlen or x.shape[1])
         else:
             positions = torch.arange(x.shape[1], device=x.device)
-            out = causal_attention(self.rope(q, positions), self.rope(k, positions), v)
+            out = fast_causal_attention(self.rope(q, positions), self.rope(k, positions), v)
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 
     def new_cache(self, batch_size: int, max_seqlen: int) -> DenseCache:
         """Return an empty cache for sequences of at most `max_seqlen` tokens."""
-        rows, weight = max_seqlen + 1, self.k_proj.weight
-        keys = weight.new_zeros(batch_size, rows, self.kv_heads, self.dim_qk)
-        return DenseCache(keys, weight.new_zeros(batch_size, rows, self.kv_heads, self.dim_v))
+        # built anew, not from the weight: under fsdp that is a shard
+        weight = self.k_proj.weight
+        keys, values = (
+            torch.zeros(batch_size, max_seqlen + 1, self.kv_heads, dim, dtype=weight.dtype, device=weight.device)
+            for dim in (self.dim_qk, self.dim_v)
+        )
+        return DenseCache(keys, values)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Spread the sequences over a padded batch `(N, max_seqlen, ...)`, attend causally, gather the rows back."""
-        total = q.shape[1]
+        total, count = q.shape[1], cu_seqlens.shape[0] - 1
         positions = positions_from_cu_seqlens(cu_seqlens, total)
-        sequences = sequence_ids(cu_seqlens, total)
+        q, k, v = self.rope(q, positions)[0], self.rope(k, positions)[0], v[0]
+        if count * max_seqlen == total:
+            # each sequence is as long as the bound, so that they already are a batch
+            rows = (count, max_seqlen)
+            return fast_causal_attention(*(x.unflatten(0, rows) for x in (q, k, v))).flatten(0, 1).unsqueeze(0)
+        if has_varlen_attention(q, v):
+            return varlen_causal_attention(q, k, v, cu_seqlens, max_seqlen).unsqueeze(0)
+        return self._padded(q, k, v, positions, cu_seqlens, max_seqlen).unsqueeze(0)
+
+    def _padded(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Spread the sequences over a batch `(N, max_seqlen, ...)`, attend causally, gather the rows back."""
+        total = len(q)
         within = torch.arange(max_seqlen, device=q.device)
         rows = (cu_seqlens[:-1, None].long() + within).clamp(max=total - 1)
         # rows past a sequence's end hold its neighbour's tokens: they come last, so causality hides them
-        q, k, v = (tensor[0][rows] for tensor in (self.rope(q, positions), self.rope(k, positions), v))
-        return causal_attention(q, k, v)[sequences, positions].unsqueeze(0)
+        out = fast_causal_attention(*(x[rows] for x in (q, k, v)))
+        return out[sequence_ids(cu_seqlens, total), positions]
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, query_count: Tensor | None) -> Tensor:
         positions = cache.lengths[:, None] + torch.arange(q.shape[1], device=q.device)

@@ -10,24 +10,30 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("nsa-core", "nsa-train", "torch", "torchdata", "triton", "numpy", "safetensors", "attrs", "cattrs")
+PACKAGES = (
+    *("nsa-core", "nsa-train", "nsa-kernels-triton", "nsa-kernels-cuda", "torch", "torchdata", "triton", "datasets", "numpy"),
+    *("safetensors", "attrs", "cattrs", "tensorboard"),
+)
 
 
-def describe_environment(device: torch.device, routing: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of env.json; `routing`: operation -> the decision, readable."""
+def describe_environment(device: torch.device, routing: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the content of env.json; `routing`: operation -> the decision, readable; `more`: what the caller adds."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
+        "host": platform.node(),
         "machine": platform.machine(),
         "device": device.type,
         "threads": torch.get_num_threads(),
-        **(_gpu(device) if device.type == "cuda" else {}),
+        **_gpu(device),
         "commit": commit_of(Path(__file__).parent),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "routing": routing,
+        **more,
     }
 
 
@@ -57,16 +63,18 @@ def peak_memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
-def gpu_memory(device: torch.device) -> dict[str, float]:
-    """Return the heartbeat's memory fields, in the units of their names; empty without a GPU."""
-    if device.type != "cuda":
-        return {}
-    sizes = {"alloc": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+def gpu_memory(device: torch.device) -> dict[str, float | None]:
+    """Return the heartbeat's memory fields, in the units of their names; None without a GPU."""
     units = {"mib": 2**20, "gib": 2**30}
+    if device.type != "cuda":
+        return {f"gpu_mem_{name}_{unit}": None for name in ("alloc", "reserved") for unit in units}
+    sizes = {"alloc": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
     return {f"gpu_mem_{name}_{unit}": size / factor for name, size in sizes.items() for unit, factor in units.items()}
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"gpu": None, "compute_capability": None}
     properties = torch.cuda.get_device_properties(device)
     return {"gpu": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
 

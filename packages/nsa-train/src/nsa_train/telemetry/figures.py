@@ -1,18 +1,23 @@
 """curves.png, drawn from the CSV tables and the heartbeat of a run's directory."""
 
-import csv
-import json
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from nsa_train.errors import ConfigError
 from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry.records import read_events, read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BRANCH_COLOURS = {"cmp": "#3b6fb6", "slc": "#d9782d", "win": "#4a9a6a"}
 BRANCH_NAMES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 INK = "#24292f"
+COLUMNS = 3
 ACCENT = "#b6403b"
 
 
@@ -37,36 +42,48 @@ def read_history(paths: RunDirectory) -> History:
             f"DIR={str(paths.root)!r} is no run ({paths.training.name} and {paths.heartbeat.name} are missing); "
             "use the directory that `nsa-train run` printed"
         )
-    events = [json.loads(line) for line in paths.heartbeat.read_text(encoding="utf-8").splitlines()]
-    progress = [event for event in events if event["msg"] == "progress"]
-    return History(_read_columns(paths.training), _read_columns(paths.validation), progress)
+    training = _read_columns(paths.training)
+    if not training:
+        raise ConfigError(f"DIR={str(paths.root)!r} took no step yet, or stopped before its first; there is nothing to draw")
+    # a step that was done again after a resume counts once, as it was done last
+    progress = {event["step"]: event for event in read_events(paths.heartbeat) if event.get("msg") == "progress"}
+    return History(training, _read_columns(paths.validation), [progress[step] for step in sorted(progress)])
 
 
 def draw_curves(history: History, path: Path) -> None:
-    """Draw loss, gradient norm and throughput, and where there is NSA, gates and selection, to the PNG `path`."""
+    """Draw the curves of `history` to the PNG `path`."""
+    figure_of(history).savefig(path)
+
+
+def figure_of(history: History) -> "Figure":
+    """Return loss, gradient norm and throughput, and where they were recorded memory, gates and selection."""
     from matplotlib.figure import Figure
 
-    has_gates = any("gate_branch_shares" in event for event in history.progress)
-    rows = 2 if has_gates else 1
+    drawings: list[Callable[[Any, History], None]] = [_draw_loss, _draw_gradients, _draw_throughput]
+    if _has(history, "gpu_mem_alloc_gib"):
+        drawings.append(_draw_memory)
+    if _has(history, "gate_branch_shares"):
+        drawings += [_draw_shares, _draw_entropy, _draw_selection]
+    rows = -(-len(drawings) // COLUMNS)
     figure = Figure(figsize=(13, 3.6 * rows), dpi=110, layout="constrained")
-    axes = figure.subplots(rows, 3, squeeze=False)
-    _draw_loss(axes[0][0], history)
-    _draw_gradients(axes[0][1], history)
-    _draw_throughput(axes[0][2], history)
-    if has_gates:
-        _draw_shares(axes[1][0], history.progress)
-        _draw_entropy(axes[1][1], history.progress)
-        _draw_selection(axes[1][2], history.progress)
-    for axis in axes.flat:
+    axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    for draw, axis in zip(drawings, axes, strict=False):
+        draw(axis, history)
+    for axis in axes[len(drawings) :]:
+        axis.set_visible(False)
+    for axis in axes:
         axis.set_xlabel("optimizer step", color=INK)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    if any(mark == 1 for mark in history.training.get("data_synthetic", [])):
+        figure.suptitle("synthetic data: random ids, for throughput alone", color=ACCENT)
+    return figure
 
 
 def _draw_loss(axis: Any, history: History) -> None:
     axis.plot(history.training["step"], history.training["loss"], color=BRANCH_COLOURS["cmp"], lw=0.8, label="training")
-    axis.plot(history.validation["step"], history.validation["val_loss"], "o-", color=ACCENT, ms=4, label="held out")
+    if history.validation:
+        axis.plot(history.validation["step"], history.validation["val_loss"], "o-", color=ACCENT, ms=4, label="held out")
     axis.set_title("Loss, nats per token")
     axis.legend(frameon=False)
 
@@ -84,9 +101,25 @@ def _draw_throughput(axis: Any, history: History) -> None:
     axis.plot(history.training["step"], history.training["toks_per_s"], color=BRANCH_COLOURS["win"], lw=0.8)
     axis.set_ylim(bottom=0)
     axis.set_title("Throughput, tokens per second")
+    shares = history.training.get("mfu", [])
+    if any(not math.isnan(share) for share in shares):
+        percent = axis.twinx()
+        percent.plot(history.training["step"], [100 * share for share in shares], ":", color=INK, lw=1.0)
+        percent.set_ylim(bottom=0)
+        percent.spines[["top"]].set_visible(False)
+        axis.set_title("Throughput, tokens per second (line), MFU in % (dotted)")
 
 
-def _draw_shares(axis: Any, progress: list[dict[str, Any]]) -> None:
+def _draw_memory(axis: Any, history: History) -> None:
+    _draw_field(axis, history.progress, "gpu_mem_alloc_gib", BRANCH_COLOURS["cmp"], "allocated")
+    _draw_field(axis, history.progress, "gpu_mem_reserved_gib", BRANCH_COLOURS["slc"], "reserved")
+    axis.set_ylim(bottom=0)
+    axis.set_title("GPU memory, GiB")
+    axis.legend(frameon=False)
+
+
+def _draw_shares(axis: Any, history: History) -> None:
+    progress = [event for event in history.progress if event.get("gate_branch_shares")]
     for branch, colour in BRANCH_COLOURS.items():
         points = [(event["step"], event["gate_branch_shares"].get(branch)) for event in progress]
         if any(share is not None for _, share in points):
@@ -97,7 +130,8 @@ def _draw_shares(axis: Any, progress: list[dict[str, Any]]) -> None:
     axis.legend(frameon=False)
 
 
-def _draw_entropy(axis: Any, progress: list[dict[str, Any]]) -> None:
+def _draw_entropy(axis: Any, history: History) -> None:
+    progress = history.progress
     _draw_field(axis, progress, "gate_entropy_mean", BRANCH_COLOURS["cmp"], "entropy, mean (nats)")
     _draw_field(axis, progress, "gate_entropy_min", BRANCH_COLOURS["slc"], "entropy, least")
     _draw_field(axis, progress, "gate_collapse_frac", ACCENT, "collapsed share of tokens")
@@ -107,7 +141,8 @@ def _draw_entropy(axis: Any, progress: list[dict[str, Any]]) -> None:
     axis.legend(frameon=False)
 
 
-def _draw_selection(axis: Any, progress: list[dict[str, Any]]) -> None:
+def _draw_selection(axis: Any, history: History) -> None:
+    progress = history.progress
     _draw_field(axis, progress, "free_block_share_mean", BRANCH_COLOURS["slc"], "blocks chosen freely")
     _draw_field(axis, progress, "overlap_with_previous_query", BRANCH_COLOURS["cmp"], "shared with the query before")
     axis.set_ylim(0, 1)
@@ -121,11 +156,10 @@ def _draw_field(axis: Any, progress: list[dict[str, Any]], name: str, colour: st
         axis.plot(*zip(*points, strict=True), color=colour, label=label)
 
 
+def _has(history: History, name: str) -> bool:
+    return any(event.get(name) is not None for event in history.progress)
+
+
 def _read_columns(path: Path) -> dict[str, list[float]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        columns: dict[str, list[float]] = {name: [] for name in reader.fieldnames or ()}
-        for row in reader:
-            for name, value in row.items():
-                columns[name].append(float(value) if value else float("nan"))
-    return columns
+    rows = list(read_rows(path))
+    return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}

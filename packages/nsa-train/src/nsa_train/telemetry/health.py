@@ -1,10 +1,14 @@
 """Gate, selection, read and route figures of all NSA layers, and the bands within which a run counts as healthy."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from nsa_core import NativeSparseAttention
+import torch
+from torch import Tensor
+
+from nsa_core import BlockGeometry, NativeSparseAttention
 from nsa_core.telemetry import LayerTelemetry
 
 BRANCHES = ("cmp", "slc", "win")
@@ -13,12 +17,26 @@ SUMMED = frozenset({"reads_pred", "reads_act_total", "rows"})
 
 BANDS = (("gate_entropy_mean", ">", 0.5, " nats"), ("gate_max_gate", "<", 0.9, ""), ("gate_collapse_frac", "<", 0.5, ""))
 """Figure, sign, limit, unit: where a run counts as healthy."""
+THROUGHPUT_BAND = 0.1
+"""How far the last steps' throughput may lie from the run's median."""
+
+
+class RunTelemetry(LayerTelemetry):
+    """LayerTelemetry that also says what k_mean must be: the mean of min(n, own + 1) over the same queries."""
+
+    @torch.no_grad()
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Note the chosen blocks `(B, S, G, n)` of queries at `positions` `(B, S)`."""
+        super().record_selection(block_indices, positions, geometry)
+        is_query = positions >= 0
+        expected = (positions // geometry.selection_block_size + 1).clamp(max=geometry.num_selected_blocks)
+        self._figures["k_mean_expected"] = torch.where(is_query, expected, 0).sum(dtype=torch.float64) / is_query.sum()
 
 
 @contextmanager
 def watched(layers: Sequence[NativeSparseAttention]) -> Iterator[list[LayerTelemetry]]:
     """Attach telemetry to `layers` while the block runs; it describes each layer's last forward pass in it."""
-    collected = [LayerTelemetry() for _ in layers]
+    collected: list[LayerTelemetry] = [RunTelemetry() for _ in layers]
     for layer, telemetry in zip(layers, collected, strict=True):
         layer.telemetry = telemetry
     try:
@@ -59,17 +77,31 @@ class Check(NamedTuple):
     is_healthy: bool
 
 
-def judge(figures: dict[str, float]) -> list[Check]:
-    """Return the health rules that `figures` (names of the heartbeat) allow to judge."""
+def judge(figures: Mapping[str, Any]) -> list[Check]:
+    """Return the health rules that `figures` (names of the heartbeat) allow to judge.
+
+    Bands of gates are left out where one branch alone exists: it holds every gate, and is no fault.
+    """
     checks = []
-    for name, sign, limit, unit in BANDS:
+    is_alone = len(figures.get("gate_branch_shares") or (1, 2)) < 2
+    for name, sign, limit, unit in () if is_alone else BANDS:
         found = figures.get(name)
         if found is not None:
             is_healthy = found > limit if sign == ">" else found < limit
             checks.append(Check(name, f"{found:.3f}", f"{sign} {limit}{unit}", is_healthy))
-    predicted, actual = figures.get("reads_pred"), figures.get("reads_act_total")
-    if predicted is not None and actual is not None:
-        checks.append(Check("reads_act_total", f"{actual:.0f}", f"= reads_pred, {predicted:.0f}", predicted == actual))
+    for name, equal, text in (
+        ("k_mean", "k_mean_expected", "the mean of min(n, own + 1)"),
+        ("reads_act_total", "reads_pred", "reads_pred"),
+    ):
+        found, wanted = figures.get(name), figures.get(equal)
+        if found is not None and wanted is not None:
+            # records keep six digits
+            checks.append(Check(name, f"{found:.6g}", f"= {text}, {wanted:.6g}", math.isclose(found, wanted, rel_tol=1e-5)))
+    if (found := figures.get("fallbacks_total")) is not None:
+        checks.append(Check("fallbacks_total", f"{found:.0f}", "= 0", found == 0))
+    if (found := figures.get("toks_per_s_of_median")) is not None:
+        is_steady = abs(found - 1) <= THROUGHPUT_BAND
+        checks.append(Check("toks_per_s", f"{100 * found:.0f} % of the run's median", f"within {100 * THROUGHPUT_BAND:.0f} %", is_steady))
     return checks
 
 

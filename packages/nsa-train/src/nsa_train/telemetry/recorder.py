@@ -1,14 +1,23 @@
-"""Writes a run's directory while the trainer goes through its events."""
+"""Writes a run's directory while the trainer goes through its events.
 
+Every rank writes its own heartbeat; rank 0 alone writes the rest. A resumed run goes on in the same directory: rows of the
+tables after the resumed step are cut off, the heartbeat keeps everything that happened.
+"""
+
+import contextlib
+import json
+import platform
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
+from attrs import field, mutable
 
+from nsa_core import NativeSparseAttention, default_registry
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.config import RunConfig
 from nsa_train.model.decoder import count_parameters
@@ -16,101 +25,272 @@ from nsa_train.recipe import to_toml
 from nsa_train.routing import routing_decisions
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry import health
-from nsa_train.telemetry.environment import describe_environment, gpu_memory, peak_memory_mib
+from nsa_train.telemetry.chips import chip_of
+from nsa_train.telemetry.environment import describe_environment, gpu_memory
+from nsa_train.telemetry.fallbacks import CountingRegistry, FallbackCounts, attach
+from nsa_train.telemetry.flops import model_flops
+from nsa_train.telemetry.metrics import data_marks, summarise, tokens_per_step
 from nsa_train.telemetry.progress import StepFigures
 from nsa_train.telemetry.records import (
+    FALLBACK_COLUMNS,
     SELECTION_COLUMNS,
     TRAINING_COLUMNS,
     VALIDATION_COLUMNS,
     CsvTable,
     Heartbeat,
     perplexity,
+    read_rows,
     write_json,
 )
 from nsa_train.telemetry.report import write_report
+from nsa_train.telemetry.tensorboard import Board, bucket_lengths
+from nsa_train.telemetry.timing import BranchTimes, MarkedBackend, marked_range
+
+
+class Observed(NamedTuple):
+    """What the NSA layers did in a step that was watched; empty for one that was not."""
+
+    telemetry: Sequence[LayerTelemetry] = ()
+    times: BranchTimes | None = None
+
+
+@mutable
+class _Tables:
+    """What rank 0 alone writes."""
+
+    training: CsvTable
+    validation: CsvTable
+    board: Board
+    selection: CsvTable | None = None
+    fallbacks: CsvTable | None = None
+    lengths: dict[int, int] = field(factory=dict)
+    clipped_steps: int = 0
 
 
 class Recorder:
     """The records of one run; every method is one event."""
 
-    def __init__(self, config: RunConfig, out_dir: Path, device: torch.device) -> None:
-        """Create `out_dir` with config.toml, env.json and the tables' headers."""
-        self.config, self.device, self.paths = config, device, RunDirectory(out_dir)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        self.paths.config.write_text(to_toml(config), encoding="utf-8")
-        routing = {name: str(decision) for name, decision in routing_decisions(config, device).items()}
-        write_json(self.paths.environment, describe_environment(device, routing))
-        self.training = CsvTable(self.paths.training, TRAINING_COLUMNS)
-        self.validation = CsvTable(self.paths.validation, VALIDATION_COLUMNS)
-        is_sparse = config.model.attention == "nsa"
-        self.selection = CsvTable(self.paths.selection, SELECTION_COLUMNS) if is_sparse else None
-        self.heartbeat = Heartbeat(out_dir)
-        self.parameters = count_parameters(config)
-        self.started = time.monotonic()
-        self.steps: list[StepFigures] = []
-        self.losses_on_validation: list[float] = []
-        self.heartbeat.beat("boot", 0, parameters=getattr(self.parameters, config.model.attention))
+    def __init__(
+        self,
+        config: RunConfig,
+        out_dir: Path,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        resumed_at: int | None = None,
+    ) -> None:
+        """Create `out_dir` with config.toml, env.json and the tables' headers, or go on in it after step `resumed_at`.
 
-    def stepped(self, figures: StepFigures, *, fetches: Sequence[float], telemetry: Sequence[LayerTelemetry]) -> None:
-        """Record an optimizer step; `fetches`: recent waits for data in ms; `telemetry`: of each NSA layer, if logged."""
-        self.steps.append(figures)
-        self.training.append(_columns({**attrs.asdict(figures), "ppl": perplexity(figures.loss)}, TRAINING_COLUMNS))
+        -1 goes on from the beginning: an earlier start ended before its first checkpoint.
+        """
+        self.config, self.device, self.paths = config, device, RunDirectory(out_dir)
+        self.rank, self.world_size, self.resumed_at = rank, world_size, resumed_at
+        out_dir.mkdir(parents=True, exist_ok=True)
+        decisions = routing_decisions(config, device)
+        self.fallbacks = FallbackCounts({name: found.chosen for name, found in decisions.items() if found.chosen})
+        self._is_synthetic = config.data.source == "synthetic"
+        self.heartbeat = Heartbeat(out_dir, rank, marks={"data_synthetic": int(self._is_synthetic)})
+        self.step = max(resumed_at or 0, 0)
+        self._layers: tuple[NativeSparseAttention, ...] = ()
+        self._registry = CountingRegistry(default_registry().backends, self.fallbacks)
+        self._flops, self._chip = model_flops(config), chip_of(device)
+        self._tables = self._open_tables({name: str(found) for name, found in decisions.items()}) if rank == 0 else None
+
+    def attach(self, layers: Sequence[NativeSparseAttention]) -> None:
+        """Let the routes of `layers` be counted, and with train.profile="nvtx" named for a profiler; call once."""
+        self._layers = tuple(layers)
+        if self.config.train.profile == "nvtx":
+            marked = [MarkedBackend(backend, has_ranges=True) for backend in default_registry().backends]
+            self._registry = CountingRegistry(marked, self.fallbacks)
+        attach(self._layers, self._registry)
+
+    @contextmanager
+    def observing(self, *, is_logged: bool) -> Iterator[Observed]:
+        """Watch the attached layers while the block runs, if the step is logged; give the result to `stepped`."""
+        if not is_logged:
+            yield Observed()
+            return
+        times = BranchTimes() if self.config.train.profile == "branches" else None
+        if times is not None:
+            backends = (MarkedBackend(backend, times=times) for backend in default_registry().backends)
+            attach(self._layers, CountingRegistry(backends, self.fallbacks))
+        try:
+            with health.watched(self._layers) as collected:
+                yield Observed(collected, times)
+        finally:
+            attach(self._layers, self._registry)
+
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context that is an NVTX range `name` with train.profile="nvtx" on a GPU, and nothing elsewhere."""
+        return marked_range(name, self.device if self.config.train.profile == "nvtx" else None)
+
+    def booted(self, **fields: Any) -> None:
+        """Record that the process is up; `fields`: what is known of data, seeds and the like."""
+        counts = count_parameters(self.config)
+        self.heartbeat.beat(
+            "boot",
+            self.step,
+            host=platform.node(),
+            world_size=self.world_size,
+            resumed_at=self.resumed_at,
+            parameters=getattr(counts, self.config.model.attention),
+            tokens_per_step=tokens_per_step(self.config),
+            **fields,
+        )
+
+    def consumed_first(self, step: int, tokens: Sequence[int]) -> None:
+        """Record the first tokens of the data, after the first `step` of this process."""
+        self.heartbeat.beat("data", step, data_first_tokens=list(tokens))
+
+    def began(self, what: str, step: int) -> None:
+        """Record that something longer than a step begins: "val", "save", "sample"; `watch` then waits longer."""
+        self.heartbeat.beat(f"{what}_begin", step)
+
+    def stepped(
+        self, figures: StepFigures, *, fetches: Sequence[float], observed: Observed | None = None, data: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record an optimizer step.
+
+        `fetches`: recent waits for data in ms; `observed`: of `observing`; `data`: figures of the training stream, such as
+        bad records skipped, which go into every event as they are.
+        """
+        self.step = figures.step
+        # a rank's rows are as wide as the others', which without packing is not always train.seq_len
+        tokens = sum(figures.lengths) * self.world_size or tokens_per_step(self.config)
+        step_s = tokens / figures.toks_per_s
         fields = {
-            **_columns(attrs.asdict(figures), ("loss", "lr", "toks_per_s", "grad_norm")),
+            **{name: getattr(figures, name) for name in ("loss", "lr", "toks_per_s", "grad_norm")},
+            "step_ms": 1e3 * step_s,
+            "tokens": tokens,
+            "mfu": self._mfu(figures, step_s),
+            "is_clipped": figures.is_clipped,
             "dt_fetch_s": figures.fetch_ms / 1e3,
             "fetch_p50_ms": statistics.median(fetches),
             "fetch_p95_ms": sorted(fetches)[int(0.95 * (len(fetches) - 1))],
             **gpu_memory(self.device),
+            **(data or {}),
         }
-        if telemetry:
-            summary = health.combine(telemetry)
-            routes = health.routes_of(telemetry)
-            self.heartbeat.beat("progress", figures.step, **fields, **health.heartbeat_fields(summary), routes=routes)
-            if self.selection and "k_mean" in summary:
-                self.selection.append({"step": figures.step, **_columns(summary, SELECTION_COLUMNS[1:])})
+        summary: dict[str, float] = {}
+        if observed is not None and observed.telemetry:
+            summary = health.combine(observed.telemetry)
+            routes = health.routes_of(observed.telemetry)
+            self.heartbeat.beat("progress", figures.step, **fields, **self._health_fields(summary, observed), routes=routes)
         self.heartbeat.beat("step_end", figures.step, **fields)
+        if self._tables is not None:
+            self._write_step(self._tables, figures, {name: fields[name] for name in ("step_ms", "tokens", "mfu")}, summary)
 
     def validated(self, step: int, loss: float) -> None:
         """Record an evaluation; `loss` in nats per token."""
-        self.losses_on_validation.append(loss)
-        self.validation.append({"step": step, "val_loss": loss, "ppl": perplexity(loss)})
         self.heartbeat.beat("val", step, val_loss=loss)
+        if self._tables is not None:
+            self._tables.validation.append({"step": step, "val_loss": loss, "ppl": perplexity(loss)})
+            self._tables.board.scalars(step, "loss", {"validation": loss})
 
     def saved(self, step: int, path: Path) -> None:
         """Record a checkpoint."""
         self.heartbeat.beat("save", step, checkpoint=path.name)
 
-    def halted(self, error: BaseException) -> None:
-        """Record that the run ended before its last step."""
-        step = self.steps[-1].step if self.steps else 0
-        self.heartbeat.beat("halt", step, reason=str(error) or type(error).__name__)
+    def skipped(self, step: int, reason: str, batch: str) -> None:
+        """Record a step whose update was left out, and the `batch` that it was for."""
+        self.heartbeat.beat("skip", step, reason=reason, batch=batch)
+
+    def halted(self, reason: str, *, code: int, anomaly: str | None = None) -> None:
+        """Record that the run ended before its last step; `anomaly`: one word for `.anomaly_type`.
+
+        A full disk does not hide why the run ended: what cannot be written then is left out.
+        """
+        with contextlib.suppress(OSError):
+            self.heartbeat.beat("halt", self.step, reason=reason, code=code)
+            if self._tables is not None and anomaly is not None:
+                self.paths.write_anomalies([anomaly])
+        with contextlib.suppress(OSError):
+            if self._tables is not None:
+                self._tables.board.close()
 
     def finished(self) -> dict[str, Any]:
-        """Write metrics.json, curves.png and report.html; return the metrics."""
-        first, last = self.steps[0], self.steps[-1]
-        metrics = {
-            "attention": self.config.model.attention,
-            "parameters_nsa": self.parameters.nsa,
-            "parameters_dense": self.parameters.dense,
-            "steps": last.step,
-            "tokens": last.step * _tokens_per_step(self.config),
-            "seconds": time.monotonic() - self.started,
-            "first_loss": first.loss,
-            "last_loss": last.loss,
-            "first_val_loss": self.losses_on_validation[0],
-            "val_loss": self.losses_on_validation[-1],
-            "val_ppl": perplexity(self.losses_on_validation[-1]),
-            "toks_per_s_median": statistics.median(step.toks_per_s for step in self.steps),
-            "peak_memory_mib": peak_memory_mib(self.device),
-        }
+        """Write metrics.json, curves.png and report.html; return the metrics (rank 0; the others return nothing)."""
+        self.heartbeat.beat("finish", self.step)
+        if self._tables is None:
+            return {}
+        self._tables.board.close()
+        metrics = summarise(self.paths, self.config, self.device, world_size=self.world_size)
+        metrics["model_flops_per_token"] = self._flops.of_sequence(self.config.train.seq_len) / self.config.train.seq_len
         write_json(self.paths.metrics, metrics)
         write_report(self.paths)
         return metrics
 
+    def _open_tables(self, routing: dict[str, str]) -> _Tables:
+        paths, at = self.paths, self.resumed_at
+        # what was wrong before is in the heartbeats; the file tells of this start
+        paths.anomaly_type.unlink(missing_ok=True)
+        paths.config.write_text(to_toml(self.config), encoding="utf-8")
+        environment = describe_environment(
+            self.device, routing, world_size=self.world_size, routes=self.fallbacks.preferred, **data_marks(self.config)
+        )
+        before = json.loads(paths.environment.read_text(encoding="utf-8")) if at is not None and paths.environment.is_file() else None
+        if before is not None:
+            # the machine of the first start stays on top
+            environment = {**before, "resumed": [*before.get("resumed", []), {"step": at, **environment}]}
+        write_json(paths.environment, environment)
+        tables = _Tables(
+            training=CsvTable(paths.training, TRAINING_COLUMNS, resumed_at=at),
+            validation=CsvTable(paths.validation, VALIDATION_COLUMNS, resumed_at=at),
+            board=Board(paths.tensorboard, resumed_at=at),
+        )
+        if self.config.model.attention == "nsa":
+            tables.selection = CsvTable(paths.selection, SELECTION_COLUMNS, resumed_at=at)
+            tables.fallbacks = CsvTable(paths.fallbacks, FALLBACK_COLUMNS, resumed_at=at)
+            for row in read_rows(paths.fallbacks):
+                self.fallbacks.restore(row)
+        tables.clipped_steps = sum(row["is_clipped"] == 1 for row in read_rows(paths.training))
+        return tables
 
-def _columns(figures: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: figures[name] for name in names}
+    def _mfu(self, figures: StepFigures, step_s: float) -> float | None:
+        """Return the share of the chip's peak that this rank's model FLOPs took; None without a known peak."""
+        if self._chip is None:
+            return None
+        train = self.config.train
+        lengths = figures.lengths or (train.seq_len,) * (train.batch_size * train.accumulate // self.world_size)
+        return self._flops.of_step(lengths) / step_s / (1e12 * self._chip.dense_bf16_tflops)
 
+    def _health_fields(self, summary: dict[str, float], observed: Observed) -> dict[str, Any]:
+        fields = health.heartbeat_fields(summary)
+        fields["fallbacks_total"] = self.fallbacks.row()["total"]
+        if observed.times is not None:
+            fields["branch_forward_ms"] = observed.times.total_ms()
+        return fields
 
-def _tokens_per_step(config: RunConfig) -> int:
-    return config.train.batch_size * config.train.accumulate * config.train.seq_len
+    def _write_step(self, tables: _Tables, figures: StepFigures, speed: dict[str, Any], summary: dict[str, float]) -> None:
+        step = figures.step
+        row = {name: value for name, value in attrs.asdict(figures).items() if name in TRAINING_COLUMNS}
+        tables.training.append(
+            {
+                **row,
+                **speed,
+                "ppl": perplexity(figures.loss),
+                "is_clipped": int(figures.is_clipped),
+                "data_synthetic": int(self._is_synthetic),
+            }
+        )
+        for limit, count in bucket_lengths(figures.lengths).items():
+            tables.lengths[limit] = tables.lengths.get(limit, 0) + count
+        tables.board.scalars(step, "loss", {"training": figures.loss})
+        tables.board.scalars(
+            step,
+            "train",
+            {"lr": figures.lr, "grad_norm": figures.grad_norm, "toks_per_s": figures.toks_per_s, **speed},
+        )
+        tables.board.scalars(step, "data", {"fetch_ms": figures.fetch_ms, "synthetic": int(self._is_synthetic)})
+        if figures.is_clipped:
+            tables.clipped_steps += 1
+            tables.board.clipped(step, figures.grad_norm, tables.clipped_steps)
+        if summary:
+            tables.board.scalars(step, "nsa", summary)
+        if step % self.config.train.log_every == 0 or step == self.config.train.steps or summary:
+            tables.board.lengths(step, tables.lengths)
+            tables.lengths = {}
+        if summary and tables.selection is not None and "k_mean" in summary:
+            tables.selection.append({"step": step, **{name: summary[name] for name in SELECTION_COLUMNS[1:]}})
+        if summary and tables.fallbacks is not None:
+            tables.fallbacks.append({"step": step, **self.fallbacks.row()})

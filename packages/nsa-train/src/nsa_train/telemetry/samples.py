@@ -5,30 +5,31 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nsa_train.data.sources import Document
 from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.model.decoder import Decoder
 from nsa_train.model.generate import generate
 
-NUM_SAMPLES = 3
-PROMPT_BYTES = 32
 SAMPLE_TOKENS = 160
 TEMPERATURE = 0.8
 SEED = 0
+SYNTHETIC_NOTE = "--- synthetic data: random ids, for throughput alone ---"
 
 
-def prompts_of(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Tensor]:
-    """Return the ids of the openings of the first few `documents`."""
-    return [tokenizer.encode(document.text[:PROMPT_BYTES]) for document in documents[:NUM_SAMPLES]]
+def write_samples(
+    path: Path | None, model: Decoder, tokenizer: Tokenizer, prompts: Sequence[Tensor], *, is_synthetic: bool = False
+) -> None:
+    """Write each prompt and its seeded continuation, drawn through cached decode, to `path`; None: draw alone.
 
-
-def write_samples(path: Path, model: Decoder, tokenizer: Tokenizer, prompts: Sequence[Tensor]) -> None:
-    """Write each prompt and its seeded continuation, drawn through cached decode, to `path`."""
+    `is_synthetic`: the prompts are random ids, which the file says.
+    """
     drawn = generate(model, prompts, tokenizer=tokenizer, num_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=SEED)
     texts = [
         f"--- prompt ---\n{tokenizer.decode(prompt)}\n"
         f"--- continuation (temperature {TEMPERATURE}, seed {SEED}) ---\n{tokenizer.decode(ids)}\n"
         for prompt, ids in zip(prompts, drawn, strict=True)
     ]
+    if path is None:
+        return
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(texts), encoding="utf-8")
+    head = f"{SYNTHETIC_NOTE}\n\n" if is_synthetic else ""
+    path.write_text(head + "\n".join(texts), encoding="utf-8")

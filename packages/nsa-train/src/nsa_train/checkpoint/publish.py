@@ -1,0 +1,144 @@
+"""Putting a checkpoint on disk so that a reader, or a crash at any point, sees a whole one or none.
+
+Written aside, flushed, renamed into place; then the link `latest` is replaced. What a killed process left aside is
+removed by the next writer.
+"""
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from nsa_train.checkpoint.layout import LATEST, step_folders, step_name
+from nsa_train.checkpoint.manifest import write_manifest
+
+ASIDE = ".aside-"
+"""What names begin with that are not yet, or no longer, checkpoints."""
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def publish(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
+    """Let `fill` write the files of a checkpoint, make it `root`/step-N and `root`/latest, and return its path.
+
+    A checkpoint of that step that is there already is replaced in one move.
+
+    Raises:
+        OSError: when the disk refuses; what was there before is still there, and nothing half-written is.
+    """
+    target, aside = root / step_name(step), root / f"{ASIDE}{step_name(step)}"
+    make_root(root)
+    _remove(aside)
+    aside.mkdir()
+    try:
+        fill(aside)
+        write_manifest(aside, step)
+        for path in [*aside.iterdir(), aside]:
+            _flush(path)
+        _move(aside, target)
+    finally:
+        # after a failure the new files, after an exchange the old ones
+        with suppress(OSError):
+            _remove(aside)
+    _flush(root)
+    _point_latest(root, target.name)
+    return target
+
+
+def prune(root: Path, *, current: int, keep_last: int) -> None:
+    """Leave the `keep_last` (0: all) newest checkpoints that lead up to step `current`, itself included.
+
+    Those of later steps belong to a run that was resumed from before them, and go first.
+    """
+    if not keep_last:
+        return
+    folders = step_folders(root)
+    leading = [step for step in folders if step <= current]
+    for step in sorted(set(folders) - set(leading[-keep_last:])):
+        # renamed first: a half-removed directory must not look like a checkpoint
+        _set_aside(folders[step], root / f"{ASIDE}removed-{step_name(step)}")
+
+
+def clear_debris(root: Path) -> None:
+    """Remove what a killed writer left in `root`."""
+    if not root.is_dir():
+        return
+    for path in root.iterdir():
+        if path.name.startswith(ASIDE):
+            _remove(path)
+
+
+def make_root(root: Path) -> None:
+    """Make the directory `root`, and see to it that a crash does not take it away."""
+    if not root.is_dir():
+        root.mkdir(parents=True)
+        _flush(root.parent)
+
+
+def _move(aside: Path, target: Path) -> None:
+    """Put `aside` in the place of `target`, which may be there."""
+    if not target.exists():
+        aside.rename(target)
+    elif not _exchange(aside, target):
+        # this file system cannot exchange: for a moment step-N is absent, and readers take the one before
+        old = target.with_name(f"{ASIDE}old-{target.name}")
+        _remove(old)
+        target.rename(old)
+        aside.rename(target)
+        with suppress(OSError):
+            _remove(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the system cannot."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(one))
+
+
+def _point_latest(root: Path, name: str) -> None:
+    """Replace the link in one step: a reader sees the old target or the new one."""
+    aside = root / f"{ASIDE}{LATEST}"
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(name)
+    try:
+        if (root / LATEST).is_dir() and not (root / LATEST).is_symlink():
+            # the run was copied without its links
+            _set_aside(root / LATEST, root / f"{ASIDE}copied-{LATEST}")
+        aside.replace(root / LATEST)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    _flush(root)
+
+
+def _set_aside(path: Path, aside: Path) -> None:
+    """Remove `path` so that at no moment half of it stands under its name."""
+    _remove(aside)
+    path.rename(aside)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory or a link, if it is there; what a link points to is left alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""The state of a run, copied to host memory at a step boundary, so that it can be written while training goes on."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
+from nsa_train.checkpoint.ranks import gather_bytes, world_size
+from nsa_train.checkpoint.rng import capture_rng
+from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors, write_tensors
+from nsa_train.config import RunConfig
+from nsa_train.recipe import to_toml
+
+
+@frozen(kw_only=True)
+class Snapshot:
+    """What one checkpoint holds. Rank 0 has the tensors; the other ranks' are empty."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    rng: dict[str, Tensor]
+    """Of all ranks."""
+    config: str
+    state: dict[str, Any]
+    """JSON-able: data, schedule, scaler, routes, counters, world_size."""
+
+    def write_to(self, folder: Path) -> None:
+        """Write the files of the checkpoint, its manifest excepted.
+
+        Raises:
+            OSError: when the disk refuses.
+        """
+        for name, tensors in ((MODEL, self.model), (OPTIMIZER, self.optimizer), (RNG, self.rng)):
+            write_tensors(folder / name, tensors)
+        (folder / CONFIG).write_text(self.config, encoding="utf-8")
+        (folder / STATE).write_text(json.dumps(self.state), encoding="utf-8")
+
+
+def capture(
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    data: Mapping[str, Any],
+    scaler: Any = None,
+    routes: Mapping[str, str] | None = None,
+    counters: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """Return a copy of everything that the next step depends on. A collective, called between two steps.
+
+    `model` may be wrapped by DDP, FSDP2 or torch.compile; `scaler` is a GradScaler; `data` is the merged position of all
+    ranks (`merge_states(gather_json(stream.state_dict()))`); `counters` is whatever else is JSON-able, the guards' counts
+    for example.
+    """
+    state = {
+        "world_size": world_size(),
+        "schedule": {"lr": [float(group["lr"]) for group in optimizer.param_groups]},
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "data": dict(data),
+        "routes": dict(routes or {}),
+        "counters": dict(counters or {}),
+    }
+    # a round trip: nothing live stays in, and what is not JSON shows here and not in the background
+    return Snapshot(
+        model=on_host(model_tensors(model)),
+        optimizer=on_host(optimizer_tensors(model, optimizer)),
+        rng=_all_generators(),
+        config=to_toml(config),
+        state=json.loads(json.dumps(state)),
+    )
+
+
+def _all_generators() -> dict[str, Tensor]:
+    parts = gather_bytes(safetensors.torch.save(capture_rng()))
+    return {f"rank{rank}/{name}": value for rank, part in enumerate(parts) for name, value in safetensors.torch.load(part).items()}

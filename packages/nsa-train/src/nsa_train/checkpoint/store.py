@@ -1,0 +1,132 @@
+"""Finding checkpoints and opening them: every byte is verified before any is used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from nsa_train.checkpoint.layout import CONFIG, STATE, latest_folder, locate_folder, step_folders, step_name
+from nsa_train.checkpoint.manifest import read_manifest, verify_files
+from nsa_train.config import RunConfig, structure
+from nsa_train.errors import CheckpointError, ConfigError
+from nsa_train.recipe import read_toml
+
+STATE_KEYS = {"world_size", "schedule", "scaler", "data", "routes", "counters"}
+
+
+@frozen(kw_only=True)
+class Checkpoint:
+    """A checkpoint whose files were verified."""
+
+    path: Path
+    step: int
+    config: RunConfig
+    state: dict[str, Any] = field(factory=dict)
+    """The content of state.json: world_size, schedule, scaler, data, routes, counters."""
+    refused: tuple[str, ...] = ()
+    """The damaged checkpoints that were passed over to find this one, a line each."""
+
+
+@frozen(kw_only=True)
+class Listed:
+    """A line of `nsa-train ckpt ls`; its files were not read."""
+
+    path: Path
+    step: int
+    is_latest: bool
+    created: str = ""
+    size_bytes: int = 0
+    problem: str = ""
+    """Why its manifest is refused; empty: it is not."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Return the verified checkpoint at `path`: a step-N directory, a `latest` link, or a run's directory.
+
+    Raises:
+        ConfigError: when there is none.
+        CheckpointError: when it is damaged; the message names file, expected and found.
+    """
+    folder = locate_folder(path)
+    manifest = verify_files(folder)
+    try:
+        config = structure(read_toml(folder / CONFIG))
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (ConfigError, ValueError, RecursionError) as error:
+        [reason, *_] = str(error).splitlines()
+        raise CheckpointError(f"{folder} cannot be read by this version ({reason:.200}); use the one that wrote it") from None
+    if not isinstance(state, dict) or set(state) != STATE_KEYS:
+        raise CheckpointError(f"{folder / STATE} does not hold exactly {sorted(STATE_KEYS)}; use the version that wrote it")
+    return Checkpoint(path=folder, step=manifest["step"], config=config, state=state)
+
+
+def latest_valid(root: Path) -> Checkpoint | None:
+    """Return the checkpoint to go on from: what `root`/latest names, or where that is damaged the newest whole one before it.
+
+    Checkpoints of later steps than `latest` (of a run that was resumed from before them) come last. None: `root` holds no
+    checkpoint at all.
+
+    Raises:
+        CheckpointError: when there are some and all are damaged.
+    """
+    refused: list[str] = []
+    for folder in _newest_first(root):
+        try:
+            return evolve(open_checkpoint(folder), refused=tuple(refused))
+        except CheckpointError as error:
+            refused.append(str(error))
+    if not refused:
+        return None
+    raise CheckpointError(f"none of the {len(refused)} checkpoints in {root} is whole; start a new run. The newest:\n{refused[0]}")
+
+
+def valid_at(root: Path, step: int) -> Checkpoint:
+    """Return the checkpoint of `root` after `step`.
+
+    Raises:
+        ConfigError: when there is none; the message names those that exist.
+        CheckpointError: when it is damaged.
+    """
+    folders = step_folders(root)
+    if step not in folders:
+        there = ", ".join(map(str, folders)) or "none"
+        raise ConfigError(f"--resume={step}: {root} has no {step_name(step)} (there are: {there}); use --resume for the latest")
+    return open_checkpoint(folders[step])
+
+
+def list_checkpoints(root: Path) -> list[Listed]:
+    """Return the checkpoints in `root`, lowest step first; only manifests are read."""
+    latest = latest_folder(root)
+    return [_listed(path, step, is_latest=path == latest) for step, path in step_folders(root).items()]
+
+
+def verify(path: Path) -> int:
+    """Return the bytes of the checkpoint at `path`, all of which were read and found good.
+
+    Raises:
+        ConfigError: when there is none.
+        CheckpointError: naming the first damaged file, what was expected and what found.
+    """
+    return sum(file.stat().st_size for file in open_checkpoint(path).path.iterdir())
+
+
+def _newest_first(root: Path) -> list[Path]:
+    """The order in which a resume tries: `latest`, earlier ones from the newest on, later ones from the newest on."""
+    folders = step_folders(root)
+    latest = latest_folder(root)
+    head = next((step for step, path in folders.items() if path == latest), None)
+    if head is None and latest is not None:
+        # its target is gone: still, what is later belongs to another branch
+        head = int(latest.name.removeprefix("step-"))
+    order = sorted(folders, key=lambda step: (head is None or step <= head, step), reverse=True)
+    return [folders[step] for step in order]
+
+
+def _listed(path: Path, step: int, *, is_latest: bool) -> Listed:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return Listed(path=path, step=step, is_latest=is_latest, problem=str(error))
+    size = sum(entry["size"] for entry in manifest["files"].values())
+    return Listed(path=path, step=step, is_latest=is_latest, created=manifest["created"], size_bytes=size)

@@ -1,0 +1,113 @@
+"""The one who saves: rank 0 writes, in the background if asked, and every rank learns whether it went well."""
+
+import os
+import shutil
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from nsa_train.checkpoint.claim import claim
+from nsa_train.checkpoint.layout import latest_folder, step_name
+from nsa_train.checkpoint.publish import clear_debris, prune, publish
+from nsa_train.checkpoint.ranks import broadcast_json, rank
+from nsa_train.checkpoint.snapshot import Snapshot
+from nsa_train.errors import CheckpointError
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run to `root`. A context manager; every rank has one, and all call its methods.
+
+    With `is_async`, `save` returns once the snapshot is handed over: what it became is known at the next `save`, `wait`
+    or `close`. One checkpoint is written at a time; a save first waits for the one before.
+    """
+
+    def __init__(self, root: Path, *, keep_last: int = 0, is_async: bool = False) -> None:
+        """Claim `root` and remove what a killed run left half-written there; `keep_last` checkpoints stay (0: all).
+
+        Raises:
+            CheckpointError: on all ranks, when `root` cannot be written, or another run writes there.
+        """
+        self.root, self.keep_last, self.is_async = root, keep_last, is_async
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._job: Future[None] | None = None
+        self._pending = ""
+        self._claims = ExitStack()
+        self._start(f"{root} cannot be written to", self._tidy)
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            # the ranks may have parted: what is being written is finished, but nobody waits for the others
+            self._end()
+
+    def save(self, step: int, snapshot: Snapshot) -> Path:
+        """Write `snapshot` as `root`/step-N, move `root`/latest to it and return its path. A collective.
+
+        Raises:
+            CheckpointError: on all ranks, when this write (the one before, with `is_async`) failed; the checkpoint before
+                is still there and nothing half-written is.
+        """
+        self.wait()
+        path = self.root / step_name(step)
+        self._start(f"{path} was not written", lambda: self._write(step, snapshot))
+        if not self.is_async:
+            self.wait()
+        return path
+
+    def wait(self) -> None:
+        """Return once nothing is being written. A collective.
+
+        Raises:
+            CheckpointError: on all ranks, when the write that was under way failed.
+        """
+        if not self._pending:
+            return
+        what, self._pending = self._pending, ""
+        error = self._job.exception() if self._job is not None else None
+        problem = broadcast_json(self._message(what, error) if error is not None else "")
+        if problem:
+            raise CheckpointError(problem) from error
+
+    def close(self) -> None:
+        """Wait as `wait` does, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._pool.shutdown()
+        self._claims.close()
+
+    def _tidy(self) -> None:
+        # a writer that is dropped gives its claim back, too
+        self._claims.callback(weakref.finalize(self, os.close, claim(self.root)))
+        clear_debris(self.root)
+
+    def _start(self, what: str, job: Callable[[], None]) -> None:
+        self._pending = what
+        self._job = self._pool.submit(job) if rank() == 0 else None
+
+    def _write(self, step: int, snapshot: Snapshot) -> None:
+        publish(self.root, step, snapshot.write_to)
+        prune(self.root, current=step, keep_last=self.keep_last)
+
+    def _message(self, what: str, error: BaseException) -> str:
+        if isinstance(error, CheckpointError):
+            return str(error)
+        if not isinstance(error, OSError):
+            return f"{what}: {error!r}"
+        existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free / 2**20
+        before = latest_folder(self.root)
+        kept = f"{before.name} is still there" if before else "there is none before it"
+        return f"{what} ({error}; {free:.1f} MiB are free); {kept}; mend that and go on with --resume"

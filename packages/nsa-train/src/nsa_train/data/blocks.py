@@ -1,0 +1,135 @@
+"""Blocks of documents to blocks of tokens: batched tokenizing, what is held out of a streamed corpus, synthetic ids."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from nsa_train.data.lanes import Entry
+from nsa_train.data.order import generator
+from nsa_train.data.packing import PackedRows
+from nsa_train.data.sources import Bad, Blocks, Document
+from nsa_train.data.sources.split import limit_of, rank_of
+from nsa_train.data.tokenizer import Ids, Tokenizer
+from nsa_train.data_table import DataTable
+from nsa_train.errors import DataError
+
+BATCH_DOCUMENTS = 32
+BATCH_BYTES = 2**18
+"""Documents of one call to the tokenizer: as many, or the first ones that hold so many bytes."""
+SCAN_DOCUMENTS = 20_000
+"""Most documents of a streamed corpus that are read in search of those held out."""
+
+
+class TextTokenBlocks:
+    """The blocks of a source, tokenized a few documents at a time; documents of a rank below `limit` are held out."""
+
+    def __init__(self, blocks: Blocks, tokenizer: Tokenizer, limit: int) -> None:
+        self._blocks, self._tokenizer, self._limit = blocks, tokenizer, limit
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def entries(self, block: int, start: int, epoch: int) -> Iterator[Entry]:
+        """Yield the records of `block` from number `start` on, alike in every epoch."""
+        waiting: list[tuple[int, bytes | Bad | None]] = []
+        size = 0
+        for index, record in enumerate(self._blocks.read(block, start), start):
+            if isinstance(record, Bad):
+                waiting.append((index, record))
+            elif rank_of(record.text) < self._limit:
+                waiting.append((index, None))
+            else:
+                waiting.append((index, record.text))
+                size += len(record.text)
+            if len(waiting) == BATCH_DOCUMENTS or size >= BATCH_BYTES:
+                yield from self._tokenized(waiting)
+                waiting, size = [], 0
+        yield from self._tokenized(waiting)
+
+    def _tokenized(self, waiting: list[tuple[int, bytes | Bad | None]]) -> Iterator[Entry]:
+        ids = iter(self._tokenizer.encode_batch([value for _, value in waiting if isinstance(value, bytes)]))
+        for index, value in waiting:
+            yield Entry(index, next(ids)) if isinstance(value, bytes) else Entry(index, None, value)
+
+
+class HeldOut(NamedTuple):
+    """The validation documents of a streamed corpus, and the rank below which all documents are held out."""
+
+    documents: list[Document]
+    limit: int
+    scanned: int
+    first_bad: Bad | None
+
+
+def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int) -> HeldOut:
+    """Read the parts by turns, in a seeded order of blocks, until enough is held out to fill `tokens`.
+
+    Raises:
+        DataError: at a bad record that is not to be skipped, or when no two different documents are found.
+    """
+    share = limit_of([0, 2**32])
+    within: dict[bytes, None] = {}
+    lowest: tuple[int, bytes] = (2**32, b"")
+    highest = -1
+    size = scanned = 0
+    first_bad: Bad | None = None
+    for record in _by_turns(parts, data.shuffle_seed):
+        if isinstance(record, Bad):
+            if data.on_bad_record == "fail":
+                raise DataError(str(record))
+            first_bad = first_bad or record
+            continue
+        scanned += 1
+        rank = rank_of(record.text)
+        lowest, highest = min(lowest, (rank, record.text)), max(highest, rank)
+        if rank < share and record.text not in within:
+            within[record.text] = None
+            size += len(record.text)
+        # a token of BPE holds about four bytes
+        is_enough = size >= tokens * (1 if data.tokenizer == "byte" else 4)
+        # something must be left for training, also where the first document is a large one that is held out
+        if scanned >= SCAN_DOCUMENTS or (is_enough and highest > lowest[0]):
+            break
+    if highest <= lowest[0]:
+        reason = f"; the first that was skipped: {first_bad.where} {first_bad.why}" if first_bad else ""
+        raise DataError(f"data: fewer than two different documents can be read (one is held out{reason}); name files with more text")
+    limit = limit_of([lowest[0], highest])
+    texts = [text for text in within if rank_of(text) < limit] or [lowest[1]]
+    return HeldOut([Document("held out", text) for text in texts], limit, scanned, first_bad)
+
+
+def _by_turns(parts: Sequence[Blocks], seed: int) -> Iterator[Document | Bad]:
+    orders = [generator(seed, 0, f"validation {number}").permutation(len(part)) for number, part in enumerate(parts)]
+    for turn in range(max(map(len, parts))):
+        for part, order in zip(parts, orders, strict=True):
+            if turn < len(order):
+                yield from part.read(int(order[turn]))
+
+
+class SyntheticBlocks:
+    """Seeded uniform random ids below `num_ids`, a document of exactly one row per block. Nothing can be learned from them."""
+
+    def __init__(self, tokenizer: Tokenizer, *, num_ids: int, seq_len: int, seed: int) -> None:
+        self._tokenizer, self._num_ids, self._seq_len, self._seed = tokenizer, num_ids, seq_len, seed
+
+    def __len__(self) -> int:
+        return 2**40
+
+    def entries(self, block: int, start: int, epoch: int) -> Iterator[Entry]:
+        """Yield the one document of `block`."""
+        if start == 0:
+            yield Entry(0, self._document(f"train {block}"))
+
+    def held_out(self, rows: int) -> PackedRows:
+        """Return `rows` rows that are no training rows."""
+        packed = PackedRows([], self._tokenizer, self._seq_len)
+        documents = [self._document(f"val {number}") for number in range(rows)]
+        packed.stream = np.concatenate(documents)
+        packed.ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
+        return packed
+
+    def _document(self, name: str) -> Ids:
+        ids = generator(self._seed, 0, name).integers(0, self._num_ids, self._seq_len, np.int32)
+        ids[-1] = self._tokenizer.separator
+        return ids

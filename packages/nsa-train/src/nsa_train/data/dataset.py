@@ -1,0 +1,270 @@
+"""A recipe's data, opened: which rows or blocks the lanes walk, and what is held out.
+
+Local files that fit in `data.in_memory_mib` are read whole, bad records found, tokenized, and their rows shuffled. Larger
+ones, and what is streamed, stay where they are: lanes read their blocks, shuffled, and pack the documents themselves.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from nsa_train.config import RunConfig
+from nsa_train.data.blocks import SyntheticBlocks, TextTokenBlocks, scan_held_out
+from nsa_train.data.buckets import BucketedRows
+from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
+from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
+from nsa_train.data.sources import Bad, Blocks, Document, Reading, StripedBlocks, TextBlocks, files_of, open_blocks, open_files, open_hub
+from nsa_train.data.sources.split import shared, split
+from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
+from nsa_train.data.waiting import within
+from nsa_train.data_table import DataTable
+from nsa_train.errors import DataError
+
+OPENINGS = 3
+"""Held-out documents of which samples show how the model goes on."""
+OPENING_BYTES = 32
+"""Most bytes of each that it is given."""
+
+
+class Part(NamedTuple):
+    """One of the corpora that are mixed, and its weight."""
+
+    blocks: Blocks
+    weight: int
+
+
+@frozen(kw_only=True, eq=False)
+class Dataset:
+    """The data of a run. Build it with `open_dataset`; streams of it share what was read."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    reading: Reading
+    lane: Callable[[int], Lane]
+    """Lane number -> a new lane at its start"""
+    held_out: PackedRows
+    """The validation rows, or the first of them where the corpus is streamed"""
+    openings: tuple[bytes, ...] = ()
+    """The beginnings of a few held-out documents, for samples"""
+    bad_records: int = 0
+    """Records that could not be read, of a corpus in memory; those of a streamed one are counted when they are met"""
+    first_bad: Bad | None = None
+    shared: int = 0
+    """Texts that stand on both sides: 0"""
+    sizes: dict[str, int] = field(factory=dict)
+    """What is known: documents and tokens of each side, blocks"""
+    fingerprint: dict[str, Any] = field(factory=dict)
+    """What a position depends on: it fits no other data"""
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Return whether the tokens are random."""
+        return self.config.data.source == "synthetic"
+
+    def validation_batches(self, lanes: range, *, most: int) -> list[Batch]:
+        """Return rows `lanes` of at most `most` batches, spread evenly over the validation rows."""
+        rows, size = self.held_out, self.config.train.batch_size
+        count = min(len(rows), size * most)
+        chosen = [index * len(rows) // count for index in range(count)]
+        groups = [chosen[at : at + size][lanes.start : lanes.stop] for at in range(0, count, size)]
+        # every rank takes part in every batch, also where the last one has too few rows
+        return [collate([rows[index] for index in group] or [_padding(rows)]) for group in groups]
+
+    def prompts(self) -> list[Tensor]:
+        """Return the int32 ids of the openings of a few held-out documents; at least one, none empty."""
+        found = [self.tokenizer.encode(text) for text in self.openings]
+        return [ids for ids in found if len(ids)] or [torch.from_numpy(self.held_out.stream[:32].copy())]
+
+
+def open_dataset(config: RunConfig) -> Dataset:
+    """Return the data of `config`, opened: files found, what fits in memory read, the validation split drawn.
+
+    Raises:
+        DataError: naming what is missing, unreadable or too small, or what was being read after `data.timeout_s`.
+    """
+    reading = Reading()
+    return within(config.data.timeout_s, lambda: _opened(config, reading), reading)
+
+
+def _opened(config: RunConfig, reading: Reading) -> Dataset:
+    data, train = config.data, config.train
+    tokenizer = build_tokenizer(data)
+    if data.source == "synthetic":
+        return _synthetic(config, tokenizer, reading)
+    if data.source == "fineweb_edu":
+        return _streamed(config, tokenizer, reading, [Part(open_hub(data, reading), 1)])
+    parts = _parts_of(data, reading)
+    is_small = sum(part.blocks.size_bytes for part in parts) <= data.in_memory_mib * 2**20
+    # one text is one document: there are no blocks to walk
+    if is_small or all(isinstance(part.blocks, TextBlocks) and len(part.blocks) == 1 for part in parts):
+        return _in_memory(config, tokenizer, reading, parts)
+    if not data.packing:
+        size = sum(part.blocks.size_bytes for part in parts) / 2**20
+        raise DataError(
+            f"data.packing=false needs the corpus in memory ({size:.0f} MiB; data.in_memory_mib={data.in_memory_mib:g}); "
+            f"use --set data.packing=true, or --set data.in_memory_mib={int(size) + 1}"
+        )
+    _require_texts(parts, data, train.batch_size)
+    return _streamed(config, tokenizer, reading, parts)
+
+
+def _require_texts(parts: list[Part], data: DataTable, lanes: int) -> None:
+    """Refuse texts that are fewer than the lanes: several would read one from its beginning, and a batch hold equal rows."""
+    count = sum(len(part.blocks) for part in parts)
+    if count <= lanes and all(isinstance(part.blocks, TextBlocks) for part in parts):
+        size = sum(part.blocks.size_bytes for part in parts) / 2**20
+        raise DataError(
+            f"data: {count} texts are too few for train.batch_size={lanes} rows (each row reads texts of its own, and one is held out; "
+            f"data.in_memory_mib={data.in_memory_mib:g}); use --set data.in_memory_mib={int(size) + 1}, or cut them into more files"
+        )
+
+
+def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
+    if data.source != "mix":
+        return [Part(open_blocks(data, reading), 1)]
+    kinds = {".jsonl": "jsonl", ".parquet": "parquet"}
+    found: list[Part] = []
+    for pattern, weight in data.mix.items():
+        paths = files_of([pattern])
+        suffixes = {kinds.get(Path(path).suffix, "text") for path in paths}
+        if len(suffixes) > 1:
+            raise DataError(f"data.mix: {pattern!r} matches files of several kinds ({', '.join(sorted(suffixes))}); use a glob for each")
+        found.append(Part(open_files(suffixes.pop(), paths, reading), weight))
+    return found
+
+
+def _in_memory(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: list[Part]) -> Dataset:
+    data, train = config.data, config.train
+    found = [_read_all(part.blocks, data.on_bad_record) for part in parts]
+    bad = [record for _, refused in found for record in refused]
+    if not all(documents for documents, _ in found):
+        reason = f"; the first that was skipped: {bad[0].where} {bad[0].why}" if bad else ""
+        raise DataError(f"data: no document can be read (data.source={data.source!r}{reason}); name files with text")
+    sides = split([documents for documents, _ in found])
+    packed = [PackedRows(texts, tokenizer, train.seq_len, seed=data.shuffle_seed) for texts in sides.train]
+    rows: list[RowSequence]
+    if data.packing:
+        rows = [ShuffledRows(part, data.shuffle_seed) for part in packed]
+    else:
+        rows = [BucketedRows(part, batch_size=train.batch_size, seed=data.shuffle_seed) for part in packed]
+    sequence = rows[0] if len(rows) == 1 else MixedRows(rows, [part.weight for part in parts], data.shuffle_seed)
+    held_out = PackedRows(sides.val, tokenizer, train.seq_len)
+    content = hashlib.sha256(b"".join(hashlib.sha256(part.stream.tobytes()).digest() for part in packed)).hexdigest()
+    return Dataset(
+        config=config,
+        tokenizer=tokenizer,
+        reading=reading,
+        lane=lambda number: RowLane(sequence, number=number, count=train.batch_size),
+        held_out=held_out,
+        openings=_openings(sides.val),
+        bad_records=sum(record.lost for record in bad),
+        first_bad=bad[0] if bad else None,
+        shared=shared(sides),
+        sizes={
+            "train_documents": sum(map(len, sides.train)),
+            "train_tokens": sum(len(part.stream) for part in packed),
+            "val_documents": len(sides.val),
+            "val_tokens": len(held_out.stream),
+        },
+        fingerprint={**_settings(config, tokenizer), "walk": "rows", "content": content[:16]},
+    )
+
+
+def _read_all(blocks: Blocks, policy: str) -> tuple[list[Document], list[Bad]]:
+    documents: list[Document] = []
+    refused: list[Bad] = []
+    for block in range(len(blocks)):
+        for record in blocks.read(block):
+            if isinstance(record, Document):
+                documents.append(record)
+            elif policy == "fail":
+                raise DataError(str(record))
+            else:
+                refused.append(record)
+    return documents, refused
+
+
+def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: list[Part]) -> Dataset:
+    data, train = config.data, config.train
+    parts = [_enough(part, train.batch_size) for part in parts]
+    rows_wanted = train.batch_size * 16
+    found = scan_held_out([part.blocks for part in parts], data, tokens=rows_wanted * train.seq_len)
+    held_out = PackedRows(found.documents, tokenizer, train.seq_len)
+    tokens: list[TokenBlocks] = [TextTokenBlocks(part.blocks, tokenizer, found.limit) for part in parts]
+    return _walked(
+        config,
+        tokenizer,
+        reading,
+        BlockSequence(tokens, [part.weight for part in parts], data.shuffle_seed),
+        held_out=held_out,
+        openings=_openings(found.documents),
+        first_bad=found.first_bad,
+        sizes={"train_blocks": sum(map(len, tokens)), "val_documents": len(found.documents), "scanned_documents": found.scanned},
+        fingerprint={
+            "blocks": [len(part) for part in tokens],
+            "bytes": [part.blocks.size_bytes for part in parts],
+            "limit": found.limit,
+            # of the content, what was read anyway
+            "held_out": hashlib.sha256(held_out.stream.tobytes()).hexdigest()[:16],
+        },
+    )
+
+
+def _enough(part: Part, lanes: int) -> Part:
+    """Return `part` with as many blocks as there are lanes, at least: each lane reads its own."""
+    turns = -(-lanes // len(part.blocks))
+    return Part(StripedBlocks(part.blocks, turns), part.weight) if turns > 1 else part
+
+
+def _synthetic(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dataset:
+    train, seed = config.train, config.data.shuffle_seed
+    # of the model's whole vocabulary: its loss then stays at ln V, and anything below is a leak
+    num_ids = config.model.vocab_size or tokenizer.separator
+    blocks = SyntheticBlocks(tokenizer, num_ids=num_ids, seq_len=train.seq_len, seed=seed)
+    return _walked(
+        config,
+        tokenizer,
+        reading,
+        BlockSequence([blocks], [1], seed),
+        held_out=blocks.held_out(train.batch_size),
+        sizes={"train_blocks": len(blocks)},
+    )
+
+
+def _walked(config: RunConfig, tokenizer: Tokenizer, reading: Reading, sequence: BlockSequence, **known: Any) -> Dataset:
+    train, policy = config.train, config.data.on_bad_record
+
+    def lane(number: int) -> Lane:
+        return BlockLane(sequence, number=number, count=train.batch_size, seq_len=train.seq_len, policy=policy)
+
+    fingerprint = {**_settings(config, tokenizer), "walk": "blocks", **known.pop("fingerprint", {})}
+    return Dataset(config=config, tokenizer=tokenizer, reading=reading, lane=lane, fingerprint=fingerprint, **known)
+
+
+def _settings(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    data, train = config.data, config.train
+    return {
+        "source": data.source,
+        "tokenizer": data.tokenizer,
+        "vocab_size": tokenizer.vocab_size,
+        "shuffle_seed": data.shuffle_seed,
+        "packing": data.packing,
+        "mix": dict(data.mix),
+        "batch_size": train.batch_size,
+        "seq_len": train.seq_len,
+    }
+
+
+def _openings(documents: Sequence[Document]) -> tuple[bytes, ...]:
+    texts = [document.text[:OPENING_BYTES].decode("utf-8", errors="ignore").encode() for document in documents[:OPENINGS]]
+    return tuple(text for text in texts if text)
+
+
+def _padding(rows: PackedRows) -> Row:
+    return Row(np.full(rows.seq_len, rows.pad, np.int32), np.full(rows.seq_len, IGNORED, np.int32), [rows.seq_len])

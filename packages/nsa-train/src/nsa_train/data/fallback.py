@@ -1,0 +1,59 @@
+"""`--synthetic-on-fail`: random ids where the data cannot be had, said wherever the run is named."""
+
+import atexit
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import attrs
+
+from nsa_train.config import RunConfig
+from nsa_train.data.dataset import open_dataset
+from nsa_train.data_table import DataTable
+from nsa_train.errors import DataError
+from nsa_train.recipe import to_toml
+
+SUFFIX = "-synthetic"
+
+
+class Start(NamedTuple):
+    """What a run is started with."""
+
+    config: RunConfig
+    recipe: str
+    overrides: list[str]
+    out: Path
+    note: str = ""
+    """What was switched, for a person; empty where nothing was"""
+
+
+def or_synthetic(start: Start) -> Start:
+    """Return `start` unchanged where its data opens; else with synthetic data, a recipe that says so, and its directory renamed."""
+    try:
+        open_dataset(start.config)
+    except DataError as error:
+        # "." and ".." are no names
+        config, out = synthetic_instead(start.config), start.out if start.out.name.strip(".") else start.out.resolve()
+        out = out.with_name(out.name.removesuffix(SUFFIX) + SUFFIX)
+        note = f"SYNTHETIC IDS instead of data.source={start.config.data.source!r}: {error}"
+        return Start(config, str(_written(config)), [], out, note)
+    return start
+
+
+def synthetic_instead(config: RunConfig) -> RunConfig:
+    """Return `config` with synthetic data: ids of its tokenizer's range, and nothing else of its table `data` but speed and order.
+
+    Every record of such a run has `data_source = "synthetic"` and `data_synthetic = 1`.
+    """
+    kept = ("tokenizer", "workers", "prefetch", "shuffle_seed", "timeout_s", "progress_every")
+    return attrs.evolve(config, data=DataTable(source="synthetic", **{name: getattr(config.data, name) for name in kept}))
+
+
+def _written(config: RunConfig) -> Path:
+    """Return a recipe of `config`, for the processes that are started with it; it goes when this one ends."""
+    folder = Path(tempfile.mkdtemp(prefix="nsa-train-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "synthetic.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    return path

@@ -1,0 +1,246 @@
+"""Lanes: row i of every micro-batch comes from lane i, whatever the number of ranks and workers.
+
+A lane is a position in an order that the seed fixes, and nothing else: ranks and workers only share the lanes out. Its
+state is a few numbers, so that a run goes on exactly where it was, also with another number of either.
+
+`RowLane` takes rows of a corpus in memory, of which any can be computed at once. `BlockLane` reads blocks of documents,
+one block after another, and packs them itself: for a corpus that is streamed.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from nsa_train.data.order import SeededOrder, Turns
+from nsa_train.data.packing import IGNORED, PackedRows, Row
+from nsa_train.data.sources.base import Bad
+from nsa_train.data.tokenizer import Ids
+from nsa_train.errors import DataError
+
+NUM_FIRST_TOKENS = 32
+"""Tokens of the run's first row that are recorded."""
+
+
+class Lane(Protocol):
+    """An endless sequence of rows with a position."""
+
+    def next_row(self) -> Row:
+        """Return the next row."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the position of the next row, and what was consumed up to it, as JSON holds it."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on at `state`."""
+
+
+class RowSequence(Protocol):
+    """An endless sequence of rows in memory, of which any can be computed."""
+
+    def at(self, number: int) -> Row:
+        """Return row `number` >= 0."""
+
+    def epoch(self, number: int) -> int:
+        """Return how many times the corpus was used up before row `number`."""
+
+
+class Consumed:
+    """What a lane gave out: a hash over its tokens, the first of them, documents that ended, records that were skipped."""
+
+    def __init__(self) -> None:
+        self.digest = ""
+        self.first: list[int] = []
+        self.documents = self.bad_records = 0
+
+    def add(self, row: Row) -> None:
+        """Count `row`."""
+        if not self.digest:
+            self.first = row.input_ids[:NUM_FIRST_TOKENS].tolist()
+        self.digest = hashlib.sha256(bytes.fromhex(self.digest) + row.input_ids.astype("<i4", copy=False).tobytes()).hexdigest()
+        self.documents += row.ended
+
+    def state(self) -> dict[str, Any]:
+        """Return it as JSON holds it."""
+        return {"hash": self.digest, "first_tokens": self.first, "documents": self.documents, "bad_records": self.bad_records}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.digest, self.first = state["hash"], list(state["first_tokens"])
+        self.documents, self.bad_records = state["documents"], state["bad_records"]
+
+
+class RowLane:
+    """Rows number, number + count, ... of a corpus in memory."""
+
+    def __init__(self, rows: RowSequence, *, number: int, count: int) -> None:
+        """Lane `number` of `count`."""
+        self._rows, self._number, self._count = rows, number, count
+        self._taken = 0
+        self._consumed = Consumed()
+
+    def next_row(self) -> Row:
+        """Return the next row."""
+        row = self._rows.at(self._taken * self._count + self._number)
+        self._taken += 1
+        self._consumed.add(row)
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """Return the position of the next row."""
+        epoch = self._rows.epoch(self._taken * self._count + self._number)
+        return {"row": self._taken, "epoch": epoch, **self._consumed.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on at `state`."""
+        self._taken = state["row"]
+        self._consumed.load(state)
+
+
+class Entry(NamedTuple):
+    """A record of a block: its ids with the separator; None where it is held out, or bad."""
+
+    number: int
+    ids: Ids | None
+    bad: Bad | None = None
+
+
+class TokenBlocks(Protocol):
+    """Blocks of tokenized documents."""
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+
+    def entries(self, block: int, start: int, epoch: int) -> Iterator[Entry]:
+        """Yield the records of `block` from number `start` on; `epoch`: how often all blocks were read before."""
+
+
+class BlockSequence:
+    """The endless order of the blocks of one corpus or of several, mixed by weight."""
+
+    def __init__(self, parts: list[TokenBlocks], weights: list[int], seed: int) -> None:
+        self.parts = parts
+        self._orders = [SeededOrder(len(part), seed, f"blocks {number}") for number, part in enumerate(parts)]
+        self._turns = Turns(weights, seed)
+        self.most_empty = 4 * sum(len(part) for part in parts) * max(weights) + 64
+        """Blocks without a document that a lane passes over before it gives up."""
+
+    def entries(self, number: int, start: int) -> Iterator[Entry]:
+        """Yield the entries of block `number` of the order, from record `start` of it on."""
+        part, turn = self._turns.at(number)
+        place = self._orders[part].at(turn)
+        return self.parts[part].entries(place.item, start, place.epoch)
+
+    def epoch(self, number: int) -> int:
+        """Return how often the part whose turn it is was used up before block `number`."""
+        part, turn = self._turns.at(number)
+        return turn // self._orders[part].count
+
+
+class BlockLane:
+    """Blocks number, number + count, ... of the order; their documents one after another, cut every `seq_len` tokens."""
+
+    def __init__(self, blocks: BlockSequence, *, number: int, count: int, seq_len: int, policy: str) -> None:
+        """Lane `number` of `count`; `policy` "fail" raises at a bad record, "skip" counts it."""
+        self._blocks, self._number, self._count = blocks, number, count
+        self._seq_len, self._policy = seq_len, policy
+        self._consumed = Consumed()
+        self._block = self._record = self._offset = 0
+        self._entries: Iterator[Entry] | None = None
+        self._document: Ids | None = None
+
+    def next_row(self) -> Row:
+        """Return the next row.
+
+        Raises:
+            DataError: at a record that cannot be read, unless the policy is to skip it, or where nothing is left to read.
+        """
+        input_ids, labels = np.empty(self._seq_len, np.int32), np.full(self._seq_len, IGNORED, np.int32)
+        at, lengths, ended = 0, list[int](), 0
+        while at < self._seq_len:
+            document = self._current()
+            piece = document[self._offset : self._offset + self._seq_len - at]
+            following = document[self._offset + 1 : self._offset + 1 + len(piece)]
+            input_ids[at : at + len(piece)] = piece
+            labels[at : at + len(following)] = following
+            lengths.append(len(piece))
+            at += len(piece)
+            self._offset += len(piece)
+            if self._offset == len(document):
+                self._record, self._offset, self._document = self._record + 1, 0, None
+                ended += 1
+        row = Row(input_ids, labels, lengths, ended)
+        self._consumed.add(row)
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """Return the position of the next row."""
+        epoch = self._blocks.epoch(self._block * self._count + self._number)
+        position = {"block": self._block, "record": self._record, "offset": self._offset, "epoch": epoch}
+        return {**position, **self._consumed.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on at `state`."""
+        self._block, self._record, self._offset = state["block"], state["record"], state["offset"]
+        self._entries = self._document = None
+        self._consumed.load(state)
+
+    def _current(self) -> Ids:
+        """Return the document that the position stands in, after passing over what is held out or bad."""
+        if self._document is None:
+            self._document = self._next_document()
+        return self._document
+
+    def _next_document(self) -> Ids:
+        empty = 0
+        while empty <= self._blocks.most_empty:
+            if self._entries is None:
+                self._entries = self._blocks.entries(self._block * self._count + self._number, self._record)
+            for entry in self._entries:
+                self._record = entry.number
+                if entry.ids is not None:
+                    return entry.ids
+                self._record += 1
+                if entry.bad:
+                    self._refuse(entry.bad)
+            self._block, self._record, self._entries = self._block + 1, 0, None
+            empty += 1
+        raise DataError("data: no block holds a document for training (all are held out or bad); name more files")
+
+    def _refuse(self, bad: Bad) -> None:
+        if self._policy == "fail":
+            raise DataError(str(bad))
+        self._consumed.bad_records += bad.lost
+
+
+class ShuffledRows:
+    """The rows of a packed corpus, each once per epoch, in a seeded order."""
+
+    def __init__(self, rows: PackedRows, seed: int) -> None:
+        self._rows, self._order = rows, SeededOrder(len(rows), seed, "rows")
+
+    def at(self, number: int) -> Row:
+        """Return row `number`."""
+        return self._rows[self._order.at(number).item]
+
+    def epoch(self, number: int) -> int:
+        """Return the epoch of row `number`."""
+        return self._order.at(number).epoch
+
+
+class MixedRows:
+    """Rows of several corpora by weight."""
+
+    def __init__(self, parts: list[RowSequence], weights: list[int], seed: int) -> None:
+        self._parts, self._turns = parts, Turns(weights, seed)
+
+    def at(self, number: int) -> Row:
+        """Return row `number`."""
+        part, turn = self._turns.at(number)
+        return self._parts[part].at(turn)
+
+    def epoch(self, number: int) -> int:
+        """Return the epoch of the corpus whose turn row `number` is."""
+        part, turn = self._turns.at(number)
+        return self._parts[part].epoch(turn)

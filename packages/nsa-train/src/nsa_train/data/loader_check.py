@@ -1,0 +1,87 @@
+"""`nsa-train loader-check`: the pipeline alone, without a model: how soon, how fast, and what comes."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import attrs
+
+from nsa_train.config import RunConfig
+from nsa_train.data.dataset import open_dataset
+from nsa_train.data.stream import TrainingStream, lanes_of
+from nsa_train.data.waiting import within
+
+MEASURED_BATCHES = 200
+MEASURED_S = 5.0
+"""What is timed after the first batch: as many, or as long."""
+SHOWN_TOKENS = 64
+
+
+class LoaderFigures(NamedTuple):
+    """What a check found."""
+
+    first_batch_s: float
+    shape: tuple[int, ...]
+    """Of the first batch's ids"""
+    sequences: int
+    """In the first batch"""
+    tokens_per_s: float
+    fetch_p50_ms: float
+    fetch_p95_ms: float
+    text: str
+    """The first tokens, decoded"""
+    stream: dict[str, float | int | str]
+    """What the stream says of itself"""
+
+    def lines(self) -> Iterator[str]:
+        """Give the figures, a line each."""
+        yield f"first batch   {self.first_batch_s:.2f} s"
+        yield f"shape         {self.shape} in {self.sequences} sequences"
+        yield f"tokens/s      {self.tokens_per_s:,.0f}"
+        yield f"fetch         p50 {self.fetch_p50_ms:.2f} ms, p95 {self.fetch_p95_ms:.2f} ms"
+        yield f"source        {self.stream['data_source']}{', SYNTHETIC IDS' if self.stream['data_synthetic'] else ''}"
+        yield f"bad records   {self.stream['data_bad_records']} skipped"
+        yield f"consumed      {self.stream['data_documents']} documents, hash {self.stream['data_consumed_hash']}"
+        yield f"first tokens  {self.text!r}"
+
+
+def check_loader(config: RunConfig, *, timeout_s: float) -> LoaderFigures:
+    """Return what the loader of `config` gives on this machine, as the only process.
+
+    Raises:
+        DataError: with the cause, or with the shard that was being read after `timeout_s`.
+    """
+    limited = attrs.evolve(config, data=attrs.evolve(config.data, timeout_s=timeout_s))
+    started = time.perf_counter()
+    dataset = open_dataset(limited)
+    with TrainingStream(dataset, lanes_of(limited, 0, 1)) as stream:
+        left = max(0.1, timeout_s - (time.perf_counter() - started))
+        first = within(left, lambda: next(stream), dataset.reading)
+        first_batch_s = time.perf_counter() - started
+        fetches = _fetches(stream)
+        figures = stream.figures()
+    return LoaderFigures(
+        first_batch_s=first_batch_s,
+        shape=tuple(first.input_ids.shape),
+        sequences=len(first.lengths),
+        tokens_per_s=sum(tokens for tokens, _ in fetches) / sum(seconds for _, seconds in fetches),
+        fetch_p50_ms=1e3 * statistics.median(seconds for _, seconds in fetches),
+        fetch_p95_ms=1e3 * sorted(seconds for _, seconds in fetches)[int(0.95 * (len(fetches) - 1))],
+        text=dataset.tokenizer.decode(first.input_ids[0, :SHOWN_TOKENS]),
+        stream=figures,
+    )
+
+
+def _fetches(stream: TrainingStream) -> list[tuple[int, float]]:
+    """Return tokens and seconds of batches taken one right after another."""
+    found: list[tuple[int, float]] = []
+    begun = before = time.perf_counter()
+    for batch in islice(stream, MEASURED_BATCHES):
+        now = time.perf_counter()
+        found.append((batch.input_ids.numel(), now - before))
+        before = now
+        if now - begun > MEASURED_S:
+            break
+    return found

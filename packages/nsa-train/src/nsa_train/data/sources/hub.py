@@ -1,0 +1,151 @@
+"""Source `fineweb_edu`: Hugging Face `datasets`, streaming; local Parquet or JSONL shards come through the same code.
+
+`datasets` only opens shards and reads them in order. Which shard, and from which row, is decided by our own index: its
+shuffle buffer loses rows on resume.
+"""
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record, files_of
+from nsa_train.data.sources.jsonl import record_of_line
+from nsa_train.data_table import DataTable
+from nsa_train.errors import DataError
+
+REPOSITORY = "HuggingFaceFW/fineweb-edu"
+DEFAULT_SUBSET = "sample-10BT"
+REACH_TIMEOUT_S = 10
+"""Longest wait for the hub's first answer."""
+
+_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "parquet": ("parquet", {}),
+    # lines, byte for byte, that our own reader judges: arrow's JSON reader gives up a shard at its first bad line, and crashed on some
+    "jsonl": ("text", {"encoding": "latin-1", "chunksize": 2**20}),
+}
+
+
+class HubBlocks:
+    """The shards of a streaming dataset."""
+
+    size_bytes = 0
+
+    def __init__(self, dataset: Any, names: list[str], reading: Reading, *, is_lines: bool = False) -> None:
+        """`names`: of the shards, where they are known; `is_lines`: rows are lines of JSONL."""
+        self._dataset, self._names, self._reading, self._is_lines = dataset, names, reading, is_lines
+        self._shards = max(1, int(dataset.num_shards))
+
+    def __len__(self) -> int:
+        return self._shards
+
+    def read(self, block: int, start: int = 0) -> Iterator[Record]:
+        """Yield the records of shard `block` from number `start` on; one that breaks off ends with a bad record."""
+        name = self._names[block] if self._names else f"{REPOSITORY} shard {block} of {self._shards}"
+        self._reading.shard = name
+        where = f"data.path: {name}" if self._names else name
+        row = start
+        try:
+            for values in self._dataset.shard(num_shards=self._shards, index=block).skip(start):
+                yield _record_of_line(name, row, values) if self._is_lines else _record_of(where, name, row, values)
+                row += 1
+        except Exception as error:  # noqa: BLE001
+            # datasets has no common error: reading raises those of pyarrow, fsspec, httpx and its own
+            yield Bad(f"{where} from row {row} on", f"cannot be read ({_first_line(error)})")
+
+
+def open_hub(data: DataTable, reading: Reading) -> HubBlocks:
+    """Return the shards of FineWeb-Edu, or of the local files that stand in for it.
+
+    Raises:
+        DataError: when they cannot be reached; the message lists the commands that would work.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            "data.source='fineweb_edu' needs the package datasets, which is not installed; use pip install 'nsa-train[fineweb]', "
+            "or --set data.source=stdlib"
+        ) from None
+    if data.path is not None:
+        paths = [str(path) for path in files_of(data.paths)]
+        reading.shard = paths[0]
+        return _local(datasets, paths, reading)
+    reading.shard = f"https://huggingface.co/datasets/{REPOSITORY}"
+    subset = data.subset or DEFAULT_SUBSET
+    _require_hub(subset)
+    try:
+        dataset = datasets.load_dataset(REPOSITORY, name=subset, split="train", streaming=True)
+        dataset = dataset.select_columns([TEXT_FIELD])
+        # a shard per row group where this version of datasets can do it: more of them to shuffle
+        return HubBlocks(dataset.reshard() if hasattr(dataset, "reshard") else dataset, [], reading)
+    except Exception as error:  # noqa: BLE001
+        raise unreachable(subset, error) from None
+
+
+def unreachable(subset: str, error: BaseException) -> DataError:
+    """Return the error for a hub that does not answer, with the commands that would work."""
+    return DataError(
+        f"data.source='fineweb_edu' cannot be reached ({_first_line(error)}); any of these works: "
+        f"--set data.path='fineweb/**/*.parquet' after `hf download {REPOSITORY} --repo-type dataset --include 'sample/10BT/*' "
+        f"--local-dir fineweb` where there is a network; --set data.source=stdlib; --synthetic-on-fail"
+    )
+
+
+def _local(datasets: Any, paths: list[str], reading: Reading) -> HubBlocks:
+    kinds = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl"}
+    found = {kinds.get(Path(path).suffix) for path in paths}
+    if len(found) != 1 or None in found:
+        raise DataError(
+            f"data.path={paths[0]!r} and its like are not all .parquet or all .jsonl (data.source='fineweb_edu' reads shards of one kind); "
+            "use a glob such as 'fineweb/**/*.parquet'"
+        )
+    kind = str(found.pop())
+    empty = [path for path in paths if Path(path).stat().st_size == 0]
+    if empty:
+        raise DataError(f"data.path: {empty[0]} is empty (a shard holds at least one record); remove it")
+    try:
+        # it takes names for globs
+        files = [glob.escape(path) for path in paths]
+        dataset = datasets.load_dataset(_BUILDERS[kind][0], data_files=files, split="train", streaming=True, **_BUILDERS[kind][1])
+    except Exception as error:  # noqa: BLE001
+        raise DataError(
+            f"data.path: {paths[0]} and its like cannot be opened as {kind} ({_first_line(error)}); mend or remove it"
+        ) from None
+    # one shard per file, so that a message can name it
+    return HubBlocks(dataset, paths, reading, is_lines=kind == "jsonl")
+
+
+def _require_hub(subset: str) -> None:
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(REPOSITORY, timeout=REACH_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001
+        # no common error here either: httpx, requests, its own
+        raise unreachable(subset, error) from None
+
+
+def _record_of_line(name: str, row: int, values: dict[str, Any]) -> Record:
+    return record_of_line(Path(name), row + 1, values["text"].encode("latin-1"))
+
+
+def _record_of(where: str, name: str, row: int, values: dict[str, Any]) -> Record:
+    at = f"{where} row {row}"
+    if TEXT_FIELD not in values:
+        return Bad(at, f"has no field {TEXT_FIELD!r} (it has {', '.join(map(repr, list(values)[:5]))})")
+    text = values[TEXT_FIELD]
+    if not isinstance(text, str):
+        return Bad(at, f"has a {type(text).__name__} in field {TEXT_FIELD!r} (it must hold a string)")
+    try:
+        return Document(f"{name}:{row}", text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        return Bad(at, f"cannot be written as UTF-8 (a lone surrogate at character {error.start})")
+
+
+def _first_line(error: BaseException) -> str:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = (str(cause).splitlines() or [""])[0][:200]
+    return f"{type(cause).__name__}: {text}"

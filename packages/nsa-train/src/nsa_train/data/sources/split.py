@@ -1,0 +1,82 @@
+"""Which documents are held out. Deterministic, and the same on every rank.
+
+A document belongs to the validation split by a hash of its *content*, so that equal documents never stand on both sides.
+A single document is cut by position instead: its last tenth is held out.
+"""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from nsa_train.data.sources.base import Document
+from nsa_train.errors import DataError
+
+VALIDATION_PERCENT = 5
+"""Share of documents held out, by hash."""
+SINGLE_FILE_VALIDATION_PERCENT = 10
+"""Share of a single document held out: its end."""
+
+
+class Split(NamedTuple):
+    """The two sides, disjoint."""
+
+    train: list[list[Document]]
+    """Of each part"""
+    val: list[Document]
+    """Of all parts"""
+
+
+def rank_of(text: bytes) -> int:
+    """Return 32 bits of a hash of `text`: documents of a rank below the limit are held out."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
+
+
+def limit_of(ranks: Collection[int]) -> int:
+    """Return the rank below which documents are held out: the share above, but never none of `ranks` and never all."""
+    limit = 2**32 * VALIDATION_PERCENT // 100
+    return min(max(limit, min(ranks) + 1), max(ranks))
+
+
+def split(parts: Sequence[Sequence[Document]]) -> Split:
+    """Return the documents of each of `parts`, none of them empty, split.
+
+    Raises:
+        DataError: when too few of them differ to hold something out and train on something.
+    """
+    texts = {document.text for documents in parts if len(documents) > 1 for document in documents}
+    limit = limit_of([rank_of(text) for text in texts]) if texts else 0
+    found = Split([], [])
+    for documents in parts:
+        train, val = _cut(documents[0]) if len(documents) == 1 else _by_content(documents, limit)
+        if not train or (not val and len(texts) == 1):
+            raise DataError(
+                f"data.path: {documents[0].name} and the {len(documents) - 1} other documents are equal or too few (some are held out, and "
+                "they must differ from those for training); name one of them alone, or more that differ"
+            )
+        found.train.append(train)
+        found.val.extend(val)
+    return found
+
+
+def shared(split: Split) -> int:
+    """Return how many distinct texts stand on both sides."""
+    return len({document.text for documents in split.train for document in documents} & {document.text for document in split.val})
+
+
+def _by_content(documents: Sequence[Document], limit: int) -> tuple[list[Document], list[Document]]:
+    held_out = [rank_of(document.text) < limit for document in documents]
+    train = [document for document, out in zip(documents, held_out, strict=True) if not out]
+    return train, [document for document, out in zip(documents, held_out, strict=True) if out]
+
+
+def _cut(document: Document) -> tuple[list[Document], list[Document]]:
+    """Return the first nine tenths of `document`, and the rest; no character is cut."""
+    text = document.text
+    cut = len(text) * (100 - SINGLE_FILE_VALIDATION_PERCENT) // 100
+    while cut and text[cut] & 0xC0 == 0x80:
+        cut -= 1
+    if cut == 0:
+        raise DataError(
+            f"data.path: {document.name} holds {len(text)} byte (it is cut into train and validation); name a longer file, or more of them"
+        )
+    return [Document(f"{document.name}[:{cut}]", text[:cut])], [Document(f"{document.name}[{cut}:]", text[cut:])]

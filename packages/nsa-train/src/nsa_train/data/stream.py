@@ -1,0 +1,159 @@
+"""What the trainer takes from: a rank's batches, their position, and the rows that every evaluation reads."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Self
+
+from nsa_train.config import RunConfig
+from nsa_train.data.dataset import Dataset, open_dataset
+from nsa_train.data.packing import Batch
+from nsa_train.data.pipeline import Batches, LaneGroup, ReadAhead
+from nsa_train.data.state import check_state, consumed_hash, state_of
+from nsa_train.errors import ConfigError
+
+VALIDATION_BATCHES = 16
+"""Most batches of one evaluation: the same rows at every evaluation of a run."""
+
+
+def open_training_stream(
+    config: RunConfig, *, rank: int = 0, world_size: int = 1, dataset: Dataset | None = None, announce: Callable[[str], None] | None = None
+) -> "TrainingStream":
+    """Return the endless training batches of `rank`; `dataset`: what `open_dataset` or `probe` returned, if it is at hand.
+
+    `announce` gets a line every `data.progress_every` documents.
+
+    Raises:
+        ConfigError: when the ranks cannot share the rows of a micro-batch.
+        DataError: naming the file that cannot be read.
+    """
+    return TrainingStream(dataset or open_dataset(config), lanes_of(config, rank, world_size), announce)
+
+
+def open_validation(config: RunConfig, *, rank: int = 0, world_size: int = 1, dataset: Dataset | None = None) -> list[Batch]:
+    """Return this rank's part of the validation batches: equal ones at every call, none empty but for a tiny split.
+
+    All ranks get as many batches; together they are at most `VALIDATION_BATCHES` of `batch_size` rows.
+    """
+    lanes = lanes_of(config, rank, world_size)
+    return (dataset or open_dataset(config)).validation_batches(lanes, most=VALIDATION_BATCHES)
+
+
+def lanes_of(config: RunConfig, rank: int, world_size: int) -> range:
+    """Return the rows of a micro-batch that `rank` serves.
+
+    Raises:
+        ConfigError: when `world_size` does not divide `train.batch_size`.
+    """
+    rows = config.train.batch_size
+    if rows % world_size:
+        raise ConfigError(
+            f"train.batch_size={rows} cannot be shared by {world_size} processes (each takes as many rows of a micro-batch); "
+            f"use {-(-rows // world_size) * world_size}"
+        )
+    share = rows // world_size
+    return range(rank * share, (rank + 1) * share)
+
+
+class TrainingStream:
+    """Endless micro-batches of one rank: its rows of `batch_size`. A context manager; leaving it ends the threads."""
+
+    def __init__(self, dataset: Dataset, lanes: range, announce: Callable[[str], None] | None = None) -> None:
+        data = dataset.config.data
+        self._dataset, self._announce = dataset, announce
+        self._announced = 0
+        workers = min(data.workers, len(lanes))
+        self._groups: Sequence[LaneGroup] | Sequence[ReadAhead]
+        groups = [LaneGroup({number: dataset.lane(number) for number in share}) for share in _shares(lanes, max(1, workers))]
+        self._groups = groups
+        if workers:
+            self._groups = [ReadAhead(g, ahead=data.prefetch, timeout_s=data.timeout_s, reading=dataset.reading) for g in groups]
+        self._batches = Batches(self._groups)
+        self._taken = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch.
+
+        Raises:
+            DataError: at a bad record that is not to be skipped, and when nothing comes within `data.timeout_s`.
+        """
+        batch: Batch = next(self._batches)
+        self._taken += 1
+        if self._announce and self._dataset.config.data.progress_every:
+            self._announce_documents(self._announce, self._dataset.config.data.progress_every)
+        return batch
+
+    def ready(self, seconds: float) -> bool:
+        """Return whether the next batch can be had without waiting, waiting for it at most `seconds`.
+
+        A loop of short waits stays open to signals. True without workers, and where an error awaits, that of an overdue batch too.
+        """
+        # starts the threads
+        self._batches.state_dict()
+        return all(group.wait(seconds) for group in self._groups if isinstance(group, ReadAhead))
+
+    def close(self) -> None:
+        """End the threads."""
+        for group in self._groups:
+            if isinstance(group, ReadAhead):
+                group.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the position of the next batch; `merge_states` joins the parts of all ranks."""
+        return state_of(self._dataset.fingerprint, self._taken, self._batches.state_dict())
+
+    def load_state_dict(self, merged: dict[str, Any]) -> None:
+        """Go on at a state that `merge_states` made, at any number of ranks and workers.
+
+        Raises:
+            DataError: when it is of other data, rows or order.
+        """
+        check_state(merged, self._dataset.fingerprint, self._dataset.config.train.batch_size)
+        self._taken = merged["batches"]
+        self._batches.reset(merged["lanes"])
+        self._announced = self._documents()
+
+    def figures(self) -> dict[str, float | int | str]:
+        """Return what was consumed, of this rank's lanes; `merge_states` has the run's."""
+        lanes = self._batches.state_dict()
+        skipped = sum(state["bad_records"] for state in lanes.values())
+        return {
+            "data_source": self._dataset.config.data.source,
+            "data_synthetic": int(self._dataset.is_synthetic),
+            "data_batches": self._taken,
+            "data_documents": self._documents(),
+            "data_epoch": min(state["epoch"] for state in lanes.values()),
+            "data_bad_records": skipped + self._dataset.bad_records,
+            "data_consumed_hash": consumed_hash(lanes),
+            "data_reading": self._dataset.reading.shard,
+        }
+
+    def first_tokens(self) -> list[int]:
+        """Return the first tokens of the run, of this rank's first lane; empty before the first batch."""
+        lanes = self._batches.state_dict()
+        tokens: list[int] = lanes[min(lanes, key=int)]["first_tokens"]
+        return tokens
+
+    def _documents(self) -> int:
+        return sum(state["documents"] for state in self._batches.state_dict().values())
+
+    def _announce_documents(self, announce: Callable[[str], None], every: int) -> None:
+        documents = self._documents()
+        if documents // every > self._announced // every:
+            announce(f"data: {documents:,} documents, {self._taken:,} batches; reading {self._dataset.reading.shard}")
+        self._announced = documents
+
+
+def _shares(lanes: range, workers: int) -> list[range]:
+    """Return `lanes` cut into as many runs as there are workers."""
+    cuts = [lanes.start + len(lanes) * number // workers for number in range(workers + 1)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]

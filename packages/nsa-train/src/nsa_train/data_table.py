@@ -1,0 +1,102 @@
+"""Table `data` of a recipe: what is read, and in which order. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from nsa_train.rules import Table, above_zero, flag, integer, not_negative, one_of, optional_text
+
+FILE_SOURCES = ("text", "jsonl", "parquet")
+"""Sources that read local files, and nothing else."""
+
+
+@frozen(kw_only=True)
+class DataTable(Table):
+    """What is read, and in which order."""
+
+    table = "data"
+    source: str = one_of("stdlib", "text", "jsonl", "parquet", "fineweb_edu", "mix", "synthetic")
+    """"stdlib": the sources of Python's standard library. "text", "jsonl", "parquet": local files. "fineweb_edu": streamed by
+    Hugging Face `datasets`. "mix": several sets of local files. "synthetic": seeded random ids, for throughput alone."""
+    path: Any = None
+    """File or glob, or a list of them. Of "fineweb_edu": local Parquet or JSONL shards in place of the hub's."""
+    mix: Any = field(factory=dict)
+    """Of "mix": file or glob -> weight; .jsonl and .parquet by their suffix, anything else is text."""
+    subset: str | None = optional_text(example="'sample-10BT'")
+    """Of "fineweb_edu": the configuration on the hub; "sample-10BT" where none is named."""
+    tokenizer: str = one_of("byte", "gpt2", default="byte")
+    tokenizer_path: str | None = optional_text(example="'tokenizer.json'")
+    """Of "gpt2": a local tokenizer.json, or vocab.bpe beside encoder.json; without one, tiktoken's cache or download."""
+    packing: bool = flag(default=True)
+    """false: a document, or a piece of one, per row, in batches of similar length; for a corpus in memory."""
+    on_bad_record: str = one_of("fail", "skip", default="fail")
+    """"fail" names file and line of a record that cannot be read; "skip" counts it."""
+    workers: int = integer(at_least=0, example=2, default=1)
+    """Threads that read, tokenize and pack; 0: the trainer's own. Batches are the same with any number."""
+    prefetch: int = integer(at_least=1, example=4, default=4)
+    """Batches made ready ahead of the trainer by each worker."""
+    shuffle_seed: int = integer(at_least=0, example=0, default=0)
+    timeout_s: float = above_zero(example=120, default=300)
+    """Longest wait for a batch; then the run ends and names the shard that was being read."""
+    in_memory_mib: float = not_negative(example=64, default=64)
+    """Local files of at most this size are read whole, and their rows are shuffled; of larger ones, blocks of documents are."""
+    progress_every: int = integer(at_least=0, example=1000, default=0)
+    """Print a line after every so many documents; 0: none."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """File names and globs of `path`."""
+        return () if self.path is None else (self.path,) if isinstance(self.path, str) else tuple(self.path)
+
+    def broken_pairs(self) -> list[str]:
+        """Return what stands against source with path, mix and subset, and tokenizer with its file."""
+        return [*self._broken_path(), *self._broken_mix(), *self._ignored()]
+
+    def _broken_path(self) -> list[str]:
+        if self.source in (*FILE_SOURCES, "fineweb_edu"):
+            is_named = isinstance(self.path, str | list | tuple) and all(isinstance(name, str) and name for name in self.path)
+            if (self.path is not None or self.source in FILE_SOURCES) and not (self.path and is_named):
+                return [
+                    f"data.path={self.path!r} does not name a file (data.source={self.source!r} reads local files); "
+                    "use --set data.path=FILE, or a quoted glob such as 'texts/*.txt'"
+                ]
+            return []
+        if self.path is None:
+            return []
+        advice = "--set data.mix='{\"web/*.jsonl\" = 3}'" if self.source == "mix" else "--set data.source=text"
+        return [f"data.path={self.path!r} would be ignored (data.source={self.source!r} reads no path); use {advice}"]
+
+    def _broken_mix(self) -> list[str]:
+        weights = self.mix if isinstance(self.mix, Mapping) else {}
+        is_sound = weights == self.mix and all(
+            isinstance(name, str) and name and isinstance(weight, int) and not isinstance(weight, bool) and 1 <= weight <= 1000
+            for name, weight in weights.items()
+        )
+        if not is_sound or (self.source == "mix" and not weights):
+            return [
+                f"data.mix={self.mix!r} is not a table of file or glob -> weight from 1 to 1000 (data.source='mix' reads them); "
+                'use --set data.mix=\'{"web/*.jsonl" = 3, "books/*.txt" = 1}\''
+            ]
+        if weights and self.source != "mix":
+            return [f"data.mix={self.mix!r} would be ignored (data.source={self.source!r} reads none); use --set data.source=mix"]
+        return []
+
+    def _ignored(self) -> list[str]:
+        found = []
+        if self.subset is not None and (self.source != "fineweb_edu" or self.path is not None):
+            found.append(
+                f"data.subset={self.subset!r} would be ignored (a configuration on the hub, which is not read here); "
+                "use --set data.source=fineweb_edu without data.path, or leave data.subset away"
+            )
+        if self.tokenizer_path is not None and self.tokenizer == "byte":
+            found.append(
+                f"data.tokenizer_path={self.tokenizer_path!r} would be ignored (data.tokenizer={self.tokenizer!r} reads no file); "
+                "use --set data.tokenizer=gpt2"
+            )
+        if not self.packing and self.source in ("fineweb_edu", "mix", "synthetic"):
+            found.append(
+                f"data.packing=false cannot be had with data.source={self.source!r} (lengths are known of one corpus in memory alone); "
+                "use --set data.packing=true"
+            )
+        return found

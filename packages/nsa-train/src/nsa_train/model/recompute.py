@@ -1,0 +1,46 @@
+"""Activation checkpointing: what the backward pass computes again instead of keeping it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Of torch's own operations, those dear enough to keep."""
+
+
+def recomputed(layer: Callable[..., Tensor], kind: str, *inputs: Any) -> Tensor:
+    """Return `layer(*inputs)`; "full" keeps its inputs alone, "selective" also its products and attention.
+
+    A layer draws no random numbers, so none are replayed.
+    """
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    # two calls and no choice of a function: that is how torch.compile can read it
+    if kind == "selective":
+        kept: Tensor = checkpoint(layer, *inputs, context_fn=_selective_contexts, **settings)
+        return kept
+    result: Tensor = checkpoint(layer, *inputs, **settings)
+    return result
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_kept)
+
+
+def _kept(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # operations from elsewhere than torch are attention kernels
+    is_kept = operation in PRODUCTS or operation.namespace not in ("aten", "prims", "prim")
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,108 @@
+"""`nsa-train run` starts torchrun where a recipe asks for several processes, and speaks for them.
+
+Torchrun's agent runs in this process. Signals go to the workers, which save and end by themselves; how they ended comes
+back through a directory, since torchrun knows but success and failure.
+"""
+
+import os
+import signal
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from attrs import frozen
+
+from nsa_train.config import RunConfig
+from nsa_train.errors import ConfigError, TerminatedError, TrainError
+from nsa_train.parallel.outcomes import FOLDER, joint_code, worker_pids
+from nsa_train.parallel.world import is_under_torchrun
+
+
+@frozen(kw_only=True)
+class Hosts:
+    """Where the processes of a run stand; the default is this host alone."""
+
+    nnodes: str = "1"
+    """Hosts, or least:most."""
+    rdzv_endpoint: str = ""
+    """host:port where the hosts meet."""
+    rdzv_id: str = "nsa-train"
+    """Equal on all hosts of a run."""
+    max_restarts: int = 0
+    """How often the processes are started anew, from the newest checkpoint, after one of them failed."""
+
+    def words(self) -> list[str]:
+        """Return torchrun's options."""
+        # one host meets itself, at a port that is free
+        endpoint, name = (self.rdzv_endpoint, self.rdzv_id) if self.nnodes != "1" else ("localhost:0", str(uuid.uuid4()))
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", name]
+        return ["--nnodes", self.nnodes, *meeting, "--max-restarts", str(self.max_restarts)]
+
+
+def num_processes(config: RunConfig) -> int:
+    """Return the processes of this host: train.nproc_per_node, or one per GPU where that is 0."""
+    if config.train.strategy == "single":
+        return 1
+    gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
+    return config.train.nproc_per_node or gpus or 1
+
+
+def must_launch(config: RunConfig, hosts: Hosts) -> bool:
+    """Return True where this process is to start the others, and not one of them itself."""
+    if is_under_torchrun():
+        return False
+    if hosts.nnodes != "1" and not hosts.rdzv_endpoint:
+        raise ConfigError(f"--nnodes={hosts.nnodes} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
+    return num_processes(config) > 1 or hosts.nnodes != "1" or hosts.max_restarts > 0
+
+
+def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
+    """Run `nsa-train` with `words` in several processes and return the exit code of them all."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    options = ["--nproc-per-node", str(num_processes), *hosts.words(), "--signals-to-handle", "SIGHUP"]
+    config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
+    with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:
+        os.environ[FOLDER] = folder
+        # a store of their own for each generation of processes; torchrun's would keep the addresses of dead ones
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        try:
+            elastic_launch(config, entrypoint=command)(*arguments)
+        except ChildFailedError:
+            # each worker has said what was wrong
+            code = joint_code(Path(folder)) or TrainError.exit_code
+            return TerminatedError.exit_code if heard else code
+        finally:
+            del os.environ[FOLDER]
+        return joint_code(Path(folder))
+
+
+@contextmanager
+def _forwarding(folder: Path) -> Iterator[list[int]]:
+    """Pass SIGTERM and SIGUSR1 on to the workers while the block runs; gives the list of SIGTERMs heard."""
+    heard: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            heard.append(number)
+        pids = worker_pids(folder)
+        if number == signal.SIGTERM and not pids:
+            raise TerminatedError("stopped by SIGTERM before the processes were up; nothing was done")
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,44 @@
+"""What a worker of our launcher leaves for it: its process id, and the code it ended with. Imports no torch."""
+
+import os
+from pathlib import Path
+
+from nsa_train.errors import ConfigError, GuardError, HaltedError, TerminatedError
+
+FOLDER = "NSA_TRAIN_OUTCOMES"
+"""Names, in the workers' environment, the directory where they leave it."""
+DELIBERATE = tuple(kind.exit_code for kind in (ConfigError, HaltedError, GuardError, TerminatedError))
+"""Codes that torchrun must not answer with a new start."""
+
+
+def note_worker() -> None:
+    """Leave this process's id where the launcher finds it, if there is one."""
+    folder = os.environ.get(FOLDER)
+    if folder:
+        aside = Path(folder) / f"aside-{os.environ['LOCAL_RANK']}"
+        aside.write_text(str(os.getpid()))
+        aside.replace(Path(folder) / f"pid-{os.environ['LOCAL_RANK']}")
+
+
+def worker_pids(folder: Path) -> list[int]:
+    """Return the process ids that workers left in `folder`."""
+    return [int(path.read_text()) for path in folder.glob("pid-*")]
+
+
+def reported(code: int, *, is_own: bool) -> int:
+    """Return the code to exit with; a deliberate one is left for the launcher, and torchrun sees success.
+
+    `is_own`: the code is this rank's, not the echo of another's.
+    """
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return code
+    if is_own:
+        (Path(folder) / f"code-{os.environ['LOCAL_RANK']}").write_text(str(code))
+    return 0 if code in DELIBERATE else code
+
+
+def joint_code(folder: Path) -> int:
+    """Return the code of all workers together: a deliberate one where there is one."""
+    codes = [int(path.read_text()) for path in folder.glob("code-*")]
+    return max((code for code in codes if code in DELIBERATE), default=max(codes, default=0))

@@ -1,0 +1,94 @@
+"""How the processes of a run share a model: not at all, as copies whose gradients are averaged (DDP), or in shards (FSDP2).
+
+The trainer is the same for all. A strategy wraps the decoder and says when gradients travel.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa_train.model.decoder import Decoder
+from nsa_train.parallel.world import World
+
+
+class Strategy(Protocol):
+    """What the trainer asks of each."""
+
+    forward: Any
+    """Called like the decoder; its backward pass brings the gradients together."""
+    factor: float
+    """What a rank's share of the loss is multiplied by before the backward pass: ranks are averaged, the loss is a sum."""
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch; gradients travel in the last of a step alone."""
+
+
+class Single:
+    """One process."""
+
+    factor = 1.0
+
+    def __init__(self, model: Decoder, world: World) -> None:
+        self.forward: Any = model
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+
+class Ddp:
+    """Every rank holds the whole model."""
+
+    def __init__(self, model: Decoder, world: World) -> None:
+        # the blocks are compiled one by one: nothing to split, and their recomputation cannot be
+        torch._dynamo.config.optimize_ddp = False
+        self.forward: Any = DistributedDataParallel(
+            model,
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+        self.factor = float(world.world_size)
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Return DDP's `no_sync` for all micro-batches but the last."""
+        context: AbstractContextManager[Any] = nullcontext() if is_last else self.forward.no_sync()
+        return context
+
+
+class Fsdp:
+    """Every rank holds a shard of each weight, its gradient and its optimizer state; a block is gathered while it runs."""
+
+    def __init__(self, model: Decoder, world: World) -> None:
+        mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.forward: Any = model
+        self.factor = float(world.world_size)
+
+    @contextmanager
+    def accumulating(self, *, is_last: bool) -> Iterator[None]:
+        """Reduce and scatter gradients after the last micro-batch alone."""
+        self.forward.set_requires_gradient_sync(is_last)
+        yield
+
+
+STRATEGIES: dict[str, type[Single] | type[Ddp] | type[Fsdp]] = {"single": Single, "ddp": Ddp, "fsdp": Fsdp}
+"""By the names that `train.strategy` allows."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor in full, gathered by all ranks together, or the tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

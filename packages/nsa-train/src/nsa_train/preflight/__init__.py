@@ -1,0 +1,9 @@
+"""What is checked before a run, and alone by `nsa-train preflight`: every rule is judged, each failure names its mend.
+
+`findings.py` holds what was found, and the files beside it the rules: `machine.py`, `places.py`, `schedule.py`, `data.py`.
+"""
+
+from nsa_train.preflight.findings import Preflight
+from nsa_train.preflight.judge import run_preflight
+
+__all__ = ["Preflight", "run_preflight"]

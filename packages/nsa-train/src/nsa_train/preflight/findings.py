@@ -1,0 +1,37 @@
+"""The findings of preflight: one line per rule."""
+
+from collections.abc import Iterator
+
+from attrs import field, mutable
+
+from nsa_train.data import Dataset
+from nsa_train.errors import ConfigError
+
+
+@mutable
+class Preflight:
+    """One line per rule; a warning is no failure."""
+
+    passed: list[str] = field(factory=list)
+    warned: list[str] = field(factory=list)
+    failed: list[str] = field(factory=list)
+    needs: list[str] = field(factory=list)
+    """What the run takes: GPUs, memory, disk; of use where they are missing."""
+    dataset: Dataset | None = None
+    """What was read, so that a run need not read it again; None where that failed."""
+
+    def lines(self) -> Iterator[str]:
+        """Give every finding as `ok`, `needs`, `warn` or `FAIL` and its line, failures last."""
+        for mark, found in (("ok", self.passed), ("needs", self.needs), ("warn", self.warned), ("FAIL", self.failed)):
+            for line in found:
+                yield f"{mark:5} {line}"
+
+    def require(self) -> Dataset:
+        """Return the opened data of a run that may start.
+
+        Raises:
+            ConfigError: with every failed rule, where there is one.
+        """
+        if self.failed or self.dataset is None:
+            raise ConfigError.of(self.failed)
+        return self.dataset

@@ -1,0 +1,33 @@
+"""All rules in their order."""
+
+from pathlib import Path
+
+from nsa_train.config import RunConfig
+from nsa_train.machine import Machine, processes_of, target_machine
+from nsa_train.model.decoder import count_parameters
+from nsa_train.preflight.data import check_data
+from nsa_train.preflight.findings import Preflight
+from nsa_train.preflight.machine import check_machine, check_memory, check_routes
+from nsa_train.preflight.memory import estimate_memory
+from nsa_train.preflight.places import check_disk, check_out_dir
+from nsa_train.preflight.schedule import check_schedule
+
+
+def run_preflight(config: RunConfig, out_dir: Path, *, resuming: bool = False, machine: Machine | None = None) -> Preflight:
+    """Return what stands for and against running `config` into `out_dir`. Writes nothing, touches no GPU's memory.
+
+    `resuming`: the directory holds the run that goes on. `machine`: judged in place of the one at hand.
+    """
+    findings, where = Preflight(), machine or target_machine(config)
+    counts = count_parameters(config)
+    parameters = counts.dense if config.model.attention == "dense" else counts.nsa
+    memory = estimate_memory(config, parameters, processes_of(config, where))
+    findings.passed.append(f"model: {config.model.attention} attention; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense")
+    check_out_dir(findings, out_dir, resuming=resuming)
+    check_schedule(findings, config, where, parameters)
+    check_machine(findings, config, where, memory, is_asked_for=machine is not None)
+    check_routes(findings, config, where)
+    check_memory(findings, config, where, memory)
+    check_disk(findings, config, out_dir, parameters)
+    check_data(findings, config)
+    return findings

@@ -1,0 +1,102 @@
+"""Rules about the machine: its devices, who serves each operation on them, and whether the run fits in memory."""
+
+from typing import TYPE_CHECKING
+
+from nsa_train.config import RunConfig, listed
+from nsa_train.machine import Machine, processes_of
+from nsa_train.preflight.findings import Preflight
+from nsa_train.preflight.memory import MemoryEstimate
+from nsa_train.routing import routing_decisions
+
+if TYPE_CHECKING:
+    from nsa_core import RoutingDecision
+
+TIGHT = 0.9
+"""Share of the memory from which an estimate is worth a warning."""
+OLDEST_CAPABILITY = (8, 0)
+"""Of GPUs that compute in bf16."""
+
+
+def check_machine(findings: Preflight, config: RunConfig, machine: Machine, memory: MemoryEstimate, *, is_asked_for: bool) -> None:
+    """Judge that the devices that the recipe wants are there; with `is_asked_for` the machine is only described, and is."""
+    train, wanted = config.train, processes_of(config, machine)
+    if machine.device_type == "cuda" or train.device == "cuda":
+        findings.needs.append(f"device: {wanted} CUDA GPU(s) of compute capability 8.0 or newer with about {memory.total_gib:.1f} GiB each")
+    if not machine.is_here and not is_asked_for:
+        findings.failed.append(
+            f"train.device='cuda' finds no CUDA GPU here (it needs {wanted} of compute capability 8.0 or newer with about "
+            f"{memory.total_gib:.1f} GiB); run it on such a machine, judge one by preflight --machine h200, "
+            "or use --set train.device=cpu"
+        )
+        findings.warned.append(f"device: routes and memory are judged for one that is not here, {machine.name}")
+        return
+    if train.device == "cuda" and machine.device_type != "cuda":
+        findings.failed.append(f"train.device='cuda' is not what machine {machine.name!r} has; use --set train.device=auto")
+        return
+    problems = []
+    if machine.device_type == "cuda" and machine.num_gpus < wanted:
+        problems.append(
+            f"train.nproc_per_node={wanted} is more than the {machine.num_gpus} GPU(s) of this machine; "
+            f"use --set train.nproc_per_node={machine.num_gpus}"
+        )
+    capability = machine.compute_capability
+    if capability is not None and capability < OLDEST_CAPABILITY and train.precision == "bf16":
+        problems.append(
+            f"{machine.name} has compute capability {capability[0]}.{capability[1]} (bf16 needs 8.0); use --set train.precision=fp16"
+        )
+    findings.failed += problems
+    if not problems:
+        findings.passed.append(f"device: {machine.name}{'' if machine.is_here else ' (described, not here)'}")
+
+
+def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> None:
+    """Judge that a backend serves every operation of the training batches on `machine`."""
+    for operation, decision in routing_decisions(config, machine).items():
+        asked = config.nsa.backends.get(operation, "auto")
+        if decision.chosen is not None:
+            findings.passed.append(f"route: {operation} -> {decision.chosen}")
+            if machine.device_type == "cuda" and decision.chosen == "sdpa" and asked == "auto":
+                findings.warned.append(f"route: {operation} -> sdpa, the reference, which is slow on a GPU; {_why_no_kernel(decision)}")
+        elif operation != "nsa" or asked != "auto":
+            # all of Eq. 5 in one is optional
+            findings.failed.append(_unserved(operation, asked, decision))
+
+
+def check_memory(findings: Preflight, config: RunConfig, machine: Machine, estimate: MemoryEstimate) -> None:
+    """Judge that the estimated peak fits in the machine's memory."""
+    there = machine.memory_gib
+    if there is None:
+        findings.passed.append(f"memory: about {estimate} (how much there is, is not known)")
+        return
+    where = f"the {there:.1f} GiB of {machine.name}" if machine.device_type == "cuda" else f"the {there:.1f} GiB free here"
+    if estimate.total_gib > there:
+        findings.failed.append(f"memory: about {estimate} does not fit in {where}; {_smaller(config, machine, estimate)}")
+    elif estimate.total_gib > TIGHT * there:
+        findings.warned.append(f"memory: about {estimate} may not fit in {where}; {_smaller(config, machine, estimate)}")
+    else:
+        findings.passed.append(f"memory: about {estimate} in {where}")
+
+
+def _smaller(config: RunConfig, machine: Machine, estimate: MemoryEstimate) -> str:
+    train = config.train
+    if not train.loss_chunk and estimate.logits_gib > estimate.activations_gib:
+        return "use --set train.loss_chunk=4096"
+    if train.batch_size > processes_of(config, machine):
+        return f"use --set train.batch_size={train.batch_size // 2} --set train.accumulate={train.accumulate * 2}"
+    if train.activation_checkpointing == "none":
+        return "use --set train.activation_checkpointing=full"
+    return "use a shorter train.seq_len, or train.strategy=fsdp on more GPUs"
+
+
+def _why_no_kernel(decision: "RoutingDecision") -> str:
+    reasons = [f"{one.name}: {', '.join(map(str, one.reasons))}" for one in decision.candidates if one.name != "sdpa"]
+    return "; ".join(reasons) or "install nsa-kernels-triton"
+
+
+def _unserved(operation: str, asked: str, decision: "RoutingDecision") -> str:
+    reasons = {candidate.name: ", ".join(map(str, candidate.reasons)) for candidate in decision.candidates}
+    if asked not in ("auto", *reasons):
+        return f"nsa.backends.{operation}={asked!r} is not installed (there is {listed(reasons) or 'none'}); use 'auto'"
+    against = reasons if asked == "auto" else {asked: reasons[asked]}
+    text = "; ".join(f"{name}: {reason}" for name, reason in against.items())
+    return f"nsa.backends.{operation}={asked!r} cannot serve this run ({text or 'none is installed'}); use {'sdpa' if asked == 'auto' else 'auto'!r}"

@@ -1,0 +1,84 @@
+"""Rules about length, precision and sizes: what a long run must have, and what divides what.
+
+A run of the earlier system wasted 35,000 steps because nothing refused a toy configuration without checkpoints.
+"""
+
+from nsa_train.config import RunConfig
+from nsa_train.machine import Machine, processes_of
+from nsa_train.preflight.findings import Preflight
+
+LONG_STEPS = 5000
+"""Steps from which a run is long: it must save, and on a GPU compute in bf16."""
+TOY_PARAMETERS = 1_000_000
+ALIGNED = 8
+"""Elements to which tensor cores want the widths of 16-bit products."""
+
+
+def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, parameters: int) -> None:
+    """Judge steps, checkpoints, precision and divisibility of a run of a model of `parameters`."""
+    failures = [*_long_run(config, machine), *_divisibility(config, processes_of(config, machine))]
+    findings.failed += failures
+    findings.warned += _warnings(config, machine, parameters)
+    if not failures:
+        train = config.train
+        findings.passed.append(
+            f"schedule: {train.steps:,} steps of {train.batch_size * train.accumulate * train.seq_len:,} tokens in {train.precision}, "
+            f"saved every {train.save_every or train.steps:,}"
+        )
+
+
+def _long_run(config: RunConfig, machine: Machine) -> list[str]:
+    train, found = config.train, []
+    if train.steps < LONG_STEPS:
+        return []
+    if not 0 < train.save_every < train.steps:
+        found.append(
+            f"train.save_every={train.save_every} with train.steps={train.steps} (a run of {LONG_STEPS} steps or more is saved on its way); "
+            f"use --set train.save_every={train.steps // 10}"
+        )
+    if machine.device_type == "cuda" and train.precision != "bf16":
+        found.append(
+            f"train.precision={train.precision!r} with train.steps={train.steps} on a GPU (a long GPU run computes in bf16); "
+            "use --set train.precision=bf16"
+        )
+    return found
+
+
+def _divisibility(config: RunConfig, processes: int) -> list[str]:
+    train = config.train
+    found = []
+    if train.batch_size % processes:
+        found.append(
+            f"train.batch_size={train.batch_size} does not divide among {processes} processes (each takes as many rows); "
+            f"use --set train.batch_size={-(-train.batch_size // processes) * processes}"
+        )
+    return found
+
+
+def _warnings(config: RunConfig, machine: Machine, parameters: int) -> list[str]:
+    train, model, found = config.train, config.model, []
+    if train.steps >= LONG_STEPS and parameters < TOY_PARAMETERS:
+        found.append(f"model: {parameters:,} parameters for {train.steps:,} steps is a toy; see model.dim and model.n_layers")
+    if train.steps >= LONG_STEPS and train.steps // 2 < train.save_every < train.steps:
+        found.append(
+            f"train.save_every={train.save_every} with train.steps={train.steps} saves nothing before the run is half over; "
+            f"use --set train.save_every={train.steps // 10}"
+        )
+    if train.steps >= LONG_STEPS and config.data.source == "synthetic":
+        found.append("data.source='synthetic' in a long run trains on noise: good for throughput alone; use a corpus to learn from")
+    if machine.device_type == "cuda" and train.precision == "fp32":
+        found.append("train.precision='fp32' on a GPU leaves its tensor cores idle; use --set train.precision=bf16")
+    if machine.device_type == "cuda" and train.precision != "fp32":
+        widths = {"model.dim": model.dim, "model.head_dim_qk": model.head_dim_qk, "model.head_dim_v": model.head_dim_v}
+        found += [
+            f"{name}={width} is not a multiple of {ALIGNED} (16-bit products are slow then); use {-(-width // ALIGNED) * ALIGNED}"
+            for name, width in widths.items()
+            if width % ALIGNED
+        ]
+    if train.seq_len < config.nsa.compression_block_size and "cmp" in config.nsa.branches and model.attention == "nsa":
+        found.append(f"train.seq_len={train.seq_len} is shorter than nsa.compression_block_size: no token ever sees a compressed block")
+    if train.eval_every > train.steps:
+        found.append(
+            f"train.eval_every={train.eval_every} is more than train.steps={train.steps}: only the start and the end are evaluated"
+        )
+    return found

@@ -1,0 +1,107 @@
+"""A run on this process's rank, from a configuration to an exit code: join, check, resume, train."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nsa_train.checkpoint import Checkpoint, check_resumable, resume_point
+from nsa_train.config import RunConfig
+from nsa_train.errors import PeerError, TrainError
+from nsa_train.model.decoder import count_parameters
+from nsa_train.parallel.world import World, is_under_torchrun, join_world, settle_cublas
+from nsa_train.preflight import run_preflight
+from nsa_train.run_dir import RunDirectory
+from nsa_train.stopping import refuse_stale_halt
+from nsa_train.telemetry.progress import ProgressDisplay
+from nsa_train.trainer import Trainer
+
+NEWEST = -1
+"""As the step to resume from: the newest checkpoint that is whole."""
+
+
+def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[str, Any]:
+    """Train `config` into `out`, from step 0 or where the checkpoint of step `resume` left off; return the metrics.
+
+    Raises:
+        TrainError: whose `exit_code` says how the run ended short of its last step.
+    """
+    warnings: list[str] = []
+    if not is_under_torchrun():
+        # before a device is asked for: preflight says all that is missing at once
+        check_start(config, out, resuming=resume is not None, say=warnings.append)
+    settle_cublas(is_deterministic=config.train.deterministic)
+    with (
+        join_world(config.train.strategy, config.train.device) as world,
+        ProgressDisplay(Console(quiet=not world.is_main), config.train.steps) as display,
+    ):
+        # a name that holds the time differs from process to process
+        out = Path(world.from_main(str(out)))
+        if resume is None and world.is_restart:
+            resume = NEWEST
+        if is_under_torchrun():
+            on_main(world, lambda: check_start(config, out, resuming=resume is not None, say=warnings.append))
+        for line in warnings:
+            display.note(line)
+        checkpoint = None if resume is None else _resume_point(config, out, resume, display)
+        _introduce(config, out, display)
+        is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
+        trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
+        metrics = trainer.run()
+        if world.is_main:
+            display.note(
+                f"done: val_loss {metrics['first_val_loss']:.3f} -> {metrics['val_loss']:.3f} nats per token, "
+                f"{metrics['toks_per_s_median']:.0f} toks/s, {metrics['seconds']:.0f} s; see {out / 'report.html'}"
+            )
+        return metrics
+
+
+def check_start(config: RunConfig, out: Path, *, resuming: bool, say: Callable[[str], None]) -> None:
+    """Let a run pass whose rules all hold; warnings are said.
+
+    Raises:
+        ConfigError: a line for each that does not.
+    """
+    refuse_stale_halt(RunDirectory(out))
+    findings = run_preflight(config, out, resuming=resuming)
+    findings.require()
+    for line in findings.warned:
+        say(f"warn: {line}")
+
+
+def on_main(world: World, job: Callable[[], None]) -> None:
+    """Do `job` on the main rank, and end every rank where it fails.
+
+    Raises:
+        TrainError: what `job` raised; a PeerError of the same code on the other ranks.
+    """
+    failure: TrainError | None = None
+    if world.is_main:
+        try:
+            job()
+        except TrainError as error:
+            failure = error
+    code = world.from_main(failure.exit_code if failure else 0)
+    if failure:
+        raise failure
+    if code:
+        raise PeerError("rank 0 cannot start; its own message says why", exit_code=code)
+
+
+def _resume_point(config: RunConfig, out: Path, step: int, display: ProgressDisplay) -> Checkpoint | None:
+    found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step)
+    if found is None:
+        display.note(f"resume: {out} holds no checkpoint yet; starting at step 0")
+        return None
+    for line in found.refused:
+        display.note(f"resume: {line}")
+    check_resumable(found, config)
+    display.note(f"resume: from {found.path.name}")
+    return found
+
+
+def _introduce(config: RunConfig, out: Path, display: ProgressDisplay) -> None:
+    counts = count_parameters(config)
+    display.note(f"out: {out}")
+    display.note(f"model: {config.model.attention} attention; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense")

@@ -1,0 +1,183 @@
+"""Rules over heartbeats: what is wrong with a run, seen from outside."""
+
+import math
+import statistics
+from collections import deque
+from typing import Any
+
+from attrs import field, frozen, mutable
+
+STALL, FLATLINE, GATE_COLLAPSE, ZERO_GRADIENTS, RISING_FALLBACKS = (
+    "stall",
+    "flatline",
+    "gate_collapse",
+    "zero_gradients",
+    "rising_fallbacks",
+)
+KINDS = (STALL, ZERO_GRADIENTS, GATE_COLLAPSE, FLATLINE, RISING_FALLBACKS)
+"""The words of `.anomaly_type`, the gravest first."""
+
+EMA_WEIGHT = 0.1
+"""Of the newest step in the mean of step times."""
+STEP_EVENTS = ("step_end", "progress")
+STALL_STEPS = 10
+"""Mean steps without a sign of life that make a stall."""
+STALL_PAUSES = 3
+"""Longest pauses so far, for evaluation or saving, that make one."""
+LEAST_STALL_S = 5.0
+BEGUN_STALL_S = 600.0
+"""Patience with something longer than a step that says it began, the first time."""
+BOOT_STALL_S = 1800.0
+"""Patience before the first step, in which data are opened and graphs compiled."""
+STREAK = 3
+"""Times in a row that gates must be collapsed, or gradients zero."""
+RECENT, EARLIER = 5, 200
+"""Steps whose median throughput is compared, and steps before them that it is compared with."""
+FLAT_SHARE = 0.5
+"""Of the earlier median, below which throughput is flat."""
+LEAST_TOKS_PER_S = 1.0
+COLLAPSE_ENTROPY, COLLAPSE_GATE, COLLAPSE_SHARE = 0.2, 0.9, 0.5
+
+
+@frozen
+class Finding:
+    """One anomaly of one rank."""
+
+    kind: str
+    rank: int
+    step: int
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} at step {self.step}, rank {self.rank}: {self.detail}"
+
+
+@mutable
+class RankWatch:
+    """What the events of one rank amount to; `observe` takes them in order, `findings` judges."""
+
+    rank: int
+    pid: int | None = None
+    host: str | None = None
+    world_size: int | None = None
+    """Ranks of its start; None where its boot did not say."""
+    step: int = 0
+    has_ended: bool = False
+    last: dict[str, Any] = field(factory=dict)
+    """The last event."""
+    logged: dict[str, Any] = field(factory=dict)
+    """The last event of a logged step."""
+    stepped_ts: float | None = None
+    """When the newest step ended; None after a pause, whose length is no step's."""
+    step_ema_s: float | None = None
+    longest_pause_s: float = 0.0
+    fullest: int = 0
+    """Most tokens of a step."""
+    gate_streak: int = 0
+    zero_streak: int = 0
+    fallbacks: deque[float] = field(factory=lambda: deque(maxlen=2))
+    recent: deque[float] = field(factory=lambda: deque(maxlen=RECENT))
+    earlier: deque[float] = field(factory=lambda: deque(maxlen=EARLIER))
+
+    def observe(self, event: dict[str, Any]) -> None:
+        """Take one event of the heartbeat into account."""
+        step = event.get("step", self.step)
+        # a logged step has two events, which tell of it equally
+        if event.get("msg") in STEP_EVENTS and step != self.step:
+            self._note_step(event, step)
+        elif event.get("msg") not in STEP_EVENTS:
+            self._note_pause(event)
+        self.pid, self.step = event.get("pid", self.pid), step
+        self.host, self.world_size = event.get("host", self.host), event.get("world_size", self.world_size)
+        self.has_ended = event.get("msg") in ("finish", "halt")
+        if event.get("msg") == "progress":
+            self.logged = event
+        self._note_gates(event)
+        if event.get("fallbacks_total") is not None:
+            self.fallbacks.append(event["fallbacks_total"])
+        self.last = event
+
+    def findings(self, now: float) -> list[Finding]:
+        """Return what is wrong at the time `now`, in seconds since the epoch."""
+        if self.has_ended or not self.last:
+            return []
+        found = {
+            STALL: self._stall(now),
+            ZERO_GRADIENTS: f"the gradient norm was 0 in {self.zero_streak} steps in a row" if self.zero_streak >= STREAK else None,
+            GATE_COLLAPSE: f"one branch took over in {self.gate_streak} logged steps in a row" if self.gate_streak >= STREAK else None,
+            FLATLINE: self._flatline(),
+            RISING_FALLBACKS: rising(list(self.fallbacks)),
+        }
+        return [Finding(kind, self.rank, self.step, detail) for kind, detail in found.items() if detail is not None]
+
+    def steadiness(self) -> float | None:
+        """Return the median throughput of the last steps over that of those before; None where there are too few."""
+        if len(self.recent) < RECENT or len(self.earlier) < RECENT:
+            return None
+        return statistics.median(self.recent) / max(statistics.median(self.earlier), LEAST_TOKS_PER_S)
+
+    def patience_s(self) -> float:
+        """Return how long this rank may be silent: by the mean of its step times, and by what it is busy with."""
+        msg = str(self.last.get("msg"))
+        if self.step_ema_s is None:
+            return BOOT_STALL_S
+        patience = max(LEAST_STALL_S, STALL_STEPS * self.step_ema_s, STALL_PAUSES * self.longest_pause_s)
+        return max(patience, BEGUN_STALL_S) if msg.endswith("_begin") else patience
+
+    def _note_pause(self, event: dict[str, Any]) -> None:
+        before, now = self.last.get("ts"), event.get("ts")
+        if before is not None and now is not None:
+            self.longest_pause_s = max(self.longest_pause_s, now - before)
+        self.stepped_ts = None
+
+    def _note_gates(self, event: dict[str, Any]) -> None:
+        entropy, largest, share = (event.get(name) for name in ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac"))
+        # a single branch holds every gate, and is no fault
+        if entropy is None or len(event.get("gate_branch_shares") or (1, 2)) < 2:
+            return
+        is_collapsed = (
+            entropy < COLLAPSE_ENTROPY
+            or (largest is not None and largest > COLLAPSE_GATE)
+            or (share is not None and share > COLLAPSE_SHARE)
+        )
+        self.gate_streak = self.gate_streak + 1 if is_collapsed else 0
+
+    def _note_step(self, event: dict[str, Any], step: int) -> None:
+        now, speed, tokens = event.get("ts"), event.get("toks_per_s"), event.get("tokens") or 0
+        if now is not None and self.stepped_ts is not None:
+            took = max(0.0, now - self.stepped_ts) / max(1, step - self.step)
+            self.step_ema_s = took if self.step_ema_s is None else self.step_ema_s + EMA_WEIGHT * (took - self.step_ema_s)
+        self.stepped_ts = now
+        self.zero_streak = self.zero_streak + 1 if event.get("grad_norm") == 0 else 0
+        # without packing, a step of short rows is slow by nature
+        is_full, self.fullest = tokens >= self.fullest, max(tokens, self.fullest)
+        if speed is not None and is_full:
+            if len(self.recent) == RECENT:
+                self.earlier.append(self.recent[0])
+            self.recent.append(speed)
+
+    def _stall(self, now: float) -> str | None:
+        silence, patience = now - self.last.get("ts", now), self.patience_s()
+        if silence <= patience:
+            return None
+        pace = "no step yet" if self.step_ema_s is None else f"steps take {self.step_ema_s:.3g} s"
+        return f"silent for {silence:.0f} s after {self.last.get('msg')!r} ({pace}; patience {patience:.0f} s)"
+
+    def _flatline(self) -> str | None:
+        if len(self.recent) < STREAK:
+            return None
+        now = statistics.median(self.recent)
+        if now < LEAST_TOKS_PER_S and max(list(self.recent)[-STREAK:]) < LEAST_TOKS_PER_S:
+            return f"throughput is {now:.3g} tokens per second"
+        share = self.steadiness()
+        if share is None or share >= FLAT_SHARE:
+            return None
+        return f"throughput fell from {statistics.median(self.earlier):.0f} to {now:.0f} tokens per second"
+
+
+def rising(totals: list[float]) -> str | None:
+    """Return what stands against the last two of `totals`, counts of fallbacks; None where they do not rise."""
+    known = [total for total in totals if not math.isnan(total)]
+    if len(known) < 2 or known[-1] <= known[-2]:
+        return None
+    return f"fallbacks rose from {known[-2]:.0f} to {known[-1]:.0f}; see fallback_counters.csv and env.json"

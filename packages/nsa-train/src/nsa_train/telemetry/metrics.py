@@ -1,0 +1,83 @@
+"""metrics.json: what came out of a run, taken from its tables, so that a resumed run counts whole."""
+
+import math
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from nsa_train.config import RunConfig
+from nsa_train.model.decoder import count_parameters
+from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry.chips import chip_of, reason_without_peak
+from nsa_train.telemetry.environment import peak_memory_mib
+from nsa_train.telemetry.records import read_events, read_rows
+
+
+def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, world_size: int) -> dict[str, Any]:
+    """Return the content of metrics.json for a run that took at least one step; memory is this process's peak."""
+    steps, evaluations = list(read_rows(paths.training)), list(read_rows(paths.validation))
+    parameters, chip = count_parameters(config), chip_of(device)
+    events = list(read_events(paths.heartbeat))
+    peak_mib = peak_memory_mib(device)
+    return {
+        "attention": config.model.attention,
+        "parameters": getattr(parameters, config.model.attention),
+        "parameters_nsa": parameters.nsa,
+        "parameters_dense": parameters.dense,
+        **data_marks(config),
+        "data_first_tokens": next((event["data_first_tokens"] for event in events if event["msg"] == "data"), None),
+        "data_consumed_hash": next((event.get("data_consumed_hash") for event in reversed(events) if event["msg"] == "step_end"), None),
+        "precision": config.train.precision,
+        "device": device.type,
+        "world_size": world_size,
+        "steps": int(steps[-1]["step"]),
+        "tokens": int(sum(row["tokens"] for row in steps)),
+        "seconds": seconds_alive(events),
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "first_val_loss": evaluations[0]["val_loss"] if evaluations else None,
+        "val_loss": evaluations[-1]["val_loss"] if evaluations else None,
+        "val_ppl": evaluations[-1]["ppl"] if evaluations else None,
+        "toks_per_s_median": _median(row["toks_per_s"] for row in steps),
+        "step_ms_median": _median(row["step_ms"] for row in steps),
+        "fetch_ms_p95": _quantile([row["fetch_ms"] for row in steps], 0.95),
+        "mfu": _median(row["mfu"] for row in steps),
+        "mfu_reason": reason_without_peak(device),
+        "peak_dense_bf16_tflops": chip.dense_bf16_tflops if chip else None,
+        "peak_memory_mib": peak_mib,
+        "peak_memory_gib": peak_mib / 2**10,
+        "clipped_steps": sum(row["is_clipped"] == 1 for row in steps),
+        "skipped_steps": sum(event["msg"] == "skip" for event in events),
+        "fallbacks_total": next((int(row["total"]) for row in reversed(list(read_rows(paths.fallbacks)))), None),
+    }
+
+
+def data_marks(config: RunConfig) -> dict[str, Any]:
+    """Return what every artifact says of the data: random ids are for throughput alone."""
+    return {"data_source": config.data.source, "data_synthetic": config.data.source == "synthetic"}
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Return the tokens of one optimizer step of full rows, of all ranks together."""
+    return config.train.batch_size * config.train.accumulate * config.train.seq_len
+
+
+def seconds_alive(events: Iterable[dict[str, Any]]) -> float:
+    """Return the seconds between the first and last of the `events` of each process, summed over processes."""
+    total, started, last = 0.0, None, 0.0
+    for event in events:
+        if event["msg"] == "boot":
+            total, started = total + (last - started if started is not None else 0.0), event["ts"]
+        last = event["ts"]
+    return total + (last - started if started is not None else 0.0)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else None
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]

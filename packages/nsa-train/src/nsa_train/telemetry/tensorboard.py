@@ -1,0 +1,59 @@
+"""tb/: scalars, clip events and histograms of document lengths, for TensorBoard."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+FLUSH_SECONDS = 10
+
+
+class Board:
+    """The event file of one run."""
+
+    def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:
+        """Go on in `folder`; what another process wrote after step `resumed_at` is hidden."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        purge = None if resumed_at is None else resumed_at + 1
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=FLUSH_SECONDS)
+
+    def scalars(self, step: int, group: str, figures: Mapping[str, float | None]) -> None:
+        """Add the figures that exist as `group/name`."""
+        for name, value in figures.items():
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def clipped(self, step: int, grad_norm: float, count: int) -> None:
+        """Add a clip event: the norm before clipping, and the `count` of clipped steps so far."""
+        self.scalars(step, "clip", {"grad_norm_before": grad_norm, "events_total": count})
+
+    def lengths(self, step: int, buckets: Mapping[int, int]) -> None:
+        """Add a histogram of sequence lengths: upper bound of a bucket -> sequences."""
+        if not buckets:
+            return
+        limits = sorted(buckets)
+        total = sum(buckets.values())
+        self._writer.add_histogram_raw(
+            "data/sequence_length_tokens",
+            min=limits[0] // 2,
+            max=limits[-1],
+            num=total,
+            sum=sum(limit * count for limit, count in buckets.items()),
+            sum_squares=sum(limit * limit * count for limit, count in buckets.items()),
+            bucket_limits=[float(limit) for limit in limits],
+            bucket_counts=[buckets[limit] for limit in limits],
+            global_step=step,
+        )
+
+    def close(self) -> None:
+        """Write out what is pending and close the file."""
+        self._writer.close()
+
+
+def bucket_lengths(lengths: Iterable[int]) -> dict[int, int]:
+    """Return bucket -> sequences: the bucket of a length is the next power of two, itself included."""
+    buckets: dict[int, int] = {}
+    for length in lengths:
+        limit = 1 << max(length - 1, 0).bit_length()
+        buckets[limit] = buckets.get(limit, 0) + 1
+    return buckets

@@ -1,0 +1,157 @@
+"""`nsa-train watch DIR`: looks at the heartbeats of a run until it ends or something is wrong."""
+
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nsa_train.errors import ConfigError
+from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry.anomalies import KINDS, RISING_FALLBACKS, Finding, RankWatch, rising
+from nsa_train.telemetry.health import Check, judge
+from nsa_train.telemetry.records import read_rows
+
+ANOMALY_CODE = 4
+"""Exit code where something is wrong, that of a run which its guards stopped."""
+
+
+class Watcher:
+    """Follows the heartbeat files of a run, each from where it was left."""
+
+    def __init__(self, paths: RunDirectory) -> None:
+        """Start at the beginning of the records in `paths`.
+
+        Raises:
+            ConfigError: when the directory holds no heartbeat.
+        """
+        if not paths.heartbeats:
+            raise ConfigError(
+                f"DIR={str(paths.root)!r} is no run (it holds no heartbeat_rank*.jsonl); use the directory that `nsa-train run` printed"
+            )
+        self.paths = paths
+        self.ranks: dict[Path, RankWatch] = {}
+        self._offsets: dict[Path, int] = {}
+
+    def look(self, now: float) -> list[Finding]:
+        """Read what is new and return what is wrong at the time `now`, the gravest first."""
+        for path in self.paths.heartbeats:
+            for event in self._new_events(path):
+                # another process goes on with the run: its pace is its own
+                if path not in self.ranks or event.get("msg") == "boot":
+                    self.ranks[path] = RankWatch(int(event.get("rank", 0)))
+                self.ranks[path].observe(event)
+        found = [finding for rank in self.members for finding in rank.findings(now)]
+        if not self.has_ended and not any(finding.kind == RISING_FALLBACKS for finding in found):
+            found += self._rising_in_table()
+        return sorted(found, key=lambda finding: (KINDS.index(finding.kind), finding.rank))
+
+    def unhealthy(self) -> list[Check]:
+        """Return the health bands that the last logged step of a rank left; no anomaly, but worth a look."""
+        logged = [{**rank.logged, "toks_per_s_of_median": rank.steadiness()} for rank in self.members if rank.logged]
+        return [check for figures in logged for check in judge(figures) if not check.is_healthy]
+
+    @property
+    def members(self) -> list[RankWatch]:
+        """Return the ranks of the newest start; an earlier one with more of them left heartbeats that fell silent."""
+        size = next((rank.world_size for rank in self.ranks.values() if rank.rank == 0), None)
+        return [rank for rank in self.ranks.values() if size is None or rank.rank < size]
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True where every rank said that it ended."""
+        return bool(self.ranks) and all(rank.has_ended for rank in self.members)
+
+    def _new_events(self, path: Path) -> list[dict[str, Any]]:
+        with path.open("rb") as file:
+            file.seek(self._offsets.get(path, 0))
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+        events = []
+        for line in whole.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                # what a killed process left unfinished
+                continue
+            if isinstance(event, dict):
+                events.append(event)
+        return events
+
+    def _rising_in_table(self) -> list[Finding]:
+        rows = list(read_rows(self.paths.fallbacks))[-2:]
+        detail = rising([row["total"] for row in rows])
+        return [] if detail is None else [Finding(RISING_FALLBACKS, 0, int(rows[-1]["step"]), detail)]
+
+
+def watch(
+    paths: RunDirectory,
+    *,
+    is_halting: bool,
+    is_once: bool,
+    interval_s: float,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Look until the run ends (0) or something is wrong (4); then `.anomaly_type` is written, and `.HALT` if `is_halting`.
+
+    A stalled rank is asked for a stack dump. `is_once`: look once.
+    """
+    watcher = Watcher(paths)
+    while True:
+        found = watcher.look(time.time())
+        if found:
+            return _act(watcher, found, is_halting=is_halting, say=say)
+        if watcher.has_ended or is_once:
+            return _conclude(watcher, say)
+        sleep(interval_s)
+
+
+def request_stack_dump(pid: int | None, host: str | None) -> str:
+    """Send SIGUSR1 to a process of this host that handles it, and return what was done; one that does not would die of it."""
+    if pid is None or (host is not None and host != platform.node()):
+        return f"no stack dump: its process runs on {host or 'another host'}"
+    if not _catches_dump_signal(pid):
+        return f"no stack dump: process {pid} is gone, or does not handle SIGUSR1"
+    os.kill(pid, signal.SIGUSR1)
+    return f"asked process {pid} for a stack dump, stackdump_*.txt"
+
+
+def _conclude(watcher: Watcher, say: Callable[[str], None]) -> int:
+    """Tell how a run without anomalies stands, and return 4 where its own guards stopped it."""
+    for check in watcher.unhealthy():
+        say(f"watch: {check.name} is {check.found} (healthy: {check.band})")
+    halts = [(rank.rank, rank.last) for rank in watcher.members if rank.last.get("msg") == "halt"]
+    for number, event in halts:
+        say(f"watch: rank {number} stopped with exit code {event.get('code')}: {event.get('reason')}")
+    if any(event.get("code") == ANOMALY_CODE for _, event in halts):
+        return ANOMALY_CODE
+    state = "ended" if watcher.has_ended else "goes on"
+    say(f"watch: nothing is wrong; the run {state} at step {max(rank.step for rank in watcher.members)}")
+    return 0
+
+
+def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Callable[[str], None]) -> int:
+    for finding in found:
+        say(f"watch: {finding}")
+    for rank in watcher.members:
+        if any((finding.kind, finding.rank) == (KINDS[0], rank.rank) for finding in found):
+            say(f"watch: {request_stack_dump(rank.pid, rank.host)}")
+    watcher.paths.write_anomalies(dict.fromkeys(finding.kind for finding in found))
+    if is_halting:
+        watcher.paths.halt.write_text(f"{found[0]}\n", encoding="utf-8")
+        say(f"watch: wrote {watcher.paths.halt}; all ranks save and stop at the same step")
+    return ANOMALY_CODE
+
+
+def _catches_dump_signal(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    try:
+        line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)

@@ -1,0 +1,105 @@
+"""`nsa-train ckpt ls | verify | export`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+
+from nsa_train.checkpoint import export, load_model, open_checkpoint
+from nsa_train.checkpoint.tensors import read_tensors
+from nsa_train.cli import run_command
+from nsa_train.recipe import to_toml
+
+
+def test_ls_has_a_line_per_checkpoint_and_marks_latest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in (root, root.parent):
+        assert run_command(["ckpt", "ls", str(place)]) == 0
+        first, second = capsys.readouterr().out.splitlines()
+        assert first.startswith("step-1 ")
+        assert "MiB" in first
+        assert "latest" not in first
+        assert second.endswith("<- latest")
+
+
+def test_ls_names_a_damaged_manifest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-1/manifest.json").write_text("{")
+    assert run_command(["ckpt", "ls", str(root)]) == 0
+    assert "damaged: " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_verify_reads_one_checkpoint_or_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, count in ((root / "step-1", 1), (root / "latest", 1), (root, 2), (root.parent, 2)):
+        assert run_command(["ckpt", "verify", str(place)]) == 0
+        assert capsys.readouterr().out.count("ok    step-") == count
+
+
+def test_verify_names_the_damaged_one_and_exits_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-2/model.safetensors").write_bytes(b"")
+    assert run_command(["ckpt", "verify", str(root)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("ok    step-1")
+    assert printed.err.startswith(f"FAIL  {root / 'step-2/model.safetensors'} is damaged: size in bytes expected")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify"])
+def test_a_place_without_checkpoints_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    for place in (tmp_path, tmp_path / "absent"):
+        assert run_command(["ckpt", verb, str(place)]) == 2
+        assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_export_to_safetensors_holds_the_weights_and_the_recipe(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep/model.safetensors"
+    assert run_command(["ckpt", "export", str(root.parent), str(out)]) == 0
+    expected = load_model(open_checkpoint(root)).state_dict()
+    found = read_tensors(out)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    with safetensors.safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "2", "config": to_toml(open_checkpoint(root).config)}
+    assert [path.name for path in out.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_export_to_hugging_face_holds_config_and_weights(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "folder"
+    assert run_command(["ckpt", "export", str(root / "step-1"), str(out), "--format", "hf"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("nsa", ["NSAForCausalLM"])
+    assert (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]) == (258, 32, 1)
+    assert config["nsa"]["compressor"] == "mlp"
+    expected = load_model(open_checkpoint(root / "step-1")).state_dict()
+    found = read_tensors(out / "model.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found["blocks.0.mlp.gate.weight"].shape == (config["intermediate_size"], config["hidden_size"])
+
+
+def test_an_export_overwrites_nothing_and_knows_two_formats(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("kept")
+    assert run_command(["ckpt", "export", str(root), str(tmp_path / "mine")]) == 2
+    assert "never overwrites" in capsys.readouterr().err
+    assert run_command(["ckpt", "export", str(root), str(tmp_path / "new"), "--format", "gguf"]) == 2
+    assert "use --format hf" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_damaged_checkpoint_is_not_exported(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-2/optimizer.safetensors").write_bytes(b"")
+    assert run_command(["ckpt", "export", str(root), str(tmp_path / "out")]) == 1
+    assert "optimizer.safetensors is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "hf"])
+def test_a_failed_export_leaves_no_debris(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nsa_train.checkpoint.formats.write_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(root, tmp_path / "out/model", kind)
+    assert list((tmp_path / "out").iterdir()) == []

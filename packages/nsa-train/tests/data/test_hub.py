@@ -1,0 +1,138 @@
+"""FineWeb-Edu through `datasets`: local shards in its place, what breaks off, and no network."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nsa_train.cli import run_command
+from nsa_train.config import RunConfig
+from nsa_train.data import open_dataset, open_training_stream
+from nsa_train.data.fallback import Start, or_synthetic
+from nsa_train.data.sources import Bad, Document, Reading
+from nsa_train.data.sources.hub import open_hub
+from nsa_train.data_table import DataTable
+from nsa_train.errors import DataError
+from nsa_train.recipe import load_config
+
+
+def _records(path: Path) -> list[Document | Bad]:
+    blocks = open_hub(DataTable(source="fineweb_edu", path=str(path)), Reading())
+    return [record for block in range(len(blocks)) for record in blocks.read(block)]
+
+
+@pytest.mark.parametrize(("name", "seed"), [("c-*.parquet", 3), ("a-*.jsonl", 1)])
+def test_local_shards_come_through_datasets(corpora, name: str, seed: int) -> None:
+    records = _records(corpora.folder / name)
+    assert sorted(record.text.decode() for record in records if isinstance(record, Document)) == sorted(corpora.texts_of(seed))
+    assert len(records) == len(corpora.texts_of(seed))
+
+
+def test_a_shard_is_read_from_any_row_on(corpora) -> None:
+    blocks = open_hub(DataTable(source="fineweb_edu", path=f"{corpora.folder}/c-*.parquet"), Reading())
+    whole = list(blocks.read(1))
+    assert all(list(blocks.read(1, start)) == whole[start:] for start in (0, 1, 7, 8, 39, 40, 41))
+
+
+def test_values_that_are_no_text_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
+    _, bad, _ = _records(tmp_path / "a.parquet")
+    assert str(bad).startswith(f"data.path: {tmp_path}/a.parquet row 1 has a NoneType in field 'text'")
+    pq.write_table(pa.table({"body": ["a"]}), tmp_path / "a.parquet")
+    [bad] = _records(tmp_path / "a.parquet")
+    assert str(bad).startswith(f"data.path: {tmp_path}/a.parquet row 0 has no field 'text' (it has 'body')")
+
+
+@pytest.mark.parametrize("damage", ["cut", "line", "junk"])
+def test_a_shard_that_breaks_off_is_named(tmp_path: Path, damage: str) -> None:
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(20)]
+    path = tmp_path / "a.jsonl"
+    if damage == "line":
+        path.write_text("\n".join([*lines[:7], "{oops", *lines[7:]]))
+    elif damage == "cut":
+        path.write_text("\n".join(lines)[:-5])
+    else:
+        path.write_bytes(b"\x00\xff" * 99)
+    try:
+        found = [str(record) for record in _records(path) if isinstance(record, Bad)]
+    except DataError as error:
+        found = [str(error)]
+    assert found
+    if damage == "line":
+        assert [text.split(" is not")[0] for text in found] == [f"data.path: {path} line 8"]
+        assert len(_records(path)) == 21
+    assert all(str(path) in text and "\n" not in text for text in found)
+
+
+def test_a_damaged_parquet_shard_ends_the_run_or_is_counted(corpora, tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
+    for shard in range(3):
+        (tmp_path / f"c-{shard}.parquet").write_bytes((corpora.folder / f"c-{shard}.parquet").read_bytes())
+    content = bytearray((tmp_path / "c-1.parquet").read_bytes())
+    content[100:2000] = bytes(1900)
+    (tmp_path / "c-1.parquet").write_bytes(content)
+    overrides = ["data.source=fineweb_edu", f"data.path={tmp_path}/c-*.parquet"]
+    with pytest.raises(DataError, match=r"c-1\.parquet from row \d+ on cannot be read"):
+        open_dataset(data_config(*overrides))
+    with open_training_stream(data_config(*overrides, "data.on_bad_record=skip")) as stream:
+        for _ in range(60):
+            next(stream)
+        assert int(stream.figures()["data_bad_records"]) >= 1
+
+
+def test_shards_of_several_kinds_or_empty_ones_are_refused(corpora, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"not all \.parquet or all \.jsonl"):
+        _records(corpora.folder / "*-*[01].*")
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(DataError, match=r"a\.parquet is empty"):
+        _records(tmp_path / "a.parquet")
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every request fail at once, as it does where there is no network."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_offline_it_fails_with_the_commands_that_would_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["loader-check", "demo", "--set", "data.source=fineweb_edu"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cannot be reached (ConnectionError: [Errno -2] Name or service not known)" in line
+    for command in ("hf download HuggingFaceFW/fineweb-edu", "--set data.path=", "--set data.source=stdlib", "--synthetic-on-fail"):
+        assert command in line
+
+
+@pytest.mark.usefixtures("no_network")
+def test_synthetic_on_fail_switches_renames_and_says_so(tmp_path: Path) -> None:
+    config = load_config("demo", ["data.source=fineweb_edu", "data.subset=sample-100BT", "data.shuffle_seed=5"])
+    found = or_synthetic(Start(config, "demo", ["data.source=fineweb_edu"], tmp_path / "run"))
+    assert found.out == tmp_path / "run-synthetic"
+    assert found.note.startswith("SYNTHETIC IDS instead of data.source='fineweb_edu': data.source='fineweb_edu' cannot be reached")
+    assert (found.config.data.source, found.config.data.shuffle_seed) == ("synthetic", 5)
+    # what other processes are started with says the same
+    assert load_config(found.recipe, found.overrides) == found.config
+    assert or_synthetic(found._replace(note="")).out == found.out
+    with open_training_stream(found.config) as stream:
+        next(stream)
+        assert (stream.figures()["data_source"], stream.figures()["data_synthetic"]) == ("synthetic", 1)
+
+
+def test_synthetic_on_fail_changes_nothing_where_data_opens(tmp_path: Path) -> None:
+    start = Start(load_config("demo"), "demo", [], tmp_path / "run")
+    assert or_synthetic(start) == start
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("out", [".", ".."])
+def test_synthetic_on_fail_renames_the_directory_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    (tmp_path / "run/inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / ("run" if out == "." else "run/inner"))
+    found = or_synthetic(Start(load_config("demo", ["data.source=fineweb_edu"]), "demo", [], Path(out)))
+    assert found.out == tmp_path / "run-synthetic"

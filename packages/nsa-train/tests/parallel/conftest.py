@@ -1,0 +1,58 @@
+"""Starts a scenario on several ranks of this machine, over gloo."""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCENARIOS = Path(__file__).parent / "scenarios.py"
+BY_WORLD_SIZE = {1: ("agree",), 2: ("agree", "spoiled", "stopped", "resumed")}
+TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="session")
+def ranks(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
+    """A function from a scenario and a world size to its folder and the findings of each rank.
+
+    The scenarios of a world size run one after another in the same processes, which take longer to start than to run.
+    """
+
+    @functools.cache
+    def run_all(world_size: int) -> Path:
+        folder, port = tmp_path_factory.mktemp(f"ranks-{world_size}"), _free_port()
+        command = [sys.executable, str(SCENARIOS), str(tiny_recipe), str(folder), *BY_WORLD_SIZE[world_size]]
+        workers = [subprocess.Popen(command, env=_environment(rank, world_size, port)) for rank in range(world_size)]
+        try:
+            codes = [worker.wait(TIMEOUT_S) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        assert codes == [0] * world_size
+        return folder
+
+    def run(scenario: str, *, world_size: int = 2) -> tuple[Path, list[Any]]:
+        folder = run_all(world_size) / scenario
+        return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+    return run
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    if world_size == 1:
+        return {**os.environ, "OMP_NUM_THREADS": "1"}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in place.items()}}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,175 @@
+"""`nsa-train run` starts torchrun where several processes are asked for, passes signals on and returns one exit code."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_train.parallel.launch import Hosts, must_launch, num_processes
+from nsa_train.parallel.outcomes import FOLDER, joint_code, note_worker, reported, worker_pids
+from nsa_train.run_dir import RunDirectory
+
+TIMEOUT_S = 120
+
+
+def _command(recipe: Path, out: Path, *words: str) -> list[str]:
+    sets = ("train.log_every=1000", "train.eval_every=1000", "train.batch_size=4")
+    return [sys.executable, "-m", "nsa_train", "run", str(recipe), "--out", str(out), *(w for s in sets for w in ("--set", s)), *words]
+
+
+@contextmanager
+def _started(*words: str, recipe: Path, out: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(_command(recipe, out, *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(run: RunDirectory, step: int) -> int:
+    """Wait until rank 1 has ended `step` and return its process id."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        for beat in _beats(run, 1):
+            if beat["msg"] == "step_end" and beat["step"] >= step:
+                return int(beat["pid"])
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} in {run.root}")
+
+
+def _beats(run: RunDirectory, rank: int) -> list[dict[str, Any]]:
+    path = run.heartbeat_of(rank)
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+ENDLESS = ("--nproc", "2", "--set", "train.strategy=ddp", "--set", "train.steps=100000", "--set", "train.save_every=1000")
+SHORT = ("--set", "train.steps=100000")
+
+
+def test_sigterm_to_the_launcher_saves_on_all_ranks_and_exits_75(tiny_recipe: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with _started(*ENDLESS, recipe=tiny_recipe, out=run.root) as process:
+        pid = _wait_for(run, 3)
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 75, err
+    assert pid != process.pid
+    last = [[beat for beat in _beats(run, rank) if beat["msg"] == "step_end"][-1]["step"] for rank in (0, 1)]
+    assert last[0] == last[1]
+    assert (run.checkpoints / "latest").readlink().name == f"step-{last[0]}"
+    # rank 0 speaks for all
+    assert err.count("stopped by SIGTERM after step") == 1
+    assert "Traceback" not in err
+    assert out.count("parameters with nsa") == 1
+    for rank in (0, 1):
+        assert "test" not in run.stackdump(rank).read_text()
+        assert "trainer.py" in run.stackdump(rank).read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tiny_recipe: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    words = (
+        "--nproc",
+        "2",
+        "--set",
+        "train.strategy=fsdp",
+        "--set",
+        "train.steps=60",
+        "--set",
+        "train.save_every=5",
+        "--max-restarts",
+        "1",
+    )
+    with _started(*words, recipe=tiny_recipe, out=run.root) as process:
+        os.kill(_wait_for(run, 12), signal.SIGKILL)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert "resume: from step-" in out
+    steps = [line.split(",")[0] for line in run.training.read_text().splitlines()]
+    assert steps == ["step", *map(str, range(1, 61))]
+
+
+@pytest.mark.slow
+def test_a_configuration_error_of_the_workers_is_the_launchers(tiny_recipe: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    words = ("--nproc", "2", "--set", "train.strategy=ddp", "--set", "nsa.backends.win=nosuch")
+    done = subprocess.run(_command(tiny_recipe, run.root, *words), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("nsa.backends.win='nosuch'") == 1
+    assert "Traceback" not in done.stderr
+    assert not run.root.exists()
+
+
+@pytest.mark.slow
+def test_torchrun_itself_may_start_the_ranks(tiny_recipe: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    words = _command(tiny_recipe, run.root, "--set", "train.strategy=fsdp")[1:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in run.heartbeats} == {"heartbeat_rank0.jsonl", "heartbeat_rank1.jsonl"}
+
+
+@pytest.mark.slow
+def test_two_hosts_meet_and_train_as_one(tiny_recipe: Path, tmp_path: Path) -> None:
+    """Both hosts are this one; each is started with the same command, as the runbook says."""
+    run = RunDirectory(tmp_path / "run")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}", "--set", "train.strategy=fsdp")
+    with _started(*words, recipe=tiny_recipe, out=run.root) as first, _started(*words, recipe=tiny_recipe, out=run.root) as second:
+        outputs = [host.communicate(timeout=TIMEOUT_S) for host in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
+    assert {path.name for path in run.heartbeats} == {"heartbeat_rank0.jsonl", "heartbeat_rank1.jsonl"}
+    assert sum(out.count("parameters with nsa") for out, _ in outputs) == 1
+
+
+def test_one_process_needs_no_launch(tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    single, two = tiny_config(), tiny_config("train.strategy=ddp", "train.nproc_per_node=2")
+    assert (num_processes(single), num_processes(two)) == (1, 2)
+    assert not must_launch(single, Hosts())
+    assert must_launch(two, Hosts())
+    # one per GPU, or one where there is none
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert num_processes(tiny_config("train.strategy=fsdp")) == 4
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not must_launch(two, Hosts())
+
+
+def test_several_hosts_must_say_where_they_meet(tiny_config: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"--nnodes=2 needs a place .* use --rdzv-endpoint HOST:29400"):
+        must_launch(tiny_config("train.strategy=ddp"), Hosts(nnodes="2"))
+    assert Hosts(nnodes="2", rdzv_endpoint="a:29400", max_restarts=3).words() == [
+        *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:29400", "--rdzv-id", "nsa-train", "--max-restarts", "3"),
+    ]
+
+
+def test_a_worker_reports_a_deliberate_end_as_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reported(75, is_own=True) == 75
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    note_worker()
+    assert worker_pids(tmp_path) == [os.getpid()]
+    assert joint_code(tmp_path) == 0
+    for code, seen in ((1, 1), (0, 0), (2, 0), (3, 0), (4, 0), (75, 0)):
+        assert reported(code, is_own=True) == seen
+        assert joint_code(tmp_path) == code
+    # the echo of another rank's error is not this rank's code
+    assert reported(1, is_own=False) == 1
+    assert joint_code(tmp_path) == 75

@@ -1,0 +1,51 @@
+"""single, ddp and fsdp are one computation: equal gradients, equal losses over 50 steps, to float32's rounding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+RELATIVE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Callable[..., Any]) -> dict[str, Any]:
+    """What one and two processes found: name -> losses and gradients."""
+    together: dict[str, Any] = {}
+    for world_size in (1, 2):
+        folder, (losses, *others) = ranks("agree", world_size=world_size)
+        assert all(other == losses for other in others)
+        together |= {name: losses.pop(name) for name in [*losses] if name.endswith("-travels")}
+        for name in losses:
+            together[name] = losses[name], safetensors.torch.load_file(folder / f"{name}.safetensors")
+    return together
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulated", ["", "-accumulated"])
+def test_gradients_equal_those_of_one_process(found: dict[str, Any], strategy: str, accumulated: str) -> None:
+    _, ours = found[strategy + accumulated]
+    _, theirs = found["single" + accumulated]
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).norm()) <= RELATIVE * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_losses_of_50_steps_equal_those_of_one_process(found: dict[str, Any], strategy: str) -> None:
+    ours, theirs = found[strategy][0], found["single"][0]
+    assert len(theirs) == 50
+    assert ours == pytest.approx(theirs, rel=RELATIVE)
+    assert theirs[-1] < 0.9 * theirs[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_travel_once_a_step(found: dict[str, Any], strategy: str) -> None:
+    assert found[f"{strategy}-travels"] == [True] * 50
+    assert found[f"{strategy}-accumulated-travels"] == [False, True] * 2
+
+
+def test_accumulated_micro_batches_are_two_of_the_same_stream(found: dict[str, Any]) -> None:
+    first, _ = found["single-accumulated"][0]
+    assert first == pytest.approx(sum(found["single"][0][:2]) / 2, rel=0.02)

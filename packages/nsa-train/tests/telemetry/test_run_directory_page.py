@@ -1,0 +1,55 @@
+"""docs/reference/run-directory.md names every file, column and field, and the runbook every anomaly."""
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry.anomalies import KINDS
+from nsa_train.telemetry.chips import CHIPS
+from nsa_train.telemetry.records import FALLBACK_COLUMNS, SELECTION_COLUMNS, TRAINING_COLUMNS, VALIDATION_COLUMNS, read_events
+
+DOCS = Path(__file__).resolve().parents[4] / "docs"
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (DOCS / "reference/run-directory.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "columns", [TRAINING_COLUMNS, VALIDATION_COLUMNS, SELECTION_COLUMNS, FALLBACK_COLUMNS], ids=lambda columns: columns[-1]
+)
+def test_every_table_stands_with_its_header(columns: tuple[str, ...], page: str) -> None:
+    assert f"`{','.join(columns)}`" in page
+
+
+def test_every_file_is_named(page: str) -> None:
+    run = RunDirectory(Path("/run"))
+    names = {name for name, kind in vars(RunDirectory).items() if isinstance(kind, property)} - {
+        "heartbeat",
+        "heartbeats",
+        "samples",
+        "checkpoints",
+    }
+    assert [path.name for path in (getattr(run, name) for name in names) if f"`{path.name}" not in page] == []
+    assert attrs.has(RunDirectory)
+
+
+def test_every_field_of_a_run_is_named(tiny_run: RunDirectory, page: str) -> None:
+    import json
+
+    fields = {name for event in read_events(tiny_run.heartbeat) for name in event}
+    fields |= set(json.loads(tiny_run.metrics.read_text()))
+    # figures by branch are named once
+    assert {name for name in fields if f"`{name}`" not in page and not name.endswith(("_slc", "_win"))} == set()
+
+
+def test_every_anomaly_has_its_row() -> None:
+    runbook = (DOCS / "runbooks/stall.md").read_text(encoding="utf-8")
+    assert [kind for kind in KINDS if f"| `{kind}` |" not in runbook] == []
+
+
+def test_every_peak_is_listed(page: str) -> None:
+    assert {f"{chip.dense_bf16_tflops:.0f}" for chip in CHIPS.values() if f" {chip.dense_bf16_tflops:.0f}" not in page} == set()

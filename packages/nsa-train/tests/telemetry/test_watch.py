@@ -1,0 +1,268 @@
+"""Each rule of `watch` sees its anomaly and leaves a healthy run alone; what it writes and whom it signals."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_train.cli import run_command
+from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry.anomalies import BOOT_STALL_S, RankWatch
+from nsa_train.telemetry.watch import Watcher, request_stack_dump
+
+HEALTHY_GATES = {"gate_entropy_mean": 0.9, "gate_max_gate": 0.5, "gate_collapse_frac": 0.0, "gate_branch_shares": {"cmp": 0.5, "win": 0.5}}
+
+
+def _steps(count: int, *, seconds: float = 1.0, start: float = 0.0, **fields: Any) -> list[dict[str, Any]]:
+    common = {"msg": "step_end", "toks_per_s": 1000.0, "grad_norm": 1.0, "loss": 2.0, "rank": 0, **fields}
+    return [{"ts": start + seconds * index, "step": index, **common} for index in range(1, count + 1)]
+
+
+def _watched(events: list[dict[str, Any]]) -> RankWatch:
+    rank = RankWatch(0)
+    for event in events:
+        rank.observe(event)
+    return rank
+
+
+def _kinds(events: list[dict[str, Any]], now: float | None = None) -> list[str]:
+    return [finding.kind for finding in _watched(events).findings(events[-1]["ts"] if now is None else now)]
+
+
+def test_a_healthy_run_has_no_anomaly() -> None:
+    assert _kinds([{"msg": "progress", "step": 0, "ts": 0.0, "fallbacks_total": 0, **HEALTHY_GATES}, *_steps(50)]) == []
+
+
+@pytest.mark.parametrize(("seconds", "silence", "found"), [(1, 9, []), (1, 60, ["stall"]), (60, 500, []), (60, 700, ["stall"])])
+def test_a_stall_is_measured_in_steps_of_the_run(seconds: float, silence: float, found: list[str]) -> None:
+    """Not in a fixed 180 s: that is long for quick steps and short for slow ones."""
+    events = _steps(20, seconds=seconds)
+    assert _kinds(events, now=events[-1]["ts"] + silence) == found
+
+
+def test_a_logged_step_counts_once_and_steps_between_logs_count_each() -> None:
+    twice = [copy for event in _steps(20) for copy in ({**event, "msg": "progress", "ts": event["ts"] - 0.001}, event)]
+    assert _watched(twice).step_ema_s == pytest.approx(1, abs=0.01)
+    every_tenth = [{**event, "msg": "progress"} for event in _steps(100, seconds=2) if event["step"] % 10 == 0]
+    assert _watched(every_tenth).step_ema_s == pytest.approx(2)
+    assert _kinds(every_tenth, now=every_tenth[-1]["ts"] + 30) == ["stall"]
+    zero = [{**event, "msg": "progress", "grad_norm": 0.0} for event in _steps(3)]
+    assert _kinds(zero) == ["zero_gradients"]
+
+
+def test_the_mean_of_step_times_follows_the_run() -> None:
+    slow = _steps(60, seconds=10)
+    quick = [{**event, "step": event["step"] + 60} for event in _steps(60, seconds=0.5, start=slow[-1]["ts"])]
+    assert _kinds([*slow, *quick], now=quick[-1]["ts"] + 20) == ["stall"]
+    assert _kinds(slow, now=slow[-1]["ts"] + 20) == []
+
+
+def test_evaluation_and_saving_are_no_stall() -> None:
+    events = _steps(10)
+    begun = [*events, {"msg": "save_begin", "step": 10, "ts": 10.5}]
+    assert _kinds(begun, now=10.5 + 120) == []
+    assert _kinds(begun, now=10.5 + 601) == ["stall"]
+    # a pause once seen is expected again
+    paused = [*events, {"msg": "val", "step": 10, "ts": 50.0}, *_steps(5, start=50.0)]
+    assert _watched(paused).step_ema_s == pytest.approx(1)
+    assert _kinds(paused, now=55 + 100) == []
+    assert _kinds(paused, now=55 + 121) == ["stall"]
+
+
+def test_the_first_step_may_take_long() -> None:
+    boot = [{"msg": "boot", "step": 0, "ts": 0.0}]
+    assert _kinds(boot, now=BOOT_STALL_S - 1) == []
+    assert _kinds(boot, now=BOOT_STALL_S + 1) == ["stall"]
+
+
+@pytest.mark.parametrize("last", ["finish", "halt"])
+def test_a_run_that_ended_does_not_stall(last: str) -> None:
+    events = [*_steps(5), {"msg": last, "step": 5, "ts": 6.0}]
+    assert _kinds(events, now=1e6) == []
+
+
+@pytest.mark.parametrize(
+    "gates", [{"gate_entropy_mean": 0.19}, {"gate_max_gate": 0.91}, {"gate_collapse_frac": 0.51}], ids=["entropy", "largest", "share"]
+)
+def test_gates_collapse_when_it_is_seen_three_times(gates: dict[str, float]) -> None:
+    sick = [{"msg": "progress", "step": step, "ts": float(step), **HEALTHY_GATES, **gates} for step in range(3)]
+    assert _kinds(sick) == ["gate_collapse"]
+    assert _kinds(sick[:2]) == []
+    assert _kinds([sick[0], sick[1], {**sick[1], **HEALTHY_GATES}, sick[2]]) == []
+
+
+def test_a_single_branch_holds_every_gate_and_is_no_fault() -> None:
+    alone = {"gate_entropy_mean": 0.0, "gate_max_gate": 1.0, "gate_collapse_frac": 1.0, "gate_branch_shares": {"win": 1.0}}
+    assert _kinds([{"msg": "progress", "step": step, "ts": float(step), **alone} for step in range(5)]) == []
+
+
+def test_zero_gradients_are_seen() -> None:
+    assert _kinds([*_steps(5), *_steps(3, start=5, grad_norm=0.0)]) == ["zero_gradients"]
+    assert _kinds([*_steps(5), *_steps(2, start=5, grad_norm=0.0)]) == []
+
+
+def test_throughput_that_falls_and_stays_low_is_a_flatline() -> None:
+    assert _kinds([*_steps(20), *_steps(5, start=20, toks_per_s=400.0)]) == ["flatline"]
+    assert _kinds([*_steps(20), *_steps(5, start=20, toks_per_s=600.0)]) == []
+    assert _kinds([*_steps(20), *_steps(2, start=20, toks_per_s=400.0)]) == []
+    assert _kinds(_steps(5, toks_per_s=0.0)) == ["flatline"]
+
+
+def test_steps_of_short_rows_are_no_flatline() -> None:
+    """Without packing a step may have a fraction of the tokens, which a GPU does not take in a fraction of the time."""
+    full = _steps(20, tokens=64)
+    assert _kinds([*full, *_steps(5, start=20, toks_per_s=100.0, tokens=16)]) == []
+    assert _kinds([*full, *_steps(5, start=20, toks_per_s=100.0, tokens=64)]) == ["flatline"]
+    assert _watched([*_steps(20, tokens=16, toks_per_s=100.0), *full[:10]]).steadiness() == pytest.approx(10)
+
+
+def test_fallbacks_that_rise_are_seen() -> None:
+    def progress(*totals: int) -> list[dict[str, Any]]:
+        return [{"msg": "progress", "step": step, "ts": float(step), "fallbacks_total": total} for step, total in enumerate(totals)]
+
+    assert _kinds(progress(0, 0, 4)) == ["rising_fallbacks"]
+    assert _kinds(progress(4, 4, 4)) == []
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def _write(run: RunDirectory, events: list[dict[str, Any]], rank: int = 0) -> None:
+    with run.heartbeat_of(rank).open("a") as file:
+        file.writelines(json.dumps({"pid": 2**22 + 1, "host": platform.node(), **event, "rank": rank}) + "\n" for event in events)
+
+
+def test_a_stall_is_written_down_and_halts_on_request(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(run, _steps(10, start=time.time() - 100))
+    assert run_command(["watch", str(run.root)]) == 4
+    assert run.anomaly_type.read_text() == "stall\n"
+    assert not run.halt.exists()
+    assert "stall at step 10, rank 0: silent for" in capsys.readouterr().out
+    assert run_command(["watch", str(run.root), "--halt"]) == 4
+    assert run.halt.read_text().startswith("stall at step 10")
+
+
+def test_one_silent_rank_is_named(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(run, _steps(10, start=time.time() - 10))
+    _write(run, _steps(10, start=time.time() - 100), rank=1)
+    assert run_command(["watch", str(run.root), "--once"]) == 4
+    assert "rank 1" in capsys.readouterr().out
+
+
+def test_ranks_that_a_smaller_start_left_behind_are_not_missed(run: RunDirectory) -> None:
+    """A run of two ranks was killed and resumed on one: the second heartbeat ends in the past."""
+    _write(run, [{"ts": 0.0, "step": 0, "msg": "boot", "world_size": 2}, *_steps(10)])
+    _write(run, [{"ts": 0.0, "step": 0, "msg": "boot", "world_size": 2}, *_steps(10)], rank=1)
+    assert [finding.rank for finding in Watcher(run).look(500.0)] == [0, 1]
+    again = [{"ts": 490.0, "step": 5, "msg": "boot", "world_size": 1}, *_steps(10, start=490.0)]
+    _write(run, again)
+    watcher = Watcher(run)
+    assert watcher.look(501.0) == []
+    assert not watcher.has_ended
+    _write(run, [{"ts": 502.0, "step": 10, "msg": "finish"}])
+    assert watcher.look(503.0) == []
+    assert watcher.has_ended
+
+
+def test_watch_ends_with_the_run(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(run, [*_steps(10), {"ts": 11.0, "step": 10, "msg": "finish"}])
+    assert run_command(["watch", str(run.root), "--halt"]) == 0
+    assert "ended at step 10" in capsys.readouterr().out
+    assert not run.anomaly_type.exists()
+    assert not run.halt.exists()
+
+
+def test_a_run_that_its_guards_stopped_is_told(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(run, [*_steps(10), {"ts": 11.0, "step": 10, "msg": "halt", "code": 4, "reason": "too many steps skipped"}])
+    assert run_command(["watch", str(run.root)]) == 4
+    assert capsys.readouterr().out == "watch: rank 0 stopped with exit code 4: too many steps skipped\n"
+
+
+def test_a_run_that_was_halted_on_request_is_no_anomaly(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(run, [*_steps(10), {"ts": 11.0, "step": 10, "msg": "halt", "code": 3, "reason": "asked by .HALT"}])
+    assert run_command(["watch", str(run.root)]) == 0
+    assert "exit code 3: asked by .HALT" in capsys.readouterr().out
+
+
+def test_what_left_its_health_band_is_told_and_no_anomaly(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    sick = {**HEALTHY_GATES, "gate_entropy_mean": 0.4, "k_mean": 2.0, "k_mean_expected": 2.5, "fallbacks_total": 3}
+    speeds = [*_steps(20), *_steps(5, start=20, toks_per_s=800.0)]
+    _write(run, [*speeds, {"msg": "progress", "step": 25, "ts": 25.0, **sick}, {"msg": "finish", "step": 25, "ts": 26.0}])
+    assert run_command(["watch", str(run.root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == ["gate_entropy_mean", "k_mean", "fallbacks_total", "toks_per_s"]
+    assert lines[-1].startswith("watch: nothing is wrong")
+
+
+def test_a_resumed_process_starts_anew(run: RunDirectory) -> None:
+    _write(run, _steps(10, grad_norm=0.0))
+    _write(run, [{"msg": "boot", "step": 5, "ts": 1000.0}])
+    assert Watcher(run).look(1001.0) == []
+
+
+def test_records_are_read_on_where_they_were_left(run: RunDirectory) -> None:
+    _write(run, _steps(10))
+    watcher = Watcher(run)
+    assert watcher.look(10.0) == []
+    with run.heartbeat.open("a") as file:
+        file.write('{"ts": 11, "step": 11, "msg": "step')
+    assert watcher.look(11.0) == []
+    with run.heartbeat.open("a") as file:
+        file.write('_end", "grad_norm": 1.0}\nno json\n[]\n')
+    assert watcher.look(12.0) == []
+    assert watcher.ranks[run.heartbeat].step == 11
+    assert [finding.kind for finding in watcher.look(100.0)] == ["stall"]
+
+
+def test_rising_fallbacks_are_read_from_their_table(run: RunDirectory) -> None:
+    _write(run, _steps(10))
+    run.fallbacks.write_text("step,cmp,select,slc,win,nsa,total\n1,0,0,0,0,0,0\n2,0,0,3,0,0,3\n")
+    assert [finding.kind for finding in Watcher(run).look(10.0)] == ["rising_fallbacks"]
+
+
+def test_a_directory_without_heartbeats_is_no_run(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["watch", str(run.root)]) == 2
+    assert "is no run" in capsys.readouterr().err
+    assert run_command(["watch", str(run.root), "--interval", "0"]) == 2
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    script = f"""
+import pathlib, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path({str(tmp_path / "dumped")!r}).touch())
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc, which says who handles a signal")
+def test_a_stalled_process_is_asked_for_its_stacks(run: RunDirectory, listener: subprocess.Popen[str]) -> None:
+    _write(run, [{**event, "pid": listener.pid} for event in _steps(10, start=time.time() - 100)])
+    assert run_command(["watch", str(run.root)]) == 4
+    deadline = time.monotonic() + 10
+    while not (run.root / "dumped").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (run.root / "dumped").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc, which says who handles a signal")
+def test_a_process_that_would_die_of_the_signal_is_left_alone(run: RunDirectory) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert "does not handle SIGUSR1" in request_stack_dump(process.pid, None)
+        assert "runs on elsewhere" in request_stack_dump(process.pid, "elsewhere")
+        assert process.poll() is None
+    assert "is gone" in request_stack_dump(process.pid, platform.node())
