@@ -196,6 +196,16 @@ def test_any_group_is_as_exact_as_torchs_own(heads_per_group: int) -> None:
     assert_exact(ours, exact, evaluate(torchs(indices), inputs.tensors))
 
 
+def test_surplus_compressed_rows_may_be_nan() -> None:
+    inputs = inputs_of(1301, num_heads=8, num_kv_heads=2, head_dim_qk=128, head_dim_v=128)
+    q = inputs.q.clone().requires_grad_()
+    k, v = (pad(x, (0, 0, 0, 0, 0, 3), value=math.nan).requires_grad_() for x in (inputs.k_cmp, inputs.v_cmp))
+    out = compressed_attention(q, k, v, geometry=GEOMETRY, backend="triton").out
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(bool(x.isfinite().all()) for x in (out, *gradients))
+    assert not any(bool(x[:, -3:].any()) for x in gradients[1:])
+
+
 def test_a_hundred_packed_sequences_equal_the_reference() -> None:
     short = torch.randint(0, 400, (99,), generator=torch.Generator().manual_seed(3)).tolist()
     lengths = (*short, 2100)

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from nsa_core import BranchRequest, Layout, Operation, ReasonKind, explain_routing
-from nsa_kernels_triton import policy
+from nsa_kernels_triton import launch, policy
 from nsa_kernels_triton.policy import KINDS, Tiles, padded, reasons_against, shared_memory_bytes, shared_memory_estimate, tiles
 
 ATTENTION = (Operation.CMP, Operation.WIN)
@@ -221,3 +221,12 @@ def test_computing_and_loading_threads_share_the_registers_of_a_program(kind):
         # setmaxnreg takes multiples of 8 from 24 to 256
         assert ring.loader_registers % 8 == 0
         assert 24 <= ring.loader_registers <= 128
+
+
+def test_a_tensor_that_starts_off_16_bytes_goes_to_the_portable_kernel(monkeypatch):
+    monkeypatch.setattr(policy, "ring", lambda *request: request)
+    rows = torch.zeros(2 * 64 + 8, dtype=torch.bfloat16)
+    aligned, odd = (rows[offset : offset + 128].view(1, 1, 2, 64) for offset in (0, 1))
+    assert launch.ring_for("interval_forward", aligned, aligned, aligned) is not None
+    for tensors in ((odd, aligned, aligned), (aligned, odd, aligned), (aligned, aligned, odd)):
+        assert launch.ring_for("interval_forward", *tensors) is None

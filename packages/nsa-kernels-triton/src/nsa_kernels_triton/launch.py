@@ -17,10 +17,19 @@ def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy
     return policy.tiles(kind, capability, head_dim_qk, head_dim_v, q.element_size())
 
 
-def ring_for(kind: str, q: Tensor, head_dim_v: int) -> policy.Ring | None:
-    """Return the ring of a kernel that is written for q's device; None where the portable one serves."""
+COPIED_BYTES = 16
+"""What one instruction of the loading warps copies."""
+
+
+def ring_for(kind: str, q: Tensor, v: Tensor, *others: Tensor) -> policy.Ring | None:
+    """Return the ring of a kernel that is written for q's device; None where the portable one serves.
+
+    It does for a tensor, one of `others` included, that does not start at 16 bytes: rows are copied in pieces of 16.
+    """
+    if any(x.data_ptr() % COPIED_BYTES for x in (q, v, *others)):
+        return None
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    return policy.ring(kind, capability, q.shape[3], head_dim_v, q.element_size())
+    return policy.ring(kind, capability, q.shape[3], v.shape[3], q.element_size())
 
 
 def is_exact(q: Tensor) -> bool:

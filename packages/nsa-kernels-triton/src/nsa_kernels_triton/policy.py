@@ -6,7 +6,7 @@ tied to one architecture, and a capability that the tables do not know gets the 
 
 import sys
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -221,7 +221,11 @@ GLUON_VERSIONS = ("3.6.", "3.7.")
 @cache
 def has_gluon() -> bool:
     """Return True where the installed triton compiles the kernels of `hopper`."""
-    return find_spec("triton") is not None and version("triton").startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None
+    try:
+        # builds under another name, such as nightly ones, are no version that is known
+        return version("triton").startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None
+    except PackageNotFoundError:
+        return False
 
 
 class Parts(NamedTuple):

@@ -112,7 +112,7 @@ def triton_nsa_attention_backward(
     sizes = BlockGeometry(*geometry)
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
     dout, q, gates, gates_dtype = dout.contiguous(), q.contiguous(), gates.contiguous(), gates.dtype
-    if ring_for("selected_backward", q, v_cmp.shape[3]) is not None:
+    if ring_for("selected_backward", q, v_cmp) is not None:
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
     deltas = _branch_deltas(dout, out_cmp, out_slc, out_win)

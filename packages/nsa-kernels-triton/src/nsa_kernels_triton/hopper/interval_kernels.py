@@ -46,7 +46,7 @@ def _multiply(
     k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
     dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, row_from, row_end, middle, tail, scale, factor,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr, GATED: gl.constexpr,
-    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, CACHED: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV that the rows give to the keys. The product into dK overlaps with the next tile's scores."""
@@ -88,9 +88,6 @@ def _multiply(
         dv = warpgroup_mma(left_v, dout, dv, is_async=True)
         dweights = warpgroup_mma_wait(1, deps=[dweights])
         dscores = weights * (dweights - delta[None, :])
-        if CACHED:
-            # the end of a store may be NaN
-            dscores = gl.where(weights == 0, 0.0, dscores)
         left_k = gl.convert_layout(dscores.to(dtype), gl.DotOperandLayout(0, ACC_K, 2))
         dk = warpgroup_mma(left_k, q, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
@@ -160,9 +157,12 @@ def dkdv_kernel(
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=1)
 
+    # keys that no query sees count as zeros: the end of a store, and surplus blocks, may be NaN
+    _first, seen = visible_keys(position + num_valid - 1, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    num_seen = gl.minimum(num_keys, seen)
     key_place = key_row0 * G + group
-    load_tile(k_ptr + key_place * D_K, k_smem, key0, num_keys, G, 1, D_K, D_K, KEYS)
-    load_tile(v_ptr + key_place * D_V, v_smem, key0, num_keys, G, 1, D_V, D_V, KEYS)
+    load_tile(k_ptr + key_place * D_K, k_smem, key0, num_seen, G, 1, D_K, D_K, KEYS)
+    load_tile(v_ptr + key_place * D_V, v_smem, key0, num_seen, G, 1, D_V, D_V, KEYS)
     async_copy.commit_group()
 
     # queries t that see some of the keys: t_from .. t_end - 1; all of them: t_full .. t_full_end - 1
@@ -198,7 +198,7 @@ def dkdv_kernel(
                     k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
                     position, row_from, row_end, middle, tail, scale, factor,
-                    G, HG, D_K, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, CACHED, ROWS, KEYS, STAGES,
+                    G, HG, D_K, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
                 ),
             ),
             (

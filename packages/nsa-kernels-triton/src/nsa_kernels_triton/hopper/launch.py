@@ -76,7 +76,7 @@ def selected_backward(
     from nsa_kernels_triton.hopper import selected_kernels as kernels
 
     kernels.backward_kernel[(num_items,)](
-        q, k, v, dout, lse, delta, _gate(gates, 1, delta), *rest,
+        q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
         **_selected_constants(constants), GATED=gates is not None, **_ring_constants(ring), **_options(),
     )  # fmt: skip
 

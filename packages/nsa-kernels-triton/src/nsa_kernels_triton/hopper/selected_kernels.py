@@ -155,7 +155,7 @@ def _add_or_store(
     """Add the gradients of a list's first item to the running sum; keep those of a later one apart."""
     in_piece = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
-    mask = (key_row0 + in_piece <= last_key)[:, None] & (columns < WIDTH)[None, :]
+    mask = (key_row0 + in_piece <= last_key)[:, None]
     if place < 0:
         keys = (key_row0 + in_piece).to(gl.int64) * G + group
         target = sum_ptr + keys[:, None] * D + columns[None, :]

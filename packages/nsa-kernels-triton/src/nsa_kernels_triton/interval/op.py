@@ -159,7 +159,7 @@ def forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if not k.shape[1] or not q.numel():
         return out.zero_(), lse.fill_(float("-inf")), exact.zero_()
-    ring = ring_for("interval_forward", q, v.shape[3])
+    ring = ring_for("interval_forward", q, v, k)
     # a scale of 0 times -inf would be NaN
     if ring is not None and scale > 0:
         hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, ring)
@@ -238,7 +238,7 @@ def _dkdv(
     scale: float,
     sequences: Sequences,
 ) -> tuple[Tensor, Tensor]:
-    ring = ring_for("interval_dkdv", q, v.shape[3])
+    ring = ring_for("interval_dkdv", q, v, k, dout)
     tiles = tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
     tiling = sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True)
     splits, split_queries = 1, q.shape[1]

@@ -135,9 +135,9 @@ def _piece_constants(index: Index) -> dict[str, int]:
     return {"SELECTION_SIZE": pieces.block_size, "PIECES": pieces.per_block, "PIECE_SIZE": pieces.size, "KEYS": pieces.keys}
 
 
-def _ring(kind: str, q: Tensor, v: Tensor, index: Index) -> Ring | None:
+def _ring(kind: str, index: Index, q: Tensor, v: Tensor, *others: Tensor) -> Ring | None:
     """Return the ring of a kernel that is written for q's device; it takes pieces that fill their tile."""
-    ring, pieces = ring_for(kind, q, v.shape[3]), index.pieces
+    ring, pieces = ring_for(kind, q, v, *others), index.pieces
     return ring if ring is not None and pieces.size == ring.block_keys and pieces.block_size % pieces.size == 0 else None
 
 
@@ -175,7 +175,7 @@ def forward(
     width = triton.next_power_of_2(v.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], v.shape[3], dtype=dtype)
     part_lse = lse.new_empty(parts.shape[0])
-    ring = _ring("selected_forward", q, v, index)
+    ring = _ring("selected_forward", index, q, v, k)
     for chunk in chunks(index, geometry):
         operands = (
             q, k, v, parts, part_lse, *_lists(chunk), index.rows, chunk.key_rows,
@@ -226,7 +226,8 @@ def backward(
     constants = _constants(q, k, v, index)
     width = triton.next_power_of_2(q.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
-    ring = _ring("selected_backward", q, v, index)
+    gate = {"GATE": -1 if gates is None else GATE}
+    ring = _ring("selected_backward", index, q, v, k, dout)
     num_extras = index.chunk_rows * index.num_groups * index.slots // index.item_queries
     dk_extra = dk.new_empty(num_extras * index.pieces.keys, q.shape[3])
     dv_extra = dv.new_empty(num_extras * index.pieces.keys, v.shape[3])
@@ -235,10 +236,10 @@ def backward(
         results = (parts, dk, dv, dk_extra, dv_extra)
         numbers = (*_lists(chunk), index.rows, chunk.key_rows, *place, scale, score_factor(q, scale))
         if ring is not None:
-            hopper.selected_backward(chunk.items.shape[0], q, k, v, dout, lse, delta, gates, (*results, *numbers), constants, ring)
+            hopper.selected_backward(chunk.items.shape[0], q, k, v, dout, lse, delta, gates, (*results, *numbers), constants | gate, ring)
         else:
             kernels.backward_kernel[(chunk.items.shape[0],)](
-                q, k, v, dout, lse, delta, gates, *results, *numbers, **constants, GATE=-1 if gates is None else GATE,
+                q, k, v, dout, lse, delta, gates, *results, *numbers, **constants, **gate,
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         for total, extra in ((dk, dk_extra), (dv, dv_extra)):
