@@ -132,3 +132,10 @@ def test_a_dry_run_judges_and_trains_nothing(tiny_recipe, tmp_path, capsys):
     assert run_command(["run", str(tiny_recipe), "--out", str(out), "--dry-run", "--set", "train.seq_len=1000000"]) == 2
     assert "train.seq_len=1000000" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_the_trainer_loads_no_compiler() -> None:
+    """Triton takes seconds to import, and its interpreter must be asked for before that."""
+    program = "import sys, nsa_train.running; print('triton' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -7,7 +7,7 @@ from nsa_core import NSAConfig
 from nsa_core.errors import CacheOverflowError
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.varlen import positions_from_cu_seqlens, sequence_ids
-from nsa_train.model.fast_attention import fast_causal_attention, has_varlen_attention, varlen_causal_attention
+from nsa_train.model.fast_attention import fast_causal_attention, has_varlen_attention
 
 
 class DenseCache:
@@ -104,6 +104,8 @@ class DenseAttention(nn.Module):
             rows = (count, max_seqlen)
             return fast_causal_attention(*(x.unflatten(0, rows) for x in (q, k, v))).flatten(0, 1).unsqueeze(0)
         if has_varlen_attention(q, v):
+            from nsa_train.model.varlen_attention import varlen_causal_attention
+
             return varlen_causal_attention(q, k, v, cu_seqlens, max_seqlen).unsqueeze(0)
         return self._padded(q, k, v, positions, cu_seqlens, max_seqlen).unsqueeze(0)
 

@@ -1,18 +1,12 @@
 """The fastest dense causal attention that a device offers; never torch's default choice, which on Hopper is half as fast."""
 
-import inspect
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from nsa_core.reference.causal import causal_attention
 
 FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Before torch 2.13 it has not: keys and values are repeated."""
 LARGEST_VARLEN_DIM = 256
 
 
@@ -25,16 +19,6 @@ def fast_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def has_varlen_attention(q: Tensor, v: Tensor) -> bool:
-    """Return True where `varlen_causal_attention` can serve packed q `(total, H, D_k)` and v `(total, G, D_v)`."""
+    """Return True where `varlen_attention.varlen_causal_attention` can serve packed q `(total, H, D_k)` and v `(total, G, D_v)`."""
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     return q.device.type == "cuda" and is_half and q.shape[-1] == v.shape[-1] <= LARGEST_VARLEN_DIM
-
-
-def varlen_causal_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Return causal attention `(total, H, D)` inside each packed sequence; no padded batch is made."""
-    options: dict[str, Any] = {"window_size": (-1, 0)}
-    if VARLEN_HAS_GQA:
-        options["enable_gqa"] = q.shape[1] != k.shape[1]
-    else:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return cast(Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options))
