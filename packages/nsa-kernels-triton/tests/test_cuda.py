@@ -26,6 +26,7 @@ from nsa_core import (
     selected_attention,
     sliding_window_attention,
 )
+from nsa_core.blocks import num_compressed_blocks
 from nsa_core.selection import pool_importance
 from nsa_core.testing import masks
 from nsa_core.testing.inputs import Inputs, Shape, make_inputs
@@ -213,6 +214,50 @@ def test_a_hundred_packed_sequences_equal_the_reference() -> None:
     options = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": 2100}
     exact = evaluate(composed(chosen_blocks(inputs, **options), **options), inputs.to(torch.float64).tensors)
     assert_exact(evaluate(kernels(**options), inputs.tensors), exact)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 64), (128, 128), (192, 64), (192, 128)], ids=str)
+def test_packed_sequences_are_as_exact_as_the_reference(head_dims: tuple[int, int]) -> None:
+    sizes = {"num_heads": 12, "num_kv_heads": 2, "head_dim_qk": head_dims[0], "head_dim_v": head_dims[1]}
+    inputs = inputs_of(lengths=(1, 63, 64, 65, 1025, 0, 1400), surplus_blocks=3, **sizes)
+    options = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": 1400}
+    reference = composed(chosen_blocks(inputs, **options), **options)
+    exact, yardstick = (evaluate(reference, inputs.to(dtype).tensors) for dtype in (torch.float64, torch.bfloat16))
+    assert_exact(evaluate(kernels(**options), inputs.tensors), exact, yardstick)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 64), (128, 128), (192, 64), (192, 128)], ids=str)
+def test_steps_over_stores_never_read_what_does_not_count(head_dims: tuple[int, int]) -> None:
+    capacity, num_queries, starts, counts = 2000, 40, (0, 900, 1950), (40, 7, 40)
+    whole = inputs_of(capacity, num_heads=12, num_kv_heads=2, head_dim_qk=head_dims[0], head_dim_v=head_dims[1])
+    stores = [x.expand(3, -1, -1, -1).clone() for x in whole.tensors[1:7]]
+    q = torch.stack([pad(whole.q[0], (0, 0, 0, 0, 0, num_queries))[start:][:num_queries] for start in starts])
+    gates = torch.rand(3, num_queries, 12, 3, device="cuda", dtype=q.dtype)
+    options = {
+        "query_start": torch.tensor(starts, dtype=torch.int32, device="cuda"),
+        "query_count": torch.tensor(counts, dtype=torch.int32, device="cuda"),
+    }
+    clean = Inputs.of([q, *stores, gates])
+    expected = composed(chosen_blocks(clean, **options), **options)(*clean.to(torch.float64).tensors)
+    dirty = [x.clone() for x in clean.tensors]
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        dirty[0][row, count:], dirty[7][row, count:] = math.nan, math.nan
+        for place, store in enumerate(dirty[1:7]):
+            held = num_compressed_blocks(start + count, GEOMETRY) if place < 2 else start + count
+            store[row, held:] = math.nan
+    out = kernels(**options)(*dirty)
+    assert not out[1, 7:].any()
+    assert max_error(out, expected) <= allowed_error(expected, torch.bfloat16, 2**-9)
+
+
+@pytest.mark.hardware(num_gpus=2, capability=(8, 0))
+def test_kernels_run_where_their_tensors_lie() -> None:
+    inputs = inputs_of(1301, **LLAMA)
+    there = tuple(x.to("cuda:1") for x in inputs.tensors)
+    assert torch.cuda.current_device() == 0
+    for ours, expected in zip(evaluate(kernels(), there), evaluate(kernels(), inputs.tensors), strict=True):
+        assert ours.device.index == 1
+        assert torch.equal(ours.cpu(), expected.cpu())
 
 
 @each_real

@@ -210,7 +210,7 @@ def test_an_unknown_triton_leaves_the_portable_kernels(monkeypatch):
     monkeypatch.setattr(policy, "version", lambda name: "3.99.0")
     policy.has_gluon.cache_clear()
     try:
-        assert policy.ring("interval_forward", (9, 0), 128, 128, 2) is None
+        assert policy.ring("window_forward", (9, 0), 128, 128, 2) is None
     finally:
         policy.has_gluon.cache_clear()
 
@@ -227,6 +227,6 @@ def test_a_tensor_that_starts_off_16_bytes_goes_to_the_portable_kernel(monkeypat
     monkeypatch.setattr(policy, "ring", lambda *request: request)
     rows = torch.zeros(2 * 64 + 8, dtype=torch.bfloat16)
     aligned, odd = (rows[offset : offset + 128].view(1, 1, 2, 64) for offset in (0, 1))
-    assert launch.ring_for("interval_forward", aligned, aligned, aligned) is not None
+    assert launch.ring_for("window_forward", aligned, aligned, aligned) is not None
     for tensors in ((odd, aligned, aligned), (aligned, odd, aligned), (aligned, aligned, odd)):
-        assert launch.ring_for("interval_forward", *tensors) is None
+        assert launch.ring_for("window_forward", *tensors) is None

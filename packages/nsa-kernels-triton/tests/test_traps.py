@@ -15,6 +15,7 @@ from nsa_core.testing import properties
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.properties import Where
 from nsa_core.testing.tolerances import NEAR_TIE, allowed_error, max_error
+from nsa_kernels_triton import policy
 from nsa_kernels_triton.plugin import TritonBackend
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
@@ -111,6 +112,40 @@ def test_a_compressed_block_that_lies_across_tiles_counts_for_both_selection_blo
     is_clear = margin > NEAR_TIE[torch.float32]
     assert int(is_clear.sum()) > 60
     assert torch.equal(chosen[is_clear], expected[is_clear])
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("num_heads", [1, 3, 16])
+def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a matrix unit's tile holds them in an order of its own
+    monkeypatch.setattr(policy, "INTERPRETED", policy.Tiles(16, tile, 4, 1))
+    geometry = BlockGeometry(4, 2, 8, 4, 1, 1, 8)
+    shape = Shape(geometry=geometry, num_queries=170, num_heads=num_heads, num_kv_heads=1)
+    inputs = inputs_of(shape)
+    exact = inputs.to(torch.float64)
+    lse = naive.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry=geometry).lse
+    expected = naive.select_blocks(exact.q, exact.k_cmp, lse, geometry=geometry)
+    is_clear = naive.selection_margin(exact.q, exact.k_cmp, lse, geometry=geometry) > NEAR_TIE[torch.float32]
+    chosen = select_blocks(inputs.q, inputs.k_cmp, lse.float(), geometry=geometry, **OPTIONS)
+    assert int(is_clear.sum()) > 130
+    assert torch.equal(chosen[is_clear], expected[is_clear])
+
+
+@pytest.mark.parametrize("attend", [compressed_attention, sliding_window_attention])
+def test_queries_that_do_not_count_give_zero_whatever_they_hold(attend: Any) -> None:
+    inputs = inputs_of(Shape(num_queries=40))
+    k, v = (inputs.k_cmp, inputs.v_cmp) if attend is compressed_attention else (inputs.k_win, inputs.v_win)
+    start, count = (torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in (30, 4))
+    q = inputs.q[:, 30:].clone()
+    q[:, 4:] = math.nan
+    out, lse = attend(q, k, v, geometry=SMALL, query_start=start, query_count=count, **OPTIONS)
+    whole = attend(inputs.q, k, v, geometry=SMALL, **OPTIONS)
+    assert not out[:, 4:].any()
+    assert bool((lse[:, 4:] == -math.inf).all())
+    torch.testing.assert_close(out[:, :4], whole.out[:, 30:34])
+    # a NaN that counts is not hidden
+    q[:, 0] = math.nan
+    assert bool(attend(q, k, v, geometry=SMALL, query_start=start, query_count=count, **OPTIONS).out[:, 0].isnan().all())
 
 
 def test_a_compressed_block_shows_with_its_last_token_and_no_earlier() -> None:

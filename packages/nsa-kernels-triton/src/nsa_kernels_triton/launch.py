@@ -1,6 +1,8 @@
 """What every launch needs: tiles, sequences as kernel arguments, tiles of packed sequences."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,6 +11,24 @@ from nsa_core.backends.base import Placement
 from nsa_kernels_triton import policy
 
 LOG2E = 1.4426950408889634
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
+    """Return the body of an op with the device of its first tensor as the current one: launches go there."""
+
+    @wraps(body)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        if not first.is_cuda:
+            return body(*args, **kwargs)
+        with torch.cuda.device(first.device):
+            return body(*args, **kwargs)
+
+    return run
 
 
 def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy.Tiles:

@@ -134,7 +134,7 @@ HALF: dict[int, Table] = {
         "interval_forward": {256: Tiles(64, 64, 4, 3), 320: Tiles(64, 64, 4, 2), 512: Tiles(128, 64, 8, 2)},
         "interval_dq": {256: Tiles(64, 64, 4, 2), 320: Tiles(128, 64, 8, 3), 384: Tiles(64, 32, 4, 2), 512: Tiles(128, 32, 8, 2)},
         "interval_dkdv": {256: Tiles(32, 64, 4, 3), 320: Tiles(32, 128, 8, 3), 384: Tiles(32, 128, 8, 2), 512: Tiles(64, 64, 8, 2)},
-        "scores": {192: Tiles(128, 64, 4, 2), 256: Tiles(64, 64, 4, 2)},
+        "scores": {64: Tiles(64, 128, 4, 2), 192: Tiles(128, 64, 4, 2), 256: Tiles(64, 64, 4, 2)},
         "selected_forward": {512: Tiles(64, 64, 4, 1)},
         "selected_backward": {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 4, 1), 384: Tiles(128, 64, 8, 1), 512: Tiles(32, 64, 8, 1)},
     },
@@ -184,7 +184,7 @@ def _half_table(capability: tuple[int, int]) -> Table:
 
 @frozen
 class Ring:
-    """How a kernel of `hopper` cuts its work: four warps load tiles into a ring, four compute."""
+    """How a kernel of `hopper` cuts its work: four warps load tiles into a ring, four or twice four compute."""
 
     block_rows: int
     """Rows of q in a tile: queries times the heads of their group."""
@@ -192,15 +192,16 @@ class Ring:
     num_stages: int
     """Tiles in the ring."""
     loader_registers: int
-    """Registers of a loading thread; a computing one gets what is left, 256 - this."""
+    """Registers of a loading thread; computing ones share what is left."""
 
 
 # measured on an H200, at 32,768 tokens; kind -> head_dim_qk -> ring
 RINGS: dict[str, dict[int, Ring]] = {
-    "interval_forward": {64: Ring(64, 128, 2, 40), 128: Ring(64, 64, 3, 40), 192: Ring(64, 64, 2, 40)},
+    "compressed_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 128, 3, 40), 192: Ring(128, 128, 2, 40)},
+    "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 5, 40), 192: Ring(128, 64, 4, 40)},
     "interval_dkdv": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40)},
     "selected_forward": {64: Ring(64, 64, 3, 40), 128: Ring(64, 64, 3, 40), 192: Ring(64, 64, 2, 40)},
-    "selected_backward": {64: Ring(32, 64, 3, 40), 128: Ring(32, 64, 3, 40), 192: Ring(32, 64, 2, 32)},
+    "selected_backward": {64: Ring(32, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(32, 64, 2, 32)},
 }
 RING_HEAD_DIMS_V = (64, 128)
 RING_CAPABILITY = (9, 0)

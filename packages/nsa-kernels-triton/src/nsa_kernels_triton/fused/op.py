@@ -10,7 +10,7 @@ from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.interval import kernels
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out, ring_for
+from nsa_kernels_triton.launch import Sequences, exact_out, on_its_device, ring_for
 from nsa_kernels_triton.select import op as select
 from nsa_kernels_triton.selected import op as selected
 
@@ -39,6 +39,7 @@ def nsa_attention(
 
 
 @torch.library.custom_op("nsa_triton::nsa_attention", mutates_args=())
+@on_its_device
 def triton_nsa_attention(
     q: Tensor,
     k_cmp: Tensor,
@@ -88,6 +89,7 @@ def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, ...]
 
 
 @torch.library.custom_op("nsa_triton::nsa_attention_backward", mutates_args=())
+@on_its_device
 def triton_nsa_attention_backward(
     dout: Tensor,
     saved: list[Tensor],

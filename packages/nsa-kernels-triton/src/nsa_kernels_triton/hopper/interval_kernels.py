@@ -254,7 +254,7 @@ def _weights(
 
 @gluon.jit
 def _attend(
-    q1_smem, q2_smem, k1_smem, k2_smem, v_smem, out_smem, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr,
+    q1_smem, q2_smem, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr,
     row0, num_rows, num_valid, position, start, last_end, middle, tail, factor,
     H: gl.constexpr, HG: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
@@ -314,12 +314,17 @@ def _attend(
         fence_async_shared()
         acc = warpgroup_mma(left, v_smem.index((num_tiles - 1) % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-    sees_any = (row_sum > 0) & (t >= 0)
-    inverse = gl.where(sees_any, 1.0 / gl.where(sees_any, row_sum, 1.0), 0.0)
+    sees_any = first < end
+    # what a row holds that sees nothing may be NaN
+    inverse = gl.where(sees_any, 1.0 / row_sum, 0.0)
     heads = queries.to(gl.int64) * H + rows % HG
     lse = (row_max + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2
     gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=queries < num_rows)
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
+    acc = gl.where(inverse == 0, 0.0, acc * inverse)
+    # outputs leave through the rows' own place
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_V], dtype)
+    out_smem = q1_smem._reinterpret(dtype, [ROWS, D_V], V_SHARED)
     barrier()
     out_smem.store(acc.to(dtype))
     barrier()
@@ -336,10 +341,14 @@ def forward_kernel(
     num_sequences, num_queries, num_keys, search_steps, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse as `interval.kernels.forward_kernel` does; grid (tiles, sequences or 1, G). The longest rows come first."""
+    """Write out and lse as `interval.kernels.forward_kernel` does; grid (tiles, sequences or 1, G). The longest rows come first.
+
+    A tile's rows are shared out to two times four computing warps, which read the same keys.
+    """
     HG: gl.constexpr = H // G
+    HALF: gl.constexpr = ROWS // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile = gl.num_programs(0) - 1 - gl.program_id(0)
     sequence = gl.program_id(1)
@@ -365,46 +374,56 @@ def forward_kernel(
         end = start
     tail = full_end - KEYS + 1
 
-    Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, K1], dtype)
-    Q2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, max(K2, 16)], dtype)
+    Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
+    Q2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q1_smem = gl.allocate_shared_memory(dtype, [ROWS, K1], Q1_SHARED)
+    q1_smem = gl.allocate_shared_memory(dtype, [2, HALF, K1], Q1_SHARED)
     k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], Q1_SHARED)
     q2_smem = q1_smem
     k2_smem = k1_smem
     if K2 > 0:
-        q2_smem = gl.allocate_shared_memory(dtype, [ROWS, K2], Q2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [2, HALF, K2], Q2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], Q2_SHARED)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D_V], V_SHARED)
-    # outputs leave through the rows' own place
-    out_smem = q1_smem._reinterpret(dtype, [ROWS, D_V], V_SHARED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
+        # every loading thread arrives once its copies have landed, and each half once it has read them
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(v_full.index(stage), count=128)
-        mbarrier.init(k_empty.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=2)
     head0 = q_row0 * H + group * HG
-    load_tile(q_ptr + head0 * D_K, q1_smem, row0, num_rows * HG, H, HG, D_K, K1, ROWS)
-    if K2 > 0:
-        load_tile(q_ptr + head0 * D_K + K1, q2_smem, row0, num_rows * HG, H, HG, D_K, K2, ROWS)
+    for half in gl.static_range(2):
+        load_tile(q_ptr + head0 * D_K, q1_smem.index(half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K1, HALF)
+        if K2 > 0:
+            load_tile(q_ptr + head0 * D_K + K1, q2_smem.index(half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K2, HALF)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
     key0 = key_row0 * G + group
+    out_ptr += head0 * D_V
+    lse_ptr += head0
     gl.warp_specialize(
         [
             (
                 _attend,
                 (
-                    q1_smem, q2_smem, k1_smem, k2_smem, v_smem, out_smem, k_full, k_empty, v_full, v_empty,
-                    out_ptr + head0 * D_V, lse_ptr + head0, row0, num_rows, num_valid, position, start, end, middle, tail, factor,
-                    H, HG, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
+                    q1_smem.index(0), q2_smem.index(0), k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    out_ptr, lse_ptr, row0, num_rows, num_valid, position, start, end, middle, tail, factor,
+                    H, HG, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, HALF, KEYS, STAGES,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    q1_smem.index(1), q2_smem.index(1), k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    out_ptr, lse_ptr, row0 + HALF, num_rows, num_valid, position, start, end, middle, tail, factor,
+                    H, HG, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, HALF, KEYS, STAGES,
                 ),
             ),
             (
@@ -415,6 +434,6 @@ def forward_kernel(
                 ),
             ),
         ],
-        [4],
-        [LOADER_REGISTERS],
+        [4, 4],
+        [HALF_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip

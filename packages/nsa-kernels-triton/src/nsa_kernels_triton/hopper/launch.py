@@ -10,6 +10,8 @@ from nsa_kernels_triton.policy import Ring, parts_of
 
 REGISTERS = 128
 """Of a thread when a program starts: two programs of eight warps fill a multiprocessor."""
+REGISTERS_OF_THREE = 168
+"""The same where one program of twelve warps does."""
 
 
 def interval_forward(
@@ -23,7 +25,8 @@ def interval_forward(
         q, k, v, out, lse,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], sequences.search_steps, score_factor(q, scale),
-        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **sizes, **_ring_constants(ring), **_options(),
+        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **sizes, **_ring_constants(ring),
+        HALF_REGISTERS=(3 * REGISTERS_OF_THREE - ring.loader_registers) // 2, num_warps=4, maxnreg=REGISTERS_OF_THREE,
     )  # fmt: skip
 
 

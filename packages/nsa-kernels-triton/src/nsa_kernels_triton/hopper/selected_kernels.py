@@ -62,6 +62,15 @@ def _gather(
 
 
 @gluon.jit
+def _scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
+    """Start a tile's products of queries and keys, in the registers of `scores`; the operands come in one part or two."""
+    scores = warpgroup_mma(left1, right1.permute((1, 0)), scores, use_acc=False, is_async=True)
+    if K2 > 0:
+        scores = warpgroup_mma(left2, right2.permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
 def _multiply(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
     full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
@@ -79,21 +88,21 @@ def _multiply(
     dk1 = gl.zeros([KEYS, K1], gl.float32, ACC_K1)
     dk2 = gl.zeros([KEYS, max(K2, 16)], gl.float32, ACC_K2)
     dv = gl.zeros([KEYS, D_V], gl.float32, ACC_V)
-    for tile in range(gl.cdiv(num_rows, ROWS)):
+    num_tiles = gl.cdiv(num_rows, ROWS)
+    mbarrier.wait(full.index(0), 0)
+    fence_async_shared()
+    scores = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+    scores = _scores(k1_smem, k2_smem, q1_smem.index(0), q2_smem.index(0), scores, K2)
+    for tile in range(num_tiles):
         stage = tile % STAGES
         q1 = q1_smem.index(stage)
         q2 = q2_smem.index(stage)
         dout = dout_smem.index(stage)
-        mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
-        fence_async_shared()
+        scores = warpgroup_mma_wait(0, deps=[scores])
         zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-        scores = warpgroup_mma(k1_smem, q1.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if K2 > 0:
-            scores = warpgroup_mma(k2_smem, q2.permute((1, 0)), scores, is_async=True)
         dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
         lse = lse_smem.index(stage).load(OF_ROWS)
         shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-        scores = warpgroup_mma_wait(1, deps=[scores])
         weights = gl.exp2(scores * factor - shift[None, :])
         if is_masked:
             own = own_smem.index(stage).load(OF_ROWS)
@@ -117,6 +126,11 @@ def _multiply(
             q2.permute((1, 0)).store((dq2 * scale).to(dtype))
         dq1 = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dv, dk1, dq1 = warpgroup_mma_wait(0, deps=[dv, dk1, dq1])
+        # the next tile's first products are computed while this one's results leave; after the last tile, any rows' are
+        following = (tile + 1) % STAGES
+        mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
+        fence_async_shared()
+        scores = _scores(k1_smem, k2_smem, q1_smem.index(following), q2_smem.index(following), scores, K2)
         barrier()
         # the tile of q has been read: partial dQ leaves through it
         q1.permute((1, 0)).store((dq1 * scale).to(dtype))
@@ -127,6 +141,7 @@ def _multiply(
             _store_tile(dq_ptr + K1, q2, entry, tile, num_rows, G, HG, D_K, K2, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
+    warpgroup_mma_wait(0, deps=[scores])
     _add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * scale, G, D_K, K1, KEYS, ACC_K1)
     if K2 > 0:
         _add_or_store(dk_ptr + K1, dk_extra_ptr + K1, key_row0, last_key, group, place, dk2 * scale, G, D_K, K2, KEYS, ACC_K2)
@@ -293,35 +308,39 @@ def _attend(
     dtype: gl.constexpr = q1_smem.dtype
     keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
     columns = gl.arange(0, D_V, gl.SliceLayout(0, TILE))
-    for tile in range(gl.cdiv(num_rows, ROWS)):
+    num_tiles = gl.cdiv(num_rows, ROWS)
+    mbarrier.wait(full.index(0), 0)
+    fence_async_shared()
+    scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    scores = _scores(q1_smem.index(0), q2_smem.index(0), k1_smem, k2_smem, scores, K2)
+    for tile in range(num_tiles):
         stage = tile % STAGES
-        mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
-        fence_async_shared()
-        zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-        scores = warpgroup_mma(q1_smem.index(stage), k1_smem.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if K2 > 0:
-            scores = warpgroup_mma(q2_smem.index(stage), k2_smem.permute((1, 0)), scores, is_async=True)
         own = own_smem.index(stage).load(OF_ROWS)
         entry = entry_smem.index(stage).load(OF_ROWS)
         entry_t = entry_smem.index(stage).load(gl.SliceLayout(1, TILE))
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(empty.index(stage), count=1)
-        scores = scores * factor
+        visible = scores
         if is_masked:
-            scores = gl.where((keys[None, :] <= own[:, None]) & (keys <= last_key)[None, :], scores, float("-inf"))
-        row_max = gl.max(scores, 1)
+            visible = gl.where((keys[None, :] <= own[:, None]) & (keys <= last_key)[None, :], scores, float("-inf"))
+        row_max = gl.max(visible, 1) * factor
         # rows that do not exist see nothing
         row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-        weights = gl.exp2(scores - row_max[:, None])
+        weights = gl.exp2(visible * factor - row_max[:, None])
         row_sum = gl.sum(weights, 1)
         left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
         acc = warpgroup_mma(left, v_smem, gl.zeros([ROWS, D_V], gl.float32, ACC), use_acc=False, is_async=True)
+        # the next tile's scores are computed while this one's results leave; after the last tile, any rows' are
+        following = (tile + 1) % STAGES
+        mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
+        fence_async_shared()
+        scores = _scores(q1_smem.index(following), q2_smem.index(following), k1_smem, k2_smem, scores, K2)
         total = gl.where(row_sum > 0, row_sum, 1.0)
         rows = tile * ROWS + gl.arange(0, ROWS, OF_ROWS)
         target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
         gl.store(lse_ptr + target, (row_max + gl.log2(total)) * LN2, mask=rows < num_rows)
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC))
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = warpgroup_mma_wait(1, deps=[acc])
         # the last tile's outputs have left
         barrier()
         out_smem.store((acc * inverse[:, None]).to(dtype))
@@ -329,6 +348,7 @@ def _attend(
         rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
         target_t = (entry_t // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry_t % SLOTS_TOTAL) * HG + rows_t % HG
         gl.store(out_ptr + target_t[:, None] * D_V + columns[None, :], out_smem.load(TILE), mask=(rows_t < num_rows)[:, None])
+    warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit

@@ -156,15 +156,18 @@ def forward_kernel(
             acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor,
             G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
         )  # fmt: skip
-    sees_any = (row_sum > 0) & (t >= 0)
-    inverse = tl.where(sees_any, 1.0 / tl.where(sees_any, row_sum, 1.0), 0.0)
-    store_columns(out_ptr, heads * D_V, exists, acc1 * inverse[:, None], 0, V1, D_V)
-    if V2 > 0:
-        store_columns(out_ptr, heads * D_V, exists, acc2 * inverse[:, None], V1, V2, D_V)
+    sees_any = first < end
+    inverse = 1.0 / tl.where(sees_any, row_sum, 1.0)
+    # what a row holds that sees nothing may be NaN
+    acc1 = tl.where(sees_any[:, None], acc1 * inverse[:, None], 0.0)
+    store_columns(out_ptr, heads * D_V, exists, acc1, 0, V1, D_V)
     if exact_ptr is not None:
-        store_columns(exact_ptr, heads * D_V, exists, acc1 * inverse[:, None], 0, V1, D_V)
-        if V2 > 0:
-            store_columns(exact_ptr, heads * D_V, exists, acc2 * inverse[:, None], V1, V2, D_V)
+        store_columns(exact_ptr, heads * D_V, exists, acc1, 0, V1, D_V)
+    if V2 > 0:
+        acc2 = tl.where(sees_any[:, None], acc2 * inverse[:, None], 0.0)
+        store_columns(out_ptr, heads * D_V, exists, acc2, V1, V2, D_V)
+        if exact_ptr is not None:
+            store_columns(exact_ptr, heads * D_V, exists, acc2, V1, V2, D_V)
     lse = log_sum(row_max, tl.where(sees_any, row_sum, 1.0), EXACT)
     tl.store(lse_ptr + heads, tl.where(sees_any, lse, float("-inf")), mask=exists)
 

@@ -10,7 +10,7 @@ from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, ring_for, score_factor, tiles_for
+from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, on_its_device, optional, ring_for, score_factor, tiles_for
 from nsa_kernels_triton.policy import parts_of
 
 PROGRAMS_WANTED = 2048
@@ -41,6 +41,7 @@ def _attend(
 
 
 @torch.library.custom_op("nsa_triton::interval_attention", mutates_args=())
+@on_its_device
 def interval_attention(
     q: Tensor,
     k: Tensor,
@@ -64,6 +65,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
 
 
 @torch.library.custom_op("nsa_triton::interval_attention_backward", mutates_args=())
+@on_its_device
 def interval_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -159,7 +161,7 @@ def forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if not k.shape[1] or not q.numel():
         return out.zero_(), lse.fill_(float("-inf")), exact.zero_()
-    ring = ring_for("interval_forward", q, v, k)
+    ring = ring_for("window_forward" if is_window else "compressed_forward", q, v, k)
     # a scale of 0 times -inf would be NaN
     if ring is not None and scale > 0:
         hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, ring)

@@ -63,9 +63,18 @@ def scores_kernel(
     _first, end = visible_keys(tl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
     _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
 
-    columns = tl.arange(0, BLOCK_KEYS)
-    stride = columns % PADDED_STRIDES
-    in_tile = columns // PADDED_STRIDES * STRIDES + stride
+    # A tile's rows are the strides of BLOCK_BLOCKS blocks, in an order in which one thread of a matrix unit's result holds several
+    # strides of a block: of rows r, r + 8 and r + 64. Sums over them then need no exchange.
+    HIGH: tl.constexpr = max(BLOCK_KEYS // 64, 1)
+    WARPS: tl.constexpr = BLOCK_KEYS // HIGH // 16
+    row = tl.arange(0, BLOCK_KEYS)
+    in_order = ((row // 16 % WARPS * 8 + row % 8) * HIGH + row // (16 * WARPS)) * 2 + row // 8 % 2
+    stride = in_order % PADDED_STRIDES
+    in_tile = in_order // PADDED_STRIDES * STRIDES + stride
+    # of a group's heads, it holds two neighbours and every eighth
+    LOW_HEADS: tl.constexpr = min(HEADS, 2)
+    LANES: tl.constexpr = min(HEADS // LOW_HEADS, 4)
+    HIGH_HEADS: tl.constexpr = HEADS // (LOW_HEADS * LANES)
     k_ptr += (k_row0 * G + group) * D_K
     in_block = tl.arange(0, BLOCK_BLOCKS)
     strides = tl.arange(0, PADDED_STRIDES)
@@ -86,14 +95,16 @@ def scores_kernel(
             products = dot(k2, tl.trans(q2), products)
         is_visible = (stride < STRIDES)[:, None] & (keys[:, None] < end[None, :])
         weights = tl.where(is_visible, exponential(products * factor - shift[None, :], EXACT), 0.0)
-        summed = tl.sum(tl.reshape(weights, (BLOCK_KEYS, BLOCK_QUERIES, HEADS)), 2)
-        summed = tl.reshape(summed, (BLOCK_BLOCKS, PADDED_STRIDES, BLOCK_QUERIES))
+        shares = tl.reshape(weights, (HIGH, WARPS, 2, 8, BLOCK_QUERIES, HIGH_HEADS, LANES, LOW_HEADS))
+        shares = tl.permute(tl.sum(tl.sum(shares, 7), 5), (1, 3, 0, 2, 4, 5))
+        shares = tl.reshape(shares, (BLOCK_BLOCKS, PADDED_STRIDES, BLOCK_QUERIES, LANES))
         blocks = block + in_block
         mask = keeps[None, :] & (blocks < num_blocks)[:, None]
-        tl.store(scores_ptr + target[None, :] + blocks[:, None], tl.sum(summed * own_weight[None, :, None], 1), mask=mask)
+        own = tl.sum(tl.sum(shares * own_weight[None, :, None, None], 1), 2)
+        tl.store(scores_ptr + target[None, :] + blocks[:, None], own, mask=mask)
         if REACH > 1:
             mask = keeps[None, :] & (blocks + 1 < num_blocks)[:, None]
-            reaching = tl.sum(summed * next_weight[None, :, None], 1)
+            reaching = tl.sum(tl.sum(shares * next_weight[None, :, None, None], 1), 2)
             tl.store(scores_ptr + next_scores + target[None, :] + (blocks + 1)[:, None], reaching, mask=mask)
 
 

@@ -10,7 +10,7 @@ from nsa_core import blocks
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_core.reference.rows import rows_of
-from nsa_kernels_triton.launch import Sequences, is_exact, score_factor, tiles_for
+from nsa_kernels_triton.launch import Sequences, is_exact, on_its_device, score_factor, tiles_for
 from nsa_kernels_triton.policy import parts_of
 from nsa_kernels_triton.select import kernels
 
@@ -28,6 +28,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry
 
 
 @torch.library.custom_op("nsa_triton::select_blocks", mutates_args=())
+@on_its_device
 def triton_select_blocks(
     q: Tensor,
     k_cmp: Tensor,

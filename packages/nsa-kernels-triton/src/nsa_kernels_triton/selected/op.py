@@ -10,7 +10,17 @@ from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval.op import row_delta
-from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, optional, partial_dtype, ring_for, score_factor, tiles_for
+from nsa_kernels_triton.launch import (
+    Sequences,
+    exact_out,
+    is_exact,
+    on_its_device,
+    optional,
+    partial_dtype,
+    ring_for,
+    score_factor,
+    tiles_for,
+)
 from nsa_kernels_triton.policy import Ring, parts_of
 from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import Chunk, Index, chunks, index_of
@@ -26,6 +36,7 @@ def selected_attention(
 
 
 @torch.library.custom_op("nsa_triton::selected_attention", mutates_args=())
+@on_its_device
 def triton_selected_attention(
     q: Tensor,
     k: Tensor,
@@ -48,6 +59,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
 
 
 @torch.library.custom_op("nsa_triton::selected_attention_backward", mutates_args=())
+@on_its_device
 def triton_selected_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -161,6 +173,9 @@ def forward(
     others: Others | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, the exact out and, with `others`, the gated sum of the three branches (else an empty tensor)."""
+    if scale < 0:
+        # a kernel may scale a maximum, which a negative factor would make the least
+        q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -181,7 +196,8 @@ def forward(
             q, k, v, parts, part_lse, *_lists(chunk), index.rows, chunk.key_rows,
             chunk.first_row, index.num_rows, index.num_pieces, score_factor(q, scale),
         )  # fmt: skip
-        if ring is not None:
+        # a scale of 0 times -inf would be NaN
+        if ring is not None and scale > 0:
             hopper.selected_forward(chunk.items.shape[0], operands, constants, ring)
         else:
             kernels.forward_kernel[(chunk.items.shape[0],)](
