@@ -216,23 +216,84 @@ def dkdv_kernel(
 
 
 @gluon.jit
-def _load_keys(
-    k_ptr, v_ptr, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, start, end,
-    G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+def _tile_of(
+    item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
+    HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    PACKED: gl.constexpr, CACHED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings with the keys and values start .. end - 1 of a group; those beyond are zeros."""
-    for tile in range(gl.cdiv(end - start, KEYS)):
-        stage = tile % STAGES
-        phase = ((tile // STAGES) & 1) ^ 1
-        key = start + tile * KEYS
-        mbarrier.wait(k_empty.index(stage), phase)
-        load_tile(k_ptr, k1_smem.index(stage), key, end, G, 1, D_K, K1, KEYS)
-        if K2 > 0:
-            load_tile(k_ptr + K1, k2_smem.index(stage), key, end, G, 1, D_K, K2, KEYS)
-        async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
-        mbarrier.wait(v_empty.index(stage), phase)
-        load_tile(v_ptr, v_smem.index(stage), key, end, G, 1, D_V, D_V, KEYS)
-        async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+    """Return of tile number `item`: its group, rows and the keys start .. end - 1 that any of them sees.
+
+    The longest rows come first. Every row sees the keys middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
+    """
+    tile = num_tiles - 1 - item % num_tiles
+    sequence = item // num_tiles % num_columns
+    group = item // (num_tiles * num_columns)
+    is_tile = True
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        is_tile = sequence < num_sequences
+        sequence = gl.minimum(sequence, num_sequences - 1)
+        tile -= gl.load(cu_tiles_ptr + sequence)
+    q_row0, num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    key_row0 = sequence.to(gl.int64) * num_keys
+    if PACKED:
+        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
+    row0 = tile * ROWS
+    t_first = position + row0 // HG
+    t_last = position + gl.minimum((row0 + ROWS - 1) // HG, num_valid - 1)
+    start, full_end = visible_keys(t_first, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    middle, end = visible_keys(t_last, IS_WINDOW, SIZE, STRIDE, WINDOW)
+    if PACKED:
+        num_rows = gl.where(is_tile, num_rows, 0)
+    end = gl.where(is_tile & (t_last >= t_first), end, start)
+    return group, q_row0, key_row0, row0, num_rows, num_valid, position, start, end, middle, full_end - KEYS + 1
+
+
+@gluon.jit
+def _load(
+    q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
+    HG: gl.constexpr = H // G
+    HALF: gl.constexpr = ROWS // 2
+    loaded = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = _tile_of(
+            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+            num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
+            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
+        )  # fmt: skip
+        number = item // gl.num_programs(0)
+        place = number % 2
+        q_tile = q_ptr + (q_row0 * H + group * HG) * D_K
+        mbarrier.wait(q_empty.index(place), ((number // 2) & 1) ^ 1)
+        for half in gl.static_range(2):
+            load_tile(q_tile, q1_smem.index(2 * place + half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K1, HALF)
+            if K2 > 0:
+                load_tile(q_tile + K1, q2_smem.index(2 * place + half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K2, HALF)
+        async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
+        k_tile = k_ptr + (key_row0 * G + group) * D_K
+        v_tile = v_ptr + (key_row0 * G + group) * D_V
+        for key in range(start, end, KEYS):
+            stage = loaded % STAGES
+            phase = ((loaded // STAGES) & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), phase)
+            load_tile(k_tile, k1_smem.index(stage), key, end, G, 1, D_K, K1, KEYS)
+            if K2 > 0:
+                load_tile(k_tile + K1, k2_smem.index(stage), key, end, G, 1, D_K, K2, KEYS)
+            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+            mbarrier.wait(v_empty.index(stage), phase)
+            load_tile(v_tile, v_smem.index(stage), key, end, G, 1, D_V, D_V, KEYS)
+            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            loaded += 1
 
 
 @gluon.jit
@@ -254,183 +315,181 @@ def _weights(
 
 @gluon.jit
 def _attend(
-    q1_smem, q2_smem, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr,
-    row0, num_rows, num_valid, position, start, last_end, middle, tail, factor,
-    H: gl.constexpr, HG: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
-    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    half: gl.constexpr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of a tile of rows. The product with v overlaps with the next tile's softmax."""
+    """Write out and lse of one half of the rows of the program's tiles. The product with v overlaps with the next keys' softmax."""
+    HG: gl.constexpr = H // G
+    HALF: gl.constexpr = ROWS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q1_smem.dtype
-    rows = row0 + gl.arange(0, ROWS, OF_ROWS)
-    queries = rows // HG
-    t = gl.where(queries < num_valid, position + queries, -1)
-    first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
-    row_sum = gl.zeros([ROWS], gl.float32, OF_ROWS)
-    acc = gl.zeros([ROWS, D_V], gl.float32, ACC)
-    num_tiles = gl.cdiv(last_end - start, KEYS)
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    if num_tiles > 0:
-        mbarrier.wait(k_full.index(0), 0)
-        fence_async_shared()
-        scores = warpgroup_mma(q1_smem, k1_smem.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if K2 > 0:
-            scores = warpgroup_mma(q2_smem, k2_smem.index(0).permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_empty.index(0), count=1)
-        weights, row_max, rescale = _weights(
-            scores, row_max, first, end, start, (start < middle) | (start >= tail), factor, SCORES, IS_WINDOW, KEYS
-        )
-        row_sum = gl.sum(weights, 1)
-        left = gl.convert_layout(weights.to(dtype), LEFT)
-        for tile in range(1, num_tiles):
-            stage = tile % STAGES
-            before = (tile - 1) % STAGES
-            mbarrier.wait(k_full.index(stage), (tile // STAGES) & 1)
-            mbarrier.wait(v_full.index(before), ((tile - 1) // STAGES) & 1)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D_V], dtype)
+    used = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = _tile_of(
+            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+            num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
+            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
+        )  # fmt: skip
+        number = item // gl.num_programs(0)
+        place = number % 2
+        q1 = q1_smem.index(2 * place + half)
+        q2 = q2_smem.index(2 * place + half)
+        row0 += half * HALF
+        rows = row0 + gl.arange(0, HALF, OF_ROWS)
+        t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
+        first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+        row_max = gl.full([HALF], float("-inf"), gl.float32, OF_ROWS)
+        row_sum = gl.zeros([HALF], gl.float32, OF_ROWS)
+        acc = gl.zeros([HALF, D_V], gl.float32, ACC)
+        zeros = gl.zeros([HALF, KEYS], gl.float32, SCORES)
+        num_key_tiles = gl.cdiv(last_end - start, KEYS)
+        mbarrier.wait(q_full.index(place), (number // 2) & 1)
+        if num_key_tiles > 0:
+            stage = used % STAGES
+            mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
             fence_async_shared()
-            scores = warpgroup_mma(q1_smem, k1_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores = warpgroup_mma(q1, k1_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             if K2 > 0:
-                scores = warpgroup_mma(q2_smem, k2_smem.index(stage).permute((1, 0)), scores, is_async=True)
-            acc = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
+                scores = warpgroup_mma(q2, k2_smem.index(stage).permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            key = start + tile * KEYS
             weights, row_max, rescale = _weights(
-                scores, row_max, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS
+                scores, row_max, first, end, start, (start < middle) | (start >= tail), factor, SCORES, IS_WINDOW, KEYS
             )
-            row_sum = row_sum * rescale + gl.sum(weights, 1)
+            row_sum = gl.sum(weights, 1)
+            left = gl.convert_layout(weights.to(dtype), LEFT)
+            for tile in range(1, num_key_tiles):
+                before = (used + tile - 1) % STAGES
+                stage = (used + tile) % STAGES
+                mbarrier.wait(k_full.index(stage), ((used + tile) // STAGES) & 1)
+                mbarrier.wait(v_full.index(before), ((used + tile - 1) // STAGES) & 1)
+                fence_async_shared()
+                scores = warpgroup_mma(q1, k1_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                if K2 > 0:
+                    scores = warpgroup_mma(q2, k2_smem.index(stage).permute((1, 0)), scores, is_async=True)
+                acc = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                key = start + tile * KEYS
+                weights, row_max, rescale = _weights(
+                    scores, row_max, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS
+                )
+                row_sum = row_sum * rescale + gl.sum(weights, 1)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(v_empty.index(before), count=1)
+                acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
+                left = gl.convert_layout(weights.to(dtype), LEFT)
+            used += num_key_tiles
+            before = (used - 1) % STAGES
+            mbarrier.wait(v_full.index(before), ((used - 1) // STAGES) & 1)
+            fence_async_shared()
+            acc = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(before), count=1)
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-            left = gl.convert_layout(weights.to(dtype), LEFT)
-        mbarrier.wait(v_full.index((num_tiles - 1) % STAGES), ((num_tiles - 1) // STAGES) & 1)
-        fence_async_shared()
-        acc = warpgroup_mma(left, v_smem.index((num_tiles - 1) % STAGES), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    sees_any = first < end
-    # what a row holds that sees nothing may be NaN
-    inverse = gl.where(sees_any, 1.0 / row_sum, 0.0)
-    heads = queries.to(gl.int64) * H + rows % HG
-    lse = (row_max + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2
-    gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=queries < num_rows)
-    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
-    acc = gl.where(inverse == 0, 0.0, acc * inverse)
-    # outputs leave through the rows' own place
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_V], dtype)
-    out_smem = q1_smem._reinterpret(dtype, [ROWS, D_V], V_SHARED)
-    barrier()
-    out_smem.store(acc.to(dtype))
-    barrier()
-    rows_t = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
-    heads_t = (rows_t // HG).to(gl.int64) * H + rows_t % HG
-    columns = gl.arange(0, D_V, gl.SliceLayout(0, TILE))
-    gl.store(out_ptr + (heads_t * D_V)[:, None] + columns[None, :], out_smem.load(TILE), mask=(rows_t // HG < num_rows)[:, None])
+        head0 = q_row0 * H + group * HG
+        sees_any = first < end
+        # what a row holds that sees nothing may be NaN
+        inverse = gl.where(sees_any, 1.0 / row_sum, 0.0)
+        heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
+        lse = (row_max + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2
+        gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=rows // HG < num_rows)
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
+        acc = gl.where(inverse == 0, 0.0, acc * inverse)
+        # outputs leave through the rows' own place
+        out_smem = q1._reinterpret(dtype, [HALF, D_V], V_SHARED)
+        barrier()
+        out_smem.store(acc.to(dtype))
+        barrier()
+        rows_t = row0 + gl.arange(0, HALF, gl.SliceLayout(1, TILE))
+        heads_t = head0 + (rows_t // HG).to(gl.int64) * H + rows_t % HG
+        columns = gl.arange(0, D_V, gl.SliceLayout(0, TILE))
+        gl.store(out_ptr + (heads_t * D_V)[:, None] + columns[None, :], out_smem.load(TILE), mask=(rows_t // HG < num_rows)[:, None])
+        barrier()
+        mbarrier.arrive(q_empty.index(place), count=1)
 
 
 @gluon.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, search_steps, factor,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse as `interval.kernels.forward_kernel` does; grid (tiles, sequences or 1, G). The longest rows come first.
+    """Write out and lse as `interval.kernels.forward_kernel` does; a program takes every num_programs-th of the tiles.
 
-    A tile's rows are shared out to two times four computing warps, which read the same keys.
+    A tile's rows are shared out to two times four computing warps, which read the same keys; the next tile's rows and keys
+    arrive while they finish.
     """
-    HG: gl.constexpr = H // G
     HALF: gl.constexpr = ROWS // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)
-    sequence = gl.program_id(1)
-    group = gl.program_id(2)
-    if PACKED:
-        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
-        if sequence >= num_sequences:
-            return
-        tile -= gl.load(cu_tiles_ptr + sequence)
-    q_row0, num_rows, num_valid, position = query_rows(
-        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
-    )
-    key_row0 = sequence.to(gl.int64) * num_keys
-    if PACKED:
-        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
-    row0 = tile * ROWS
-    t_first = position + row0 // HG
-    t_last = position + gl.minimum((row0 + ROWS - 1) // HG, num_valid - 1)
-    # every row of the tile sees the keys middle .. tail + KEYS - 2
-    start, full_end = visible_keys(t_first, IS_WINDOW, SIZE, STRIDE, WINDOW)
-    middle, end = visible_keys(t_last, IS_WINDOW, SIZE, STRIDE, WINDOW)
-    if t_last < t_first:
-        end = start
-    tail = full_end - KEYS + 1
-
     Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
     Q2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q1_smem = gl.allocate_shared_memory(dtype, [2, HALF, K1], Q1_SHARED)
+    # two tiles of two halves
+    q1_smem = gl.allocate_shared_memory(dtype, [4, HALF, K1], Q1_SHARED)
     k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], Q1_SHARED)
     q2_smem = q1_smem
     k2_smem = k1_smem
     if K2 > 0:
-        q2_smem = gl.allocate_shared_memory(dtype, [2, HALF, K2], Q2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [4, HALF, K2], Q2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], Q2_SHARED)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D_V], V_SHARED)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # every loading thread arrives once its copies have landed, and each half once it has read them
+    for place in gl.static_range(2):
+        mbarrier.init(q_full.index(place), count=128)
+        mbarrier.init(q_empty.index(place), count=2)
     for stage in gl.static_range(STAGES):
-        # every loading thread arrives once its copies have landed, and each half once it has read them
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(v_full.index(stage), count=128)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
-    head0 = q_row0 * H + group * HG
-    for half in gl.static_range(2):
-        load_tile(q_ptr + head0 * D_K, q1_smem.index(half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K1, HALF)
-        if K2 > 0:
-            load_tile(q_ptr + head0 * D_K + K1, q2_smem.index(half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K2, HALF)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
     fence_async_shared()
     barrier()
-    key0 = key_row0 * G + group
-    out_ptr += head0 * D_V
-    lse_ptr += head0
     gl.warp_specialize(
         [
             (
                 _attend,
                 (
-                    q1_smem.index(0), q2_smem.index(0), k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                    out_ptr, lse_ptr, row0, num_rows, num_valid, position, start, end, middle, tail, factor,
-                    H, HG, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, HALF, KEYS, STAGES,
+                    0, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+                    H, G, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
                 _attend,
                 (
-                    q1_smem.index(1), q2_smem.index(1), k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                    out_ptr, lse_ptr, row0 + HALF, num_rows, num_valid, position, start, end, middle, tail, factor,
-                    H, HG, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, HALF, KEYS, STAGES,
+                    1, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+                    H, G, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
-                _load_keys,
+                _load,
                 (
-                    k_ptr + key0 * D_K, v_ptr + key0 * D_V, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, start, end,
-                    G, D_K, K1, K2, D_V, KEYS, STAGES,
+                    q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+                    H, G, D_K, K1, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
         ],

@@ -21,13 +21,19 @@ def interval_forward(
     from nsa_kernels_triton.hopper import interval_kernels as kernels
 
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False)
-    kernels.forward_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
+    num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
+    kernels.forward_kernel[(min(num_items, _num_multiprocessors(q)),)](
         q, k, v, out, lse,
         *sequences.arguments(tiling),
-        sequences.num_sequences, q.shape[1], k.shape[1], sequences.search_steps, score_factor(q, scale),
+        sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
+        score_factor(q, scale),
         H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **sizes, **_ring_constants(ring),
         HALF_REGISTERS=(3 * REGISTERS_OF_THREE - ring.loader_registers) // 2, num_warps=4, maxnreg=REGISTERS_OF_THREE,
     )  # fmt: skip
+
+
+def _num_multiprocessors(q: Tensor) -> int:
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
 
 
 def interval_dkdv(
