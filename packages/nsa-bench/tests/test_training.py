@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa_bench.cli import run_command
-from nsa_bench.training import TrainingResult, read_result, wrong_losses
+from nsa_bench.training import TrainingResult, read_result, twin_config, wrong_losses
 from nsa_bench.training_report import ratio_to_dense
 from nsa_train.config import RunConfig
 from nsa_train.recipe import load_config
@@ -75,6 +75,12 @@ def test_both_twins_are_trained_and_compared(recipe: Path, tmp_path: Path, capsy
     printed = capsys.readouterr()
     assert "of dense" in printed.out
     assert "nsa: " in printed.err
+
+
+def test_a_twin_spends_no_time_in_evaluation(recipe: Path) -> None:
+    config, sets = twin_config(str(recipe), ["train.eval_batches=9"], "dense", 6)
+    assert (config.train.eval_every, config.train.eval_batches) == (6, 1)
+    assert load_config(str(recipe), sets) == config
 
 
 def test_a_run_that_fails_gets_no_time(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

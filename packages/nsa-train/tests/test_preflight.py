@@ -18,6 +18,8 @@ from nsa_core import (
     explain_routing,
 )
 from nsa_core.backends.base import Reason
+from nsa_train.checkpoint import CheckpointWriter
+from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
 from nsa_train.machine import Machine, described_machine
 from nsa_train.model.decoder import count_parameters
@@ -188,18 +190,29 @@ def test_resuming_wants_a_run_and_no_order_to_halt(tiny_config, tmp_path: Path) 
     assert f"rm '{tmp_path}/.HALT'" in failure
 
 
+@pytest.mark.parametrize("resuming", [False, True])
+def test_the_directory_of_a_running_run_is_refused(tiny_config, tmp_path: Path, resuming: bool) -> None:
+    (tmp_path / "config.toml").touch()
+    with CheckpointWriter(tmp_path / "checkpoints"):
+        [failure] = _failures(tiny_config(), tmp_path, resuming=resuming)
+        assert failure.startswith(f"{tmp_path}/checkpoints belongs to another process that still runs")
+        # looking takes nothing from who has it, nor from who looks too
+        assert _failures(tiny_config(), tmp_path, resuming=resuming) == [failure]
+    assert _failures(tiny_config(), tmp_path, resuming=True) == []
+
+
 def test_rows_divide_among_processes(tiny_config, tmp_path: Path) -> None:
     two = ("train.strategy=ddp", "train.nproc_per_node=2")
     machine = described_machine("h200", num_gpus=2)
     assert _failures(tiny_config(*two, "train.batch_size=4"), tmp_path / "out", machine=machine) == []
-    with pytest.raises(ConfigError, match=r"train\.batch_size=3 .* use 4"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size=3 .* use 2 or 4"):
         tiny_config(*two, "train.batch_size=3")
 
 
 def test_without_a_number_there_is_a_process_per_gpu(tiny_config, tmp_path: Path) -> None:
     config = tiny_config("train.strategy=ddp", "train.batch_size=6")
     [failure] = _failures(config, tmp_path / "out", machine=described_machine("h200", num_gpus=4))
-    assert failure == "train.batch_size=6 does not divide among 4 processes (each takes as many rows); use --set train.batch_size=8"
+    assert failure == "train.batch_size=6 does not divide among 4 processes (each takes as many rows); use --set train.batch_size=4 or 8"
     assert _failures(config, tmp_path / "out", machine=described_machine("h200", num_gpus=2)) == []
 
 
@@ -308,8 +321,6 @@ def test_a_machine_is_described_by_name() -> None:
 
 
 def test_the_command_judges_a_machine_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from nsa_train.cli import run_command
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     sets = ["--set", "data.source=synthetic", "--set", "data.tokenizer=byte", "--set", "data.on_bad_record=fail"]
     assert run_command(["preflight", "a100", *sets, "--out", str(tmp_path / "out")]) == 2

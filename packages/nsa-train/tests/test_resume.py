@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_train.checkpoint import CheckpointWriter
 from nsa_train.cli import run_command
 from nsa_train.run_dir import RunDirectory
 from nsa_train.trainer import Trainer
@@ -135,6 +136,13 @@ def test_resuming_from_a_named_step_drops_what_came_after(run_in: Callable[..., 
     assert _tables(tmp_path / "run") == before
 
 
+def test_a_resumed_run_may_evaluate_on_more_or_fewer_batches(run_in: Callable[..., int], tmp_path: Path) -> None:
+    assert run_in("run", overrides=("train.steps=4",)) == 0
+    assert run_in("run", "--resume", overrides=("train.eval_batches=1",)) == 0
+    # steps 0, 3 and 4 of the first start, 6 and 8 of the second
+    assert [line.split(",")[0] for line in (tmp_path / "run" / "val.csv").read_text().splitlines()] == ["step", "0", "3", "4", "6", "8"]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     run_in: Callable[..., int], losses: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +193,28 @@ def test_a_stale_halt_is_refused_at_the_start(
     message = capsys.readouterr().err
     assert ".HALT is left from before" in message
     assert "remove it" in message
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"]])
+def test_the_directory_of_a_running_run_is_refused_before_data_or_gpu_are_looked_at(
+    run_in: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("data or a GPU was looked at")
+
+    assert run_in("run", overrides=("train.steps=2",)) == 0
+    capsys.readouterr()
+    before = _tables(tmp_path / "run")
+    monkeypatch.setattr("nsa_train.data.dataset._opened", refuse)
+    for name in ("_lazy_init", "is_available", "device_count", "get_device_properties", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    with CheckpointWriter(tmp_path / "run" / "checkpoints"):
+        assert run_in("run", *words) == 2
+    assert capsys.readouterr().err == (
+        f"nsa-train: {tmp_path}/run/checkpoints belongs to another process that still runs "
+        "(two would overwrite each other's files); end that one, or use another --out\n"
+    )
+    assert _tables(tmp_path / "run") == before
 
 
 def test_what_cannot_be_resumed_is_refused(run_in: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

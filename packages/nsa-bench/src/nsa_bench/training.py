@@ -51,7 +51,7 @@ class TrainingResult:
 
 
 def twin_config(recipe: str, overrides: Sequence[str], attention: str, steps: int) -> tuple[RunConfig, list[str]]:
-    """Return the configuration of a twin and the overrides that make it: `steps` steps, nothing saved or evaluated between.
+    """Return the configuration of a twin and the overrides that make it: `steps` steps, nothing saved between, little evaluated.
 
     Raises:
         nsa_train.errors.ConfigError: for what the recipe or an override breaks.
@@ -64,6 +64,7 @@ def twin_config(recipe: str, overrides: Sequence[str], attention: str, steps: in
             "train.warmup_steps=0",
             "train.save_every=0",
             f"train.eval_every={steps}",
+            "train.eval_batches=1",
         ),
         f"train.log_every={steps}",
     ]

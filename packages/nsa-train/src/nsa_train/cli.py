@@ -44,7 +44,7 @@ def run(
         int | None, Parameter(help="Go on in --out from the checkpoint of this step; without a step, the newest whole one.")
     ] = None,
     nproc: Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")] = None,
-    nnodes: Annotated[str, Parameter(help="Hosts, or LEAST:MOST; start the same command on each.")] = "1",
+    nnodes: Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")] = None,
     rdzv_endpoint: Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")] = "",
     rdzv_id: Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")] = "nsa-train",
     max_restarts: Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")] = 0,
@@ -57,11 +57,12 @@ def run(
         print(to_toml(config), end="")
         return 0
     if dry_run:
-        return preflight(recipe, out=out, set_=overrides)
+        return preflight(recipe, out=out, set_=overrides, nnodes=nnodes)
     if resume is not None and out is None:
         raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
+    from nsa_train.machine import target_machine
     from nsa_train.parallel.launch import Hosts, launch, must_launch, num_processes
-    from nsa_train.running import check_start, train
+    from nsa_train.running import check_shares, check_start, train
 
     place = out or _default_out(recipe)
     if synthetic_on_fail:
@@ -69,13 +70,15 @@ def run(
 
         config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place))
         print(note, end="\n" if note else "", file=sys.stderr)
-    hosts = Hosts(nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id, max_restarts=max_restarts)
+    hosts = Hosts(nnodes="1" if nnodes is None else nnodes, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id, max_restarts=max_restarts)
     if not must_launch(config, hosts):
         train(config, place, resume=resume)
         return 0
-    if nnodes == "1":
+    if hosts.nnodes == "1":
         # its warnings come from rank 0
         check_start(config, place, resuming=resume is not None, say=lambda line: None)
+    else:
+        check_shares(config, hosts.world_sizes(config, target_machine(config)))
     sets = [word for override in overrides for word in ("--set", override)]
     words = ["run", recipe, "--out", str(place), *sets, *([] if resume is None else [f"--resume={resume}"])]
     return launch(words, num_processes=num_processes(config), hosts=hosts)
@@ -89,14 +92,19 @@ def preflight(
     out: Annotated[Path | None, Parameter(help="The directory that the run would write to.")] = None,
     set_: Overrides = None,
     machine: Annotated[str | None, Parameter(help="Judge for a machine that is not here: cpu, a100, h100, h200, ...")] = None,
+    nnodes: Annotated[str | None, Parameter(help="Hosts like that, or LEAST:MOST; by default as many as give WORLD_SIZE, or 1.")] = None,
 ) -> int:
     """Judge every rule that a run of RECIPE must meet, without running it."""
-    from nsa_train.machine import described_machine
+    from nsa_train.machine import described_machine, target_machine
+    from nsa_train.parallel.launch import Hosts
+    from nsa_train.parallel.world import asked_world_size
     from nsa_train.preflight import run_preflight
 
     config = load_config(recipe, set_ or ())
     where = None if machine is None else described_machine(machine, max(1, config.train.nproc_per_node))
-    findings = run_preflight(config, out or _default_out(recipe), machine=where)
+    asked = asked_world_size() if nnodes is None else None
+    sizes = [asked] if asked else Hosts(nnodes="1" if nnodes is None else nnodes).world_sizes(config, where or target_machine(config))
+    findings = run_preflight(config, out or _default_out(recipe), machine=where, world_sizes=sizes)
     for line in findings.lines():
         print(line, file=sys.stderr if line.startswith("FAIL") else sys.stdout)
     return ConfigError.exit_code if findings.failed else 0

@@ -14,7 +14,7 @@ from attrs import field, fields, frozen
 
 from nsa_train.data_table import DataTable
 from nsa_train.errors import ConfigError
-from nsa_train.rules import Table, above_zero, flag, integer, not_negative, one_of
+from nsa_train.rules import Table, above_zero, flag, integer, nearest_multiples, not_negative, one_of
 
 if TYPE_CHECKING:
     from nsa_core import NSAConfig
@@ -112,6 +112,8 @@ class TrainTable(Table):
     """Largest global gradient norm; inf: no clipping."""
     log_every: int = integer(at_least=1, example=10, default=10)
     eval_every: int = integer(at_least=1, example=100, default=100)
+    eval_batches: int = integer(at_least=1, example=16, default=16)
+    """Most validation batches of one evaluation, of batch_size rows; synthetic ids have one."""
     save_every: int = integer(at_least=0, example=500, default=0)
     """0: only the end is saved, and what a signal or .HALT stops."""
     keep_last: int = integer(at_least=0, example=3, default=0)
@@ -160,7 +162,7 @@ class TrainTable(Table):
         if self.nproc_per_node > 1 and self.batch_size % self.nproc_per_node:
             found.append(
                 f"train.batch_size={self.batch_size} cannot be shared by train.nproc_per_node={self.nproc_per_node} (equal shares); "
-                f"use {-(-self.batch_size // self.nproc_per_node) * self.nproc_per_node}"
+                f"use {nearest_multiples(self.batch_size, self.nproc_per_node)}"
             )
         return found
 

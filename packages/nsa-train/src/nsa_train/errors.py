@@ -49,6 +49,10 @@ class TerminatedError(TrainError):
     exit_code = 75
 
 
+class LostContactError(TrainError):
+    """An exchange with another rank broke off: that one is gone, or has been silent for too long."""
+
+
 class PeerError(TrainError):
     """Another rank failed; its own message says why."""
 

@@ -85,6 +85,12 @@ def _key(rule: Rule, default: Any) -> Any:
     return field(default=default, metadata={"rule": rule})
 
 
+def nearest_multiples(value: int, of: int) -> str:
+    """Return the multiples of `of` next to `value`, 0 left out, for a message: "4 or 8"."""
+    below = value // of * of
+    return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
+
+
 class Table:
     """A table of a recipe. Building it checks every key at once.
 

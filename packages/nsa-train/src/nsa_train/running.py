@@ -1,17 +1,18 @@
 """A run on this process's rank, from a configuration to an exit code: join, check, resume, train."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from nsa_train.checkpoint import Checkpoint, check_resumable, resume_point
+from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, resume_point
 from nsa_train.config import RunConfig
-from nsa_train.errors import PeerError, TrainError
+from nsa_train.errors import ConfigError, PeerError, TrainError
 from nsa_train.model.decoder import count_parameters
 from nsa_train.parallel.world import World, is_under_torchrun, join_world, settle_cublas
 from nsa_train.preflight import run_preflight
+from nsa_train.preflight.schedule import unequal_shares
 from nsa_train.run_dir import RunDirectory
 from nsa_train.stopping import refuse_stale_halt
 from nsa_train.telemetry.progress import ProgressDisplay
@@ -41,7 +42,9 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         if resume is None and world.is_restart:
             resume = NEWEST
         if is_under_torchrun():
-            on_main(world, lambda: check_start(config, out, resuming=resume is not None, say=warnings.append))
+            on_main(
+                world, lambda: check_start(config, out, resuming=resume is not None, say=warnings.append, world_sizes=[world.world_size])
+            )
         for line in warnings:
             display.note(line)
         checkpoint = None if resume is None else _resume_point(config, out, resume, display)
@@ -57,17 +60,33 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         return metrics
 
 
-def check_start(config: RunConfig, out: Path, *, resuming: bool, say: Callable[[str], None]) -> None:
-    """Let a run pass whose rules all hold; warnings are said.
+def check_start(
+    config: RunConfig, out: Path, *, resuming: bool, say: Callable[[str], None], world_sizes: Sequence[int] | None = None
+) -> None:
+    """Let a run pass whose rules all hold; warnings are said. `world_sizes`: as for `run_preflight`.
 
     Raises:
         ConfigError: a line for each that does not.
     """
+    # what needs no look at machine and data comes first
+    if problem := claimed_by_another(RunDirectory(out).checkpoints):
+        raise ConfigError(problem)
     refuse_stale_halt(RunDirectory(out))
-    findings = run_preflight(config, out, resuming=resuming)
+    findings = run_preflight(config, out, resuming=resuming, world_sizes=world_sizes)
     findings.require()
     for line in findings.warned:
         say(f"warn: {line}")
+
+
+def check_shares(config: RunConfig, world_sizes: Sequence[int]) -> None:
+    """Let a run on several hosts pass whose rows divide among each of `world_sizes` processes; rank 0 judges the rest.
+
+    Raises:
+        ConfigError: where they do not.
+    """
+    problems = unequal_shares(config, world_sizes)
+    if problems:
+        raise ConfigError.of(problems)
 
 
 def on_main(world: World, job: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from nsa_train.feed import Feed, Fetched
 from nsa_train.guards import GradientWatch, StepGuard, StepNumbers, not_finite, some
 from nsa_train.model.decoder import build_model
 from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+from nsa_train.parallel.contact import contact_kept
 from nsa_train.parallel.strategy import STRATEGIES
 from nsa_train.parallel.world import World
 from nsa_train.patience import Patience
@@ -87,7 +88,7 @@ class Trainer:
         self.stops = StopRequests(self.recorder.paths, world)
         self.recent_fetches: deque[float] = deque(maxlen=100)
         self.saved_at = self.start if resume else None
-        self.recorder.booted()
+        self.recorder.booted(restarts_left=world.restarts_left)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step and return the content of metrics.json.
@@ -97,11 +98,12 @@ class Trainer:
             HaltedError: when .HALT was found, after saving.
             TerminatedError: when SIGTERM came, after saving.
             PeerError: when another rank could not go on.
+            LostContactError: when another rank is gone.
         """
         deterministic_before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(self.config.train.deterministic or deterministic_before)
         try:
-            with self.stops, self.writer:
+            with self.stops, self.writer, contact_kept(self.world.rank):
                 return self._run()
         except BaseException as error:
             anomaly = "guard" if isinstance(error, GuardError) else None

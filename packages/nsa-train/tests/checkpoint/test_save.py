@@ -1,6 +1,7 @@
 """Saving: what is there after it, what stays, and what a disk that refuses leaves behind."""
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -12,7 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_train.checkpoint import CheckpointWriter, latest_valid, list_checkpoints, load_model, open_checkpoint, publish
+from nsa_train.checkpoint import (
+    CheckpointWriter,
+    claimed_by_another,
+    latest_valid,
+    list_checkpoints,
+    load_model,
+    open_checkpoint,
+    publish,
+)
+from nsa_train.checkpoint.claim import claim
 from nsa_train.checkpoint.layout import FILES, MANIFEST
 from nsa_train.errors import CheckpointError
 
@@ -175,6 +185,18 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path, build_par
     first.close()
     CheckpointWriter(tmp_path).close()
     assert _names(tmp_path) == []
+
+
+def test_a_look_at_the_claim_stops_nobody_from_taking_it(tmp_path: Path) -> None:
+    """Preflight beside a start: its look locks the directory for a moment."""
+    looks = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]
+    for descriptor in looks:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert claimed_by_another(tmp_path) is None
+    ending = threading.Timer(0.03, lambda: [os.close(descriptor) for descriptor in looks])
+    ending.start()
+    os.close(claim(tmp_path))
+    ending.join()
 
 
 def test_a_run_that_was_copied_without_its_links_saves_again(root: Path, build_parts) -> None:

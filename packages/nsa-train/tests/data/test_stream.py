@@ -192,7 +192,7 @@ def test_labels_do_not_cross_documents_in_a_streamed_corpus(corpora: Any, data_c
 
 
 def test_ranks_that_cannot_share_a_micro_batch_are_refused_with_a_mend(data_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(ConfigError, match=r"train\.batch_size=8 cannot be shared by 3 processes .*; use 9"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size=8 cannot be shared by 3 processes .*; use 6 or 9"):
         lanes_of(data_config(), 0, 3)
 
 
@@ -350,6 +350,31 @@ def test_ranks_share_the_validation_rows_and_take_as_many_batches(corpora: Any, 
         assert {len(part) for part in parts} == {len(alone)}
         assert _rows_of([batch for part in parts for batch in part]) == _rows_of(alone)
         assert sum(batch.num_targets for part in parts for batch in part) == sum(batch.num_targets for batch in alone)
+
+
+@pytest.mark.parametrize("walk", ["rows", "blocks", "datasets, jsonl", "synthetic"])
+def test_an_evaluation_takes_as_many_batches_as_asked(corpora: Any, data_config: Callable[..., RunConfig], walk: str) -> None:
+    def batches(count: int) -> list[Batch]:
+        return open_validation(data_config(*corpora.walks[walk], "train.seq_len=4", "train.batch_size=2", f"train.eval_batches={count}"))
+
+    most = 1 if walk == "synthetic" else 40
+    assert [len(batches(count)) for count in (1, 7, 40)] == [1, min(7, most), most]
+    assert open_validation(data_config(*corpora.walks[walk]))[0].input_ids.equal(
+        open_validation(data_config(*corpora.walks[walk], "train.eval_batches=16"))[0].input_ids
+    )
+
+
+@pytest.mark.parametrize("walk", ["rows", "blocks", "blocks of a mix", "datasets, parquet"])
+@pytest.mark.parametrize("count", [1, 100])
+def test_a_position_fits_whatever_is_evaluated(corpora: Any, data_config: Callable[..., RunConfig], walk: str, count: int) -> None:
+    small = (*corpora.walks[walk], "train.seq_len=4", "train.batch_size=2")
+    with open_training_stream(data_config(*small)) as stream:
+        next(stream)
+        state = merge_states([stream.state_dict()])
+        following = next(stream)
+    with open_training_stream(data_config(*small, f"train.eval_batches={count}")) as other:
+        other.load_state_dict(state)
+        assert next(other).input_ids.equal(following.input_ids)
 
 
 def test_held_out_documents_are_fixed_by_their_content(corpora: Any, data_config: Callable[..., RunConfig]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from nsa_train.parallel.launch import Hosts, must_launch, num_processes
 from nsa_train.parallel.outcomes import FOLDER, joint_code, note_worker, reported, worker_pids
 from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry.watch import watch
 
 TIMEOUT_S = 120
 
@@ -36,11 +38,11 @@ def _started(*words: str, recipe: Path, out: Path) -> Iterator["subprocess.Popen
         process.wait()
 
 
-def _wait_for(run: RunDirectory, step: int) -> int:
-    """Wait until rank 1 has ended `step` and return its process id."""
+def _wait_for(run: RunDirectory, step: int, *, rank: int = 1) -> int:
+    """Wait until `rank` has ended `step` and return its process id."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        for beat in _beats(run, 1):
+        for beat in _beats(run, rank):
             if beat["msg"] == "step_end" and beat["step"] >= step:
                 return int(beat["pid"])
         time.sleep(0.05)
@@ -79,26 +81,45 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_exits_75(tiny_recipe: Pa
         assert "trainer.py" in run.stackdump(rank).read_text()
 
 
-@pytest.mark.slow
-def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tiny_recipe: Path, tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    words = (
-        "--nproc",
-        "2",
-        "--set",
-        "train.strategy=fsdp",
-        "--set",
-        "train.steps=60",
-        "--set",
-        "train.save_every=5",
-        "--max-restarts",
-        "1",
-    )
+@pytest.mark.parametrize(("strategy", "killed"), [("ddp", 1), ("fsdp", 0)])
+def test_the_peers_of_a_rank_that_died_say_so_in_a_line(tiny_recipe: Path, tmp_path: Path, strategy: str, killed: int) -> None:
+    run, peer = RunDirectory(tmp_path / "run"), 1 - killed
+    words = (*ENDLESS, "--set", f"train.strategy={strategy}")
     with _started(*words, recipe=tiny_recipe, out=run.root) as process:
-        os.kill(_wait_for(run, 12), signal.SIGKILL)
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        os.kill(_wait_for(run, 3, rank=killed), signal.SIGKILL)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, err
+    assert "Traceback" not in err
+    [line] = [line for line in err.splitlines() if line.startswith("nsa-train: ")]
+    assert line.startswith(f"nsa-train: rank {peer}: lost contact with another rank (")
+    assert line.endswith("); its message, or the launcher's, says why; go on with --resume")
+    last = _beats(run, peer)[-1]
+    assert (last["msg"], last["code"]) == ("halt", 1)
+    assert last["reason"] == line.removeprefix("nsa-train: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tiny_recipe: Path, tmp_path: Path, strategy: str) -> None:
+    """`watch --halt` looks on, and leaves the run alone between the death and the new start."""
+    run = RunDirectory(tmp_path / "run")
+    ranks = 1 if strategy == "single" else 2
+    sets = (f"train.strategy={strategy}", "train.steps=60", "train.save_every=5")
+    words = ("--nproc", str(ranks), "--max-restarts", "1", *(word for override in sets for word in ("--set", override)))
+    said: list[str] = []
+    with _started(*words, recipe=tiny_recipe, out=run.root) as process:
+        pid = _wait_for(run, 12, rank=ranks - 1)
+        arguments = {"is_halting": True, "is_once": False, "interval_s": 0.1, "say": said.append}
+        with ThreadPoolExecutor(1) as pool:
+            seen = pool.submit(watch, run, **arguments)
+            os.kill(pid, signal.SIGKILL)
+            out, err = process.communicate(timeout=TIMEOUT_S)
+            assert seen.result(TIMEOUT_S) == 0, said
     assert process.returncode == 0, err
     assert "resume: from step-" in out
+    assert said[-1] == "watch: nothing is wrong; the run ended at step 60"
+    assert not run.halt.exists()
+    assert [beat["restarts_left"] for beat in _beats(run, 0) if beat["msg"] == "boot"] == [1, 0]
     steps = [line.split(",")[0] for line in run.training.read_text().splitlines()]
     assert steps == ["step", *map(str, range(1, 61))]
 

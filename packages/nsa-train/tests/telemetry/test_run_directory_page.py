@@ -1,5 +1,6 @@
 """docs/reference/run-directory.md names every file, column and field, and the runbook every anomaly."""
 
+import re
 from pathlib import Path
 
 import attrs
@@ -35,6 +36,25 @@ def test_every_file_is_named(page: str) -> None:
     }
     assert [path.name for path in (getattr(run, name) for name in names) if f"`{path.name}" not in page] == []
     assert attrs.has(RunDirectory)
+
+
+def _left_by(run: RunDirectory) -> set[str]:
+    """Return the names that a finished run leaves at the top of its directory."""
+    return {path.name for path in run.root.iterdir()}
+
+
+def test_the_page_lists_what_a_run_leaves_and_nothing_else(tiny_run: RunDirectory, page: str) -> None:
+    table = page.partition("| file | content |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = {name.split("/")[0].replace("{r}", "0") for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    # what a run that goes wrong leaves besides
+    assert names - {".HALT", ".anomaly_type", "stackdump_rank0.txt"} == _left_by(tiny_run)
+
+
+def test_the_tutorial_lists_what_a_run_leaves(tiny_run: RunDirectory) -> None:
+    text = (DOCS / "tutorials/first-model.md").read_text(encoding="utf-8")
+    listing = text.partition("```\nruns/first/\n")[2].partition("```")[0]
+    assert {line.split()[0].rstrip("/") for line in listing.splitlines()} == _left_by(tiny_run)
 
 
 def test_every_field_of_a_run_is_named(tiny_run: RunDirectory, page: str) -> None:

@@ -1,7 +1,10 @@
 """Each rule of `watch` sees its anomaly and leaves a healthy run alone; what it writes and whom it signals."""
 
 import json
+import math
+import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -107,19 +110,44 @@ def test_zero_gradients_are_seen() -> None:
     assert _kinds([*_steps(5), *_steps(2, start=5, grad_norm=0.0)]) == []
 
 
-def test_throughput_that_falls_and_stays_low_is_a_flatline() -> None:
-    assert _kinds([*_steps(20), *_steps(5, start=20, toks_per_s=400.0)]) == ["flatline"]
-    assert _kinds([*_steps(20), *_steps(5, start=20, toks_per_s=600.0)]) == []
-    assert _kinds([*_steps(20), *_steps(2, start=20, toks_per_s=400.0)]) == []
-    assert _kinds(_steps(5, toks_per_s=0.0)) == ["flatline"]
+def _then(before: list[dict[str, Any]], count: int, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events `before` and `count` steps more, of the same pace where `fields` do not say another."""
+    last = before[-1]
+    more = _steps(count, **{"seconds": last["ts"] - before[-2]["ts"], "start": last["ts"], **fields})
+    return [*before, *({**event, "step": event["step"] + last["step"]} for event in more)]
+
+
+@pytest.mark.parametrize(("seconds", "at_once", "in_the_end"), [(1, 60, 300), (0.05, 1200, 6000), (60, 5, 20)])
+def test_throughput_that_falls_and_stays_low_is_a_flatline(seconds: float, at_once: int, in_the_end: int) -> None:
+    """Of five minutes and 20 steps, whatever a step takes: a minute of noise ends no run of days."""
+    before = _steps(2 * in_the_end, seconds=seconds)
+    assert _kinds(_then(before, at_once, toks_per_s=100.0)) == []
+    assert _kinds(_then(before, in_the_end, toks_per_s=400.0)) == ["flatline"]
+    assert _kinds(_then(before, in_the_end, toks_per_s=600.0)) == []
+
+
+def test_three_steps_without_throughput_are_a_flatline() -> None:
+    assert _kinds(_then(_steps(20), 3, toks_per_s=0.0)) == ["flatline"]
+    assert _kinds(_then(_steps(20), 2, toks_per_s=0.0)) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_no_flatline(seed: int) -> None:
+    """Steps whose speed varies by a factor of e either way, two thirds of the time."""
+    draw = random.Random(seed)
+    noisy = [{**event, "toks_per_s": 1000 * math.exp(draw.gauss(0, 1))} for event in _steps(2000)]
+    rank = RankWatch(0)
+    for event in noisy:
+        rank.observe(event)
+        assert rank.findings(event["ts"]) == []
 
 
 def test_steps_of_short_rows_are_no_flatline() -> None:
     """Without packing a step may have a fraction of the tokens, which a GPU does not take in a fraction of the time."""
-    full = _steps(20, tokens=64)
-    assert _kinds([*full, *_steps(5, start=20, toks_per_s=100.0, tokens=16)]) == []
-    assert _kinds([*full, *_steps(5, start=20, toks_per_s=100.0, tokens=64)]) == ["flatline"]
-    assert _watched([*_steps(20, tokens=16, toks_per_s=100.0), *full[:10]]).steadiness() == pytest.approx(10)
+    full = _steps(50, seconds=10, tokens=64)
+    assert _kinds(_then(full, 30, toks_per_s=100.0, tokens=16)) == []
+    assert _kinds(_then(full, 30, toks_per_s=100.0, tokens=64)) == ["flatline"]
+    assert _watched(_then(_steps(50, seconds=10, tokens=16, toks_per_s=100.0), 30, tokens=64)).steadiness() == pytest.approx(10)
 
 
 def test_fallbacks_that_rise_are_seen() -> None:
@@ -172,6 +200,82 @@ def test_ranks_that_a_smaller_start_left_behind_are_not_missed(run: RunDirectory
     assert watcher.has_ended
 
 
+DEAD, ALIVE = 2**22 + 1, os.getpid()
+GRACE_S = 20 * 60.0
+
+
+def _start(pid: int, *, restarts_left: int, at: float = 0.0, **fields: Any) -> list[dict[str, Any]]:
+    """Return the events of a start of two ranks and ten steps of a second."""
+    boot = {"ts": at, "step": 0, "msg": "boot", "world_size": 2, "pid": pid, "restarts_left": restarts_left, **fields}
+    return [boot, *({**event, "pid": pid} for event in _steps(10, start=at))]
+
+
+def test_ranks_between_a_death_and_their_new_start_are_not_halted(run: RunDirectory) -> None:
+    """Rank 1 was killed. Torchrun is still ending rank 0, which waits for it and is silent too."""
+    _write(run, _start(ALIVE, restarts_left=1))
+    _write(run, _start(DEAD, restarts_left=1), rank=1)
+    watcher = Watcher(run)
+    assert watcher.look(11.0) == []
+    assert watcher.look(10.0 + 10 + GRACE_S) == []
+    assert [finding.rank for finding in watcher.look(10.0 + 11 + GRACE_S)] == [0, 1]
+    _write(run, _start(ALIVE, restarts_left=0, at=500.0))
+    # rank 1 starts a little later
+    assert watcher.look(512.0) == []
+    _write(run, _start(ALIVE, restarts_left=0, at=505.0), rank=1)
+    assert watcher.look(516.0) == []
+    assert [finding.kind for finding in watcher.look(550.0)] == ["stall", "stall"]
+
+
+def test_a_rank_that_hangs_stalls_also_where_starts_are_left(run: RunDirectory) -> None:
+    for rank in (0, 1):
+        _write(run, _start(ALIVE, restarts_left=1), rank=rank)
+    assert [finding.kind for finding in Watcher(run).look(30.0)] == ["stall", "stall"]
+
+
+def test_a_death_without_a_start_left_is_a_stall(run: RunDirectory) -> None:
+    for rank in (0, 1):
+        _write(run, _start(DEAD, restarts_left=0), rank=rank)
+    assert [finding.kind for finding in Watcher(run).look(30.0)] == ["stall", "stall"]
+
+
+def test_a_silent_rank_of_another_host_may_have_died(run: RunDirectory) -> None:
+    _write(run, _start(ALIVE, restarts_left=1))
+    _write(run, _start(DEAD, restarts_left=1, host="elsewhere"), rank=1)
+    watcher = Watcher(run)
+    assert watcher.look(100.0) == []
+    assert [finding.rank for finding in watcher.look(21.0 + GRACE_S)] == [0, 1]
+
+
+@pytest.mark.parametrize(("code", "restarts_left", "has_ended"), [(1, 1, False), (1, 0, True), (4, 1, True), (75, 1, True)])
+def test_a_run_that_torchrun_starts_again_has_not_ended(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], code: int, restarts_left: int, has_ended: bool
+) -> None:
+    for rank in (0, 1):
+        _write(run, _start(ALIVE, restarts_left=restarts_left), rank=rank)
+        _write(run, [{"ts": 11.0, "step": 10, "msg": "halt", "code": code, "reason": "lost contact", "pid": DEAD}], rank=rank)
+    watcher = Watcher(run)
+    assert watcher.look(500.0) == []
+    assert watcher.has_ended == has_ended
+    if not has_ended:
+        assert [finding.kind for finding in watcher.look(2000.0)] == ["stall", "stall"]
+        # a look at this moment, in 1970
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", lambda: 500.0)
+            assert run_command(["watch", str(run.root), "--once", "--halt"]) == 0
+        assert capsys.readouterr().out.endswith("watch: nothing is wrong; the run waits to be started again at step 10\n")
+        assert not run.halt.exists()
+
+
+def test_a_dead_process_whose_end_nobody_asked_for_is_gone(run: RunDirectory) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        for rank in (0, 1):
+            _write(run, _start(process.pid, restarts_left=1), rank=rank)
+        assert [finding.kind for finding in Watcher(run).look(100.0)] == ["stall", "stall"]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert Watcher(run).look(100.0) == []
+
+
 def test_watch_ends_with_the_run(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     _write(run, [*_steps(10), {"ts": 11.0, "step": 10, "msg": "finish"}])
     assert run_command(["watch", str(run.root), "--halt"]) == 0
@@ -194,8 +298,8 @@ def test_a_run_that_was_halted_on_request_is_no_anomaly(run: RunDirectory, capsy
 
 def test_what_left_its_health_band_is_told_and_no_anomaly(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     sick = {**HEALTHY_GATES, "gate_entropy_mean": 0.4, "k_mean": 2.0, "k_mean_expected": 2.5, "fallbacks_total": 3}
-    speeds = [*_steps(20), *_steps(5, start=20, toks_per_s=800.0)]
-    _write(run, [*speeds, {"msg": "progress", "step": 25, "ts": 25.0, **sick}, {"msg": "finish", "step": 25, "ts": 26.0}])
+    speeds = _then(_steps(50, seconds=10), 30, toks_per_s=800.0)
+    _write(run, [*speeds, {"msg": "progress", "step": 80, "ts": 800.0, **sick}, {"msg": "finish", "step": 80, "ts": 801.0}])
     assert run_command(["watch", str(run.root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["gate_entropy_mean", "k_mean", "fallbacks_total", "toks_per_s"]

@@ -5,6 +5,7 @@ with a manifest of sizes and SHA-256 sums. A run calls `capture`, `CheckpointWri
 all ranks; whoever reads one checkpoint calls `open_checkpoint` and `load_model`.
 """
 
+from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.checkpoint.formats import export
 from nsa_train.checkpoint.ranks import gather_json
 from nsa_train.checkpoint.restore import check_resumable, load_model, restore, resume_point
@@ -19,6 +20,7 @@ __all__ = [
     "Snapshot",
     "capture",
     "check_resumable",
+    "claimed_by_another",
     "export",
     "gather_json",
     "latest_valid",

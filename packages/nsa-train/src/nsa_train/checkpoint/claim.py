@@ -2,10 +2,14 @@
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from nsa_train.checkpoint.publish import make_root
 from nsa_train.errors import CheckpointError
+
+TRIES, PAUSE_S = 5, 0.02
+"""How often a claim is tried: who asks `claimed_by_another` holds the directory for a moment."""
 
 
 def claim(root: Path) -> int:
@@ -19,14 +23,37 @@ def claim(root: Path) -> int:
     """
     make_root(root)
     descriptor = os.open(root, os.O_RDONLY)
+    for _ in range(TRIES):
+        if _can_lock(descriptor, fcntl.LOCK_EX):
+            return descriptor
+        time.sleep(PAUSE_S)
+    os.close(descriptor)
+    raise CheckpointError(_belongs(root))
+
+
+def claimed_by_another(root: Path) -> str | None:
+    """Return what stands against a claim of `root`: another process has it. None where none has, or that cannot be seen."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise CheckpointError(
-            f"{root} belongs to another process that still runs (two would overwrite each other's files); end that one, or use another --out"
-        ) from None
+        descriptor = os.open(root, os.O_RDONLY)
     except OSError:
-        # no locks here: whoever starts two runs in one directory is not told
+        return None
+    try:
+        return None if _can_lock(descriptor, fcntl.LOCK_SH) else _belongs(root)
+    finally:
+        os.close(descriptor)
+
+
+def _belongs(root: Path) -> str:
+    return f"{root} belongs to another process that still runs (two would overwrite each other's files); end that one, or use another --out"
+
+
+def _can_lock(descriptor: int, kind: int) -> bool:
+    """Lock the directory if nobody has it, and return whether that is so; True where it knows no locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # whoever starts two runs in one directory is not told
         pass
-    return descriptor
+    return True

@@ -1,6 +1,7 @@
 """From files to packed batches: sources -> tokenizer -> lanes -> packing -> pipeline."""
 
 from nsa_train.data.dataset import Dataset, open_dataset
+from nsa_train.data.needs import needs_of
 from nsa_train.data.packing import Batch
 from nsa_train.data.probe import DataFindings, probe
 from nsa_train.data.state import merge_states
@@ -14,6 +15,7 @@ __all__ = [
     "TrainingStream",
     "build_tokenizer",
     "merge_states",
+    "needs_of",
     "num_ids_of",
     "open_dataset",
     "open_training_stream",

@@ -18,7 +18,7 @@ BATCH_DOCUMENTS = 32
 BATCH_BYTES = 2**18
 """Documents of one call to the tokenizer: as many, or the first ones that hold so many bytes."""
 SCAN_DOCUMENTS = 20_000
-"""Most documents of a streamed corpus that are read in search of those held out."""
+"""Most documents of a streamed corpus that are read in search of those held out; more in proportion where more tokens are wanted."""
 
 
 class TextTokenBlocks:
@@ -60,10 +60,14 @@ class HeldOut(NamedTuple):
     limit: int
     scanned: int
     first_bad: Bad | None
+    num_fixed: int
+    """Of `documents`, the first ones, which do not depend on `most_tokens`"""
 
 
-def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int) -> HeldOut:
-    """Read the parts by turns, in a seeded order of blocks, until enough is held out to fill `tokens`.
+def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most_tokens: int) -> HeldOut:
+    """Read the parts by turns, in a seeded order of blocks, until enough is held out to fill `tokens`, or `most_tokens` if these are more.
+
+    The limit comes from what is read for `tokens` alone.
 
     Raises:
         DataError: at a bad record that is not to be skipped, or when no two different documents are found.
@@ -74,10 +78,12 @@ def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int) -> H
     highest = -1
     size = scanned = 0
     first_bad: Bad | None = None
-    for record in _by_turns(parts, data.shuffle_seed):
+    records = _by_turns(parts, data.shuffle_seed)
+    # a token of BPE holds about four bytes
+    token_bytes = 1 if data.tokenizer == "byte" else 4
+    for record in records:
         if isinstance(record, Bad):
-            if data.on_bad_record == "fail":
-                raise DataError(str(record))
+            _require_skipping(record, data)
             first_bad = first_bad or record
             continue
         scanned += 1
@@ -86,17 +92,38 @@ def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int) -> H
         if rank < share and record.text not in within:
             within[record.text] = None
             size += len(record.text)
-        # a token of BPE holds about four bytes
-        is_enough = size >= tokens * (1 if data.tokenizer == "byte" else 4)
         # something must be left for training, also where the first document is a large one that is held out
-        if scanned >= SCAN_DOCUMENTS or (is_enough and highest > lowest[0]):
+        if scanned >= SCAN_DOCUMENTS or (size >= tokens * token_bytes and highest > lowest[0]):
             break
     if highest <= lowest[0]:
         reason = f"; the first that was skipped: {first_bad.where} {first_bad.why}" if first_bad else ""
         raise DataError(f"data: fewer than two different documents can be read (one is held out{reason}); name files with more text")
     limit = limit_of([lowest[0], highest])
     texts = [text for text in within if rank_of(text) < limit] or [lowest[1]]
-    return HeldOut([Document("held out", text) for text in texts], limit, scanned, first_bad)
+    more = _more(records, data, limit, texts, wanted=most_tokens * token_bytes, documents=SCAN_DOCUMENTS * most_tokens // tokens - scanned)
+    return HeldOut([Document("held out", text) for text in (*texts, *more)], limit, scanned, first_bad, len(texts))
+
+
+def _more(
+    records: Iterator[Document | Bad], data: DataTable, limit: int, texts: Sequence[bytes], *, wanted: int, documents: int
+) -> list[bytes]:
+    """Return texts of a rank below `limit` that are not among `texts`, from the next `documents`, until all hold `wanted` bytes."""
+    found = dict.fromkeys(texts)
+    size = sum(map(len, texts))
+    while size < wanted and documents > 0 and (record := next(records, None)) is not None:
+        if isinstance(record, Bad):
+            _require_skipping(record, data)
+            continue
+        documents -= 1
+        if rank_of(record.text) < limit and record.text not in found:
+            found[record.text] = None
+            size += len(record.text)
+    return [*found][len(texts) :]
+
+
+def _require_skipping(record: Bad, data: DataTable) -> None:
+    if data.on_bad_record == "fail":
+        raise DataError(str(record))
 
 
 def _by_turns(parts: Sequence[Blocks], seed: int) -> Iterator[Document | Bad]:

@@ -31,6 +31,9 @@ OPENINGS = 3
 OPENING_BYTES = 32
 """Most bytes of each that it is given."""
 
+FIXED_BATCHES = 16
+"""Validation batches of a streamed corpus from which its split comes, whatever `train.eval_batches` is: a resume may change that key."""
+
 
 class Part(NamedTuple):
     """One of the corpora that are mixed, and its weight."""
@@ -94,12 +97,11 @@ def open_dataset(config: RunConfig) -> Dataset:
 
 def _opened(config: RunConfig, reading: Reading) -> Dataset:
     data, train = config.data, config.train
-    tokenizer = build_tokenizer(data)
+    tokenizer, parts = _tokenizer_and_parts(data, reading)
     if data.source == "synthetic":
         return _synthetic(config, tokenizer, reading)
     if data.source == "fineweb_edu":
-        return _streamed(config, tokenizer, reading, [Part(open_hub(data, reading), 1)])
-    parts = _parts_of(data, reading)
+        return _streamed(config, tokenizer, reading, parts)
     is_small = sum(part.blocks.size_bytes for part in parts) <= data.in_memory_mib * 2**20
     # one text is one document: there are no blocks to walk
     if is_small or all(isinstance(part.blocks, TextBlocks) and len(part.blocks) == 1 for part in parts):
@@ -125,7 +127,29 @@ def _require_texts(parts: list[Part], data: DataTable, lanes: int) -> None:
         )
 
 
+def _tokenizer_and_parts(data: DataTable, reading: Reading) -> tuple[Tokenizer, list[Part]]:
+    """Return both, or say at once what stands against either, a line each."""
+    problems: list[str] = []
+    tokenizer: Tokenizer | None = None
+    parts: list[Part] = []
+    try:
+        tokenizer = build_tokenizer(data)
+    except DataError as error:
+        problems.append(str(error))
+    try:
+        parts = _parts_of(data, reading)
+    except DataError as error:
+        problems.append(str(error))
+    if tokenizer is None or problems:
+        raise DataError("\n".join(problems))
+    return tokenizer, parts
+
+
 def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
+    if data.source == "synthetic":
+        return []
+    if data.source == "fineweb_edu":
+        return [Part(open_hub(data, reading), 1)]
     if data.source != "mix":
         return [Part(open_blocks(data, reading), 1)]
     kinds = {".jsonl": "jsonl", ".parquet": "parquet"}
@@ -193,8 +217,10 @@ def _read_all(blocks: Blocks, policy: str) -> tuple[list[Document], list[Bad]]:
 def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: list[Part]) -> Dataset:
     data, train = config.data, config.train
     parts = [_enough(part, train.batch_size) for part in parts]
-    rows_wanted = train.batch_size * 16
-    found = scan_held_out([part.blocks for part in parts], data, tokens=rows_wanted * train.seq_len)
+    batch_tokens = train.batch_size * train.seq_len
+    found = scan_held_out(
+        [part.blocks for part in parts], data, tokens=FIXED_BATCHES * batch_tokens, most_tokens=train.eval_batches * batch_tokens
+    )
     held_out = PackedRows(found.documents, tokenizer, train.seq_len)
     tokens: list[TokenBlocks] = [TextTokenBlocks(part.blocks, tokenizer, found.limit) for part in parts]
     return _walked(
@@ -211,7 +237,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
             "bytes": [part.blocks.size_bytes for part in parts],
             "limit": found.limit,
             # of the content, what was read anyway
-            "held_out": hashlib.sha256(held_out.stream.tobytes()).hexdigest()[:16],
+            "held_out": hashlib.sha256(held_out.stream[: held_out.ends[found.num_fixed - 1]].tobytes()).hexdigest()[:16],
         },
     )
 

@@ -23,7 +23,7 @@ def probe(config: RunConfig) -> DataFindings:
     try:
         dataset = open_dataset(config)
     except DataError as error:
-        return DataFindings(failed=(str(error),))
+        return DataFindings(failed=tuple(str(error).splitlines()))
     failed = [_too_small(name, size, config.train.seq_len) for name, size in _sizes(dataset).items() if size < config.train.seq_len]
     if dataset.shared:
         failed.append(f"data: {dataset.shared} documents stand in train and in validation; remove the copies")

@@ -11,9 +11,7 @@ from nsa_train.data.packing import Batch
 from nsa_train.data.pipeline import Batches, LaneGroup, ReadAhead
 from nsa_train.data.state import check_state, consumed_hash, state_of
 from nsa_train.errors import ConfigError
-
-VALIDATION_BATCHES = 16
-"""Most batches of one evaluation: the same rows at every evaluation of a run."""
+from nsa_train.rules import nearest_multiples
 
 
 def open_training_stream(
@@ -33,10 +31,10 @@ def open_training_stream(
 def open_validation(config: RunConfig, *, rank: int = 0, world_size: int = 1, dataset: Dataset | None = None) -> list[Batch]:
     """Return this rank's part of the validation batches: equal ones at every call, none empty but for a tiny split.
 
-    All ranks get as many batches; together they are at most `VALIDATION_BATCHES` of `batch_size` rows.
+    All ranks get as many batches; together they are at most `train.eval_batches` of `batch_size` rows.
     """
     lanes = lanes_of(config, rank, world_size)
-    return (dataset or open_dataset(config)).validation_batches(lanes, most=VALIDATION_BATCHES)
+    return (dataset or open_dataset(config)).validation_batches(lanes, most=config.train.eval_batches)
 
 
 def lanes_of(config: RunConfig, rank: int, world_size: int) -> range:
@@ -49,7 +47,7 @@ def lanes_of(config: RunConfig, rank: int, world_size: int) -> range:
     if rows % world_size:
         raise ConfigError(
             f"train.batch_size={rows} cannot be shared by {world_size} processes (each takes as many rows of a micro-batch); "
-            f"use {-(-rows // world_size) * world_size}"
+            f"use {nearest_multiples(rows, world_size)}"
         )
     share = rows // world_size
     return range(rank * share, (rank + 1) * share)

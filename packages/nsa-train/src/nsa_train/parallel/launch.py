@@ -18,6 +18,7 @@ from attrs import frozen
 
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError, TerminatedError, TrainError
+from nsa_train.machine import Machine, processes_of
 from nsa_train.parallel.outcomes import FOLDER, joint_code, worker_pids
 from nsa_train.parallel.world import is_under_torchrun
 
@@ -34,6 +35,21 @@ class Hosts:
     """Equal on all hosts of a run."""
     max_restarts: int = 0
     """How often the processes are started anew, from the newest checkpoint, after one of them failed."""
+
+    def counts(self) -> range:
+        """Return the numbers of hosts that the run may have.
+
+        Raises:
+            ConfigError: when `nnodes` names none.
+        """
+        least, _, most = self.nnodes.partition(":")
+        if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
+            raise ConfigError(f"--nnodes={self.nnodes!r} is neither a number of hosts nor LEAST:MOST; use 2, or 2:4")
+        return range(int(least), int(most or least) + 1)
+
+    def world_sizes(self, config: RunConfig, machine: Machine) -> list[int]:
+        """Return how many processes the run may have, on hosts that are like `machine`."""
+        return [count * processes_of(config, machine) for count in self.counts()]
 
     def words(self) -> list[str]:
         """Return torchrun's options."""
@@ -55,6 +71,7 @@ def must_launch(config: RunConfig, hosts: Hosts) -> bool:
     """Return True where this process is to start the others, and not one of them itself."""
     if is_under_torchrun():
         return False
+    hosts.counts()
     if hosts.nnodes != "1" and not hosts.rdzv_endpoint:
         raise ConfigError(f"--nnodes={hosts.nnodes} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
     return num_processes(config) > 1 or hosts.nnodes != "1" or hosts.max_restarts > 0

@@ -1,7 +1,7 @@
 """The processes of a run. Decisions travel over a gloo group of their own, so that none of them waits for a GPU."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from nsa_train.errors import ConfigError
+from nsa_train.parallel.contact import contact_kept
 
 TIMEOUT = timedelta(minutes=30)
 """The longest that ranks wait for one of them, in an exchange or a reduction."""
@@ -31,6 +32,8 @@ class World:
     """Keys that all ranks see; None for a process alone."""
     is_restart: bool = False
     """True where torchrun started the processes again after one of them failed."""
+    restarts_left: int = 0
+    """How often torchrun would start them again."""
 
     @property
     def is_main(self) -> bool:
@@ -79,6 +82,20 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def asked_world_size() -> int | None:
+    """Return the processes of the run that the environment asks for (WORLD_SIZE), None where it does not.
+
+    Raises:
+        ConfigError: when that is no number of processes.
+    """
+    text = os.environ.get("WORLD_SIZE")
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"WORLD_SIZE={text!r} in the environment is not a number of processes; unset it, or use 1")
+    return int(text)
+
+
 def local_device(wanted: str, local_rank: int) -> torch.device:
     """Return the device of a host's process `local_rank`: a CUDA device of its own, or the CPU where there is or shall be none.
 
@@ -102,6 +119,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
 
     Raises:
         ConfigError: for `strategy` "single" among several processes.
+        LostContactError: from the block, when another process is gone.
     """
     environment = os.environ if is_under_torchrun() else {}
     world_size = int(environment.get("WORLD_SIZE", "1"))
@@ -110,7 +128,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
             raise ConfigError(
                 f"train.strategy='single' is one process, torchrun started {world_size} (each would train alone); use --set train.strategy=ddp"
             )
-        yield World(device=local_device(device, 0))
+        yield World(device=local_device(device, 0), **_starts(environment))
         return
     place = local_device(device, int(environment.get("LOCAL_RANK", "0")))
     if place.type == "cuda":
@@ -124,16 +142,23 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
         timeout=TIMEOUT,
     )
     try:
-        yield World(
-            device=place,
-            rank=rank,
-            world_size=world_size,
-            control=dist.new_group(backend="gloo", timeout=TIMEOUT),
-            store=PrefixStore("stops", store),
-            is_restart=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0,
-        )
+        with contact_kept(rank):
+            yield World(
+                device=place,
+                rank=rank,
+                world_size=world_size,
+                control=dist.new_group(backend="gloo", timeout=TIMEOUT),
+                store=PrefixStore("stops", store),
+                **_starts(environment),
+            )
     finally:
         dist.destroy_process_group()
+
+
+def _starts(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what torchrun says of this start, as fields of a `World`."""
+    count, most = (int(environment.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return {"is_restart": count > 0, "restarts_left": max(0, most - count)}
 
 
 def _rendezvous(*, alone: bool) -> tuple[int, Any]:

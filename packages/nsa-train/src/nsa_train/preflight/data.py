@@ -1,12 +1,13 @@
 """Rules about the data: reachable, large enough, and no document both in train and in validation."""
 
 from nsa_train.config import RunConfig
-from nsa_train.data import probe
+from nsa_train.data import needs_of, probe
 from nsa_train.preflight.findings import Preflight
 
 
 def check_data(findings: Preflight, config: RunConfig) -> None:
     """Judge the data of `config` by opening them."""
+    findings.needs += needs_of(config.data)
     found = probe(config)
     findings.passed += found.passed
     findings.warned += found.warned

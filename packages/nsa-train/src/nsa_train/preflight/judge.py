@@ -1,5 +1,6 @@
 """All rules in their order."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_train.config import RunConfig
@@ -13,18 +14,28 @@ from nsa_train.preflight.places import check_disk, check_out_dir
 from nsa_train.preflight.schedule import check_schedule
 
 
-def run_preflight(config: RunConfig, out_dir: Path, *, resuming: bool = False, machine: Machine | None = None) -> Preflight:
+def run_preflight(
+    config: RunConfig,
+    out_dir: Path,
+    *,
+    resuming: bool = False,
+    machine: Machine | None = None,
+    world_sizes: Sequence[int] | None = None,
+) -> Preflight:
     """Return what stands for and against running `config` into `out_dir`. Writes nothing, touches no GPU's memory.
 
-    `resuming`: the directory holds the run that goes on. `machine`: judged in place of the one at hand.
+    `resuming`: the directory holds the run that goes on. `machine`: judged in place of the one at hand. `world_sizes`: how
+    many processes the run may have on all hosts together; by default those of one host.
     """
     findings, where = Preflight(), machine or target_machine(config)
+    sizes = world_sizes or [processes_of(config, where)]
     counts = count_parameters(config)
     parameters = counts.dense if config.model.attention == "dense" else counts.nsa
-    memory = estimate_memory(config, parameters, processes_of(config, where))
+    # where hosts may leave, the fewest processes have the most to hold
+    memory = estimate_memory(config, parameters, min(sizes))
     findings.passed.append(f"model: {config.model.attention} attention; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense")
     check_out_dir(findings, out_dir, resuming=resuming)
-    check_schedule(findings, config, where, parameters)
+    check_schedule(findings, config, where, parameters, sizes)
     check_machine(findings, config, where, memory, is_asked_for=machine is not None)
     check_routes(findings, config, where)
     check_memory(findings, config, where, memory)

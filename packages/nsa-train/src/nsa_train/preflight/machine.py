@@ -21,7 +21,10 @@ def check_machine(findings: Preflight, config: RunConfig, machine: Machine, memo
     """Judge that the devices that the recipe wants are there; with `is_asked_for` the machine is only described, and is."""
     train, wanted = config.train, processes_of(config, machine)
     if machine.device_type == "cuda" or train.device == "cuda":
-        findings.needs.append(f"device: {wanted} CUDA GPU(s) of compute capability 8.0 or newer with about {memory.total_gib:.1f} GiB each")
+        findings.needs.append(
+            f"device: {wanted} CUDA GPU(s) of compute capability 8.0 or newer with about {memory.total_gib:.1f} GiB each, by estimate, "
+            f"on each host; {_there(machine, is_asked_for=is_asked_for)}"
+        )
     if not machine.is_here and not is_asked_for:
         findings.failed.append(
             f"train.device='cuda' finds no CUDA GPU here (it needs {wanted} of compute capability 8.0 or newer with about "
@@ -75,6 +78,12 @@ def check_memory(findings: Preflight, config: RunConfig, machine: Machine, estim
         findings.warned.append(f"memory: about {estimate} may not fit in {where}; {_smaller(config, machine, estimate)}")
     else:
         findings.passed.append(f"memory: about {estimate} in {where}")
+
+
+def _there(machine: Machine, *, is_asked_for: bool) -> str:
+    if machine.device_type != "cuda" or not (machine.is_here or is_asked_for):
+        return "there is none here"
+    return f"{'here' if machine.is_here else 'described'}: {machine.num_gpus} x {machine.name} with {machine.memory_gib or 0:.1f} GiB"
 
 
 def _smaller(config: RunConfig, machine: Machine, estimate: MemoryEstimate) -> str:

@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from nsa_train.checkpoint import claimed_by_another
 from nsa_train.config import RunConfig
 from nsa_train.preflight.findings import Preflight
 from nsa_train.run_dir import RunDirectory
@@ -13,9 +14,11 @@ BYTES_PER_PARAMETER = 12
 
 
 def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:
-    """Judge that `out_dir` is a run's own, can be written, and was not told to halt."""
+    """Judge that `out_dir` is a run's own, can be written, is no running one's, and was not told to halt."""
     existing, other = _existing(out_dir), _run_around(out_dir)
-    if out_dir.is_dir() and not resuming and any(out_dir.iterdir()):
+    if claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
+        findings.failed.append(claim)
+    elif out_dir.is_dir() and not resuming and any(out_dir.iterdir()):
         findings.failed.append(
             f"--out={str(out_dir)!r} is not empty (a run never mixes with another); name a new directory, leave --out away, "
             "or go on with that run by --resume"
@@ -44,7 +47,7 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
     count = kept_checkpoints(config) + 1
     free = shutil.disk_usage(_existing(out_dir)).free
     text = f"{count} checkpoints of {size / 2**30:.2f} GiB (kept, and one being written)"
-    findings.needs.append(f"disk: {size * count / 2**30:.2f} GiB for {text}")
+    findings.needs.append(f"disk: {size * count / 2**30:.2f} GiB for {text}; here: {free / 2**30:.1f} GiB free")
     if size * count > free:
         fitting = free // size - 1
         mend = f"use --set train.keep_last={fitting}, or another disk" if fitting >= 1 else "name a directory on another disk"

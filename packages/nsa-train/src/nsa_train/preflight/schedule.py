@@ -3,9 +3,13 @@
 A run of the earlier system wasted 35,000 steps because nothing refused a toy configuration without checkpoints.
 """
 
-from nsa_train.config import RunConfig
-from nsa_train.machine import Machine, processes_of
+import math
+from collections.abc import Sequence
+
+from nsa_train.config import RunConfig, listed
+from nsa_train.machine import Machine
 from nsa_train.preflight.findings import Preflight
+from nsa_train.rules import nearest_multiples
 
 LONG_STEPS = 5000
 """Steps from which a run is long: it must save, and on a GPU compute in bf16."""
@@ -14,9 +18,9 @@ ALIGNED = 8
 """Elements to which tensor cores want the widths of 16-bit products."""
 
 
-def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, parameters: int) -> None:
-    """Judge steps, checkpoints, precision and divisibility of a run of a model of `parameters`."""
-    failures = [*_long_run(config, machine), *_divisibility(config, processes_of(config, machine))]
+def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, parameters: int, world_sizes: Sequence[int]) -> None:
+    """Judge steps, checkpoints, precision and divisibility of a run of a model of `parameters`, in each of `world_sizes` processes."""
+    failures = [*_long_run(config, machine), *unequal_shares(config, world_sizes)]
     findings.failed += failures
     findings.warned += _warnings(config, machine, parameters)
     if not failures:
@@ -25,6 +29,24 @@ def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, par
             f"schedule: {train.steps:,} steps of {train.batch_size * train.accumulate * train.seq_len:,} tokens in {train.precision}, "
             f"saved every {train.save_every or train.steps:,}"
         )
+
+
+def unequal_shares(config: RunConfig, world_sizes: Sequence[int]) -> list[str]:
+    """Return what stands against sharing a micro-batch among each of `world_sizes` processes, of all hosts together."""
+    train = config.train
+    if train.strategy == "single" and max(world_sizes) > 1:
+        return [
+            f"train.strategy='single' is one process, and {max(world_sizes)} are asked for (each would train alone); "
+            "use --set train.strategy=ddp"
+        ]
+    unequal = [size for size in world_sizes if train.batch_size % size]
+    if not unequal:
+        return []
+    sizes = f"; there may be {listed(map(str, world_sizes))}" if len(world_sizes) > 1 else ""
+    return [
+        f"train.batch_size={train.batch_size} does not divide among {unequal[0]} processes (each takes as many rows{sizes}); "
+        f"use --set train.batch_size={nearest_multiples(train.batch_size, math.lcm(*world_sizes))}"
+    ]
 
 
 def _long_run(config: RunConfig, machine: Machine) -> list[str]:
@@ -40,17 +62,6 @@ def _long_run(config: RunConfig, machine: Machine) -> list[str]:
         found.append(
             f"train.precision={train.precision!r} with train.steps={train.steps} on a GPU (a long GPU run computes in bf16); "
             "use --set train.precision=bf16"
-        )
-    return found
-
-
-def _divisibility(config: RunConfig, processes: int) -> list[str]:
-    train = config.train
-    found = []
-    if train.batch_size % processes:
-        found.append(
-            f"train.batch_size={train.batch_size} does not divide among {processes} processes (each takes as many rows); "
-            f"use --set train.batch_size={-(-train.batch_size // processes) * processes}"
         )
     return found
 

@@ -3,9 +3,12 @@
 import math
 import statistics
 from collections import deque
+from itertools import islice
 from typing import Any
 
 from attrs import field, frozen, mutable
+
+from nsa_train.parallel.outcomes import DELIBERATE
 
 STALL, FLATLINE, GATE_COLLAPSE, ZERO_GRADIENTS, RISING_FALLBACKS = (
     "stall",
@@ -29,10 +32,20 @@ BEGUN_STALL_S = 600.0
 """Patience with something longer than a step that says it began, the first time."""
 BOOT_STALL_S = 1800.0
 """Patience before the first step, in which data are opened and graphs compiled."""
+RESTART_GRACE_S = 1200.0
+"""More patience with all ranks once one of them died and torchrun may start them again.
+
+It ends the others (30 s), the hosts meet (10 minutes at most), the data are opened (`data.timeout_s`).
+"""
 STREAK = 3
 """Times in a row that gates must be collapsed, or gradients zero."""
-RECENT, EARLIER = 5, 200
-"""Steps whose median throughput is compared, and steps before them that it is compared with."""
+RECENT_S, RECENT = 300.0, 20
+"""The newest steps, whose median throughput is compared: so long a time, and so many of them at least.
+
+A neighbour's job, a slow disk or a clock that steps down for a minute is noise to a run of days.
+"""
+EARLIER = 10_000
+"""Most steps before them that they are compared with."""
 FLAT_SHARE = 0.5
 """Of the earlier median, below which throughput is flat."""
 LEAST_TOKS_PER_S = 1.0
@@ -61,8 +74,13 @@ class RankWatch:
     host: str | None = None
     world_size: int | None = None
     """Ranks of its start; None where its boot did not say."""
+    restarts_left: int = 0
+    """How often torchrun would start the ranks again after this start."""
     step: int = 0
     has_ended: bool = False
+    """It said so, and is not started again."""
+    has_failed: bool = False
+    """It ended by an error that torchrun answers with a new start."""
     last: dict[str, Any] = field(factory=dict)
     """The last event."""
     logged: dict[str, Any] = field(factory=dict)
@@ -76,7 +94,8 @@ class RankWatch:
     gate_streak: int = 0
     zero_streak: int = 0
     fallbacks: deque[float] = field(factory=lambda: deque(maxlen=2))
-    recent: deque[float] = field(factory=lambda: deque(maxlen=RECENT))
+    recent: deque[tuple[float, float]] = field(factory=deque)
+    """When each of the newest steps ended, and its tokens per second."""
     earlier: deque[float] = field(factory=lambda: deque(maxlen=EARLIER))
 
     def observe(self, event: dict[str, Any]) -> None:
@@ -89,7 +108,10 @@ class RankWatch:
             self._note_pause(event)
         self.pid, self.step = event.get("pid", self.pid), step
         self.host, self.world_size = event.get("host", self.host), event.get("world_size", self.world_size)
-        self.has_ended = event.get("msg") in ("finish", "halt")
+        self.restarts_left = event.get("restarts_left", self.restarts_left)
+        is_halt = event.get("msg") == "halt"
+        self.has_failed = is_halt and self.restarts_left > 0 and event.get("code") not in DELIBERATE
+        self.has_ended = event.get("msg") == "finish" or (is_halt and not self.has_failed)
         if event.get("msg") == "progress":
             self.logged = event
         self._note_gates(event)
@@ -97,12 +119,12 @@ class RankWatch:
             self.fallbacks.append(event["fallbacks_total"])
         self.last = event
 
-    def findings(self, now: float) -> list[Finding]:
-        """Return what is wrong at the time `now`, in seconds since the epoch."""
+    def findings(self, now: float, *, grace_s: float = 0.0) -> list[Finding]:
+        """Return what is wrong at the time `now`, in seconds since the epoch; a stall begins `grace_s` later."""
         if self.has_ended or not self.last:
             return []
         found = {
-            STALL: self._stall(now),
+            STALL: self._stall(now, grace_s),
             ZERO_GRADIENTS: f"the gradient norm was 0 in {self.zero_streak} steps in a row" if self.zero_streak >= STREAK else None,
             GATE_COLLAPSE: f"one branch took over in {self.gate_streak} logged steps in a row" if self.gate_streak >= STREAK else None,
             FLATLINE: self._flatline(),
@@ -114,7 +136,11 @@ class RankWatch:
         """Return the median throughput of the last steps over that of those before; None where there are too few."""
         if len(self.recent) < RECENT or len(self.earlier) < RECENT:
             return None
-        return statistics.median(self.recent) / max(statistics.median(self.earlier), LEAST_TOKS_PER_S)
+        return self._recent_median() / max(statistics.median(self.earlier), LEAST_TOKS_PER_S)
+
+    def silence_s(self, now: float) -> float:
+        """Return how long this rank has been silent."""
+        return float(now - self.last.get("ts", now))
 
     def patience_s(self) -> float:
         """Return how long this rank may be silent: by the mean of its step times, and by what it is busy with."""
@@ -151,28 +177,30 @@ class RankWatch:
         self.zero_streak = self.zero_streak + 1 if event.get("grad_norm") == 0 else 0
         # without packing, a step of short rows is slow by nature
         is_full, self.fullest = tokens >= self.fullest, max(tokens, self.fullest)
-        if speed is not None and is_full:
-            if len(self.recent) == RECENT:
-                self.earlier.append(self.recent[0])
-            self.recent.append(speed)
+        if speed is not None and now is not None and is_full:
+            self.recent.append((now, speed))
+            # what is left still spans RECENT_S
+            while len(self.recent) > RECENT and self.recent[-1][0] - self.recent[1][0] >= RECENT_S:
+                self.earlier.append(self.recent.popleft()[1])
 
-    def _stall(self, now: float) -> str | None:
-        silence, patience = now - self.last.get("ts", now), self.patience_s()
+    def _stall(self, now: float, grace_s: float) -> str | None:
+        silence, patience = self.silence_s(now), self.patience_s() + grace_s
         if silence <= patience:
             return None
         pace = "no step yet" if self.step_ema_s is None else f"steps take {self.step_ema_s:.3g} s"
         return f"silent for {silence:.0f} s after {self.last.get('msg')!r} ({pace}; patience {patience:.0f} s)"
 
     def _flatline(self) -> str | None:
-        if len(self.recent) < STREAK:
-            return None
-        now = statistics.median(self.recent)
-        if now < LEAST_TOKS_PER_S and max(list(self.recent)[-STREAK:]) < LEAST_TOKS_PER_S:
-            return f"throughput is {now:.3g} tokens per second"
+        newest = [speed for _, speed in islice(reversed(self.recent), STREAK)]
+        if len(newest) == STREAK and max(newest) < LEAST_TOKS_PER_S:
+            return f"throughput is {statistics.median(newest):.3g} tokens per second"
         share = self.steadiness()
         if share is None or share >= FLAT_SHARE:
             return None
-        return f"throughput fell from {statistics.median(self.earlier):.0f} to {now:.0f} tokens per second"
+        return f"throughput fell from {statistics.median(self.earlier):.0f} to {self._recent_median():.0f} tokens per second"
+
+    def _recent_median(self) -> float:
+        return statistics.median(speed for _, speed in self.recent)
 
 
 def rising(totals: list[float]) -> str | None:

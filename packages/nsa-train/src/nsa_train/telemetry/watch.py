@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa_train.errors import ConfigError
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.anomalies import KINDS, RISING_FALLBACKS, Finding, RankWatch, rising
+from nsa_train.telemetry.anomalies import KINDS, RESTART_GRACE_S, RISING_FALLBACKS, Finding, RankWatch, rising
 from nsa_train.telemetry.health import Check, judge
 from nsa_train.telemetry.records import read_rows
 
@@ -44,7 +44,8 @@ class Watcher:
                 if path not in self.ranks or event.get("msg") == "boot":
                     self.ranks[path] = RankWatch(int(event.get("rank", 0)))
                 self.ranks[path].observe(event)
-        found = [finding for rank in self.members for finding in rank.findings(now)]
+        grace_s = RESTART_GRACE_S if self.awaits_restart(now) else 0.0
+        found = [finding for rank in self.members for finding in rank.findings(now, grace_s=grace_s)]
         if not self.has_ended and not any(finding.kind == RISING_FALLBACKS for finding in found):
             found += self._rising_in_table()
         return sorted(found, key=lambda finding: (KINDS.index(finding.kind), finding.rank))
@@ -64,6 +65,10 @@ class Watcher:
     def has_ended(self) -> bool:
         """Return True where every rank said that it ended."""
         return bool(self.ranks) and all(rank.has_ended for rank in self.members)
+
+    def awaits_restart(self, now: float) -> bool:
+        """Return True where a rank died, or may have died on another host, and torchrun has a start left for all of them."""
+        return any(rank.restarts_left > 0 and _has_died(rank, now) for rank in self.members if not rank.has_ended)
 
     def _new_events(self, path: Path) -> list[dict[str, Any]]:
         with path.open("rb") as file:
@@ -103,17 +108,18 @@ def watch(
     """
     watcher = Watcher(paths)
     while True:
-        found = watcher.look(time.time())
+        now = time.time()
+        found = watcher.look(now)
         if found:
             return _act(watcher, found, is_halting=is_halting, say=say)
         if watcher.has_ended or is_once:
-            return _conclude(watcher, say)
+            return _conclude(watcher, now, say)
         sleep(interval_s)
 
 
 def request_stack_dump(pid: int | None, host: str | None) -> str:
     """Send SIGUSR1 to a process of this host that handles it, and return what was done; one that does not would die of it."""
-    if pid is None or (host is not None and host != platform.node()):
+    if pid is None or not _is_here(host):
         return f"no stack dump: its process runs on {host or 'another host'}"
     if not _catches_dump_signal(pid):
         return f"no stack dump: process {pid} is gone, or does not handle SIGUSR1"
@@ -121,7 +127,7 @@ def request_stack_dump(pid: int | None, host: str | None) -> str:
     return f"asked process {pid} for a stack dump, stackdump_*.txt"
 
 
-def _conclude(watcher: Watcher, say: Callable[[str], None]) -> int:
+def _conclude(watcher: Watcher, now: float, say: Callable[[str], None]) -> int:
     """Tell how a run without anomalies stands, and return 4 where its own guards stopped it."""
     for check in watcher.unhealthy():
         say(f"watch: {check.name} is {check.found} (healthy: {check.band})")
@@ -130,7 +136,7 @@ def _conclude(watcher: Watcher, say: Callable[[str], None]) -> int:
         say(f"watch: rank {number} stopped with exit code {event.get('code')}: {event.get('reason')}")
     if any(event.get("code") == ANOMALY_CODE for _, event in halts):
         return ANOMALY_CODE
-    state = "ended" if watcher.has_ended else "goes on"
+    state = "ended" if watcher.has_ended else "waits to be started again" if watcher.awaits_restart(now) else "goes on"
     say(f"watch: nothing is wrong; the run {state} at step {max(rank.step for rank in watcher.members)}")
     return 0
 
@@ -148,10 +154,38 @@ def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Calla
     return ANOMALY_CODE
 
 
-def _catches_dump_signal(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
+def _has_died(rank: RankWatch, now: float) -> bool:
+    """Return whether `rank` failed, or its process is gone; on another host, where that cannot be seen, whether it is overdue."""
+    if rank.has_failed:
+        return True
+    if rank.pid is None or not _is_here(rank.host):
+        return rank.silence_s(now) > rank.patience_s()
+    return _is_gone(rank.pid)
+
+
+def _is_here(host: str | None) -> bool:
+    return host is None or host == platform.node()
+
+
+def _is_gone(pid: int) -> bool:
     try:
-        line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("SigCgt:"))
-    except (OSError, StopIteration):
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
         return False
-    return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    # dead, but its parent has not asked how it ended
+    return _status(pid).get("State", "").startswith("Z")
+
+
+def _catches_dump_signal(pid: int) -> bool:
+    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def _status(pid: int) -> dict[str, str]:
+    """Return what Linux says of a process; nothing elsewhere, and of one that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

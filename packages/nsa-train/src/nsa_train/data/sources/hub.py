@@ -86,7 +86,8 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks:
 def unreachable(subset: str, error: BaseException) -> DataError:
     """Return the error for a hub that does not answer, with the commands that would work."""
     return DataError(
-        f"data.source='fineweb_edu' cannot be reached ({_first_line(error)}); any of these works: "
+        f"data.source='fineweb_edu' cannot be reached ({_first_line(error)}): {REPOSITORY}, {subset}, is streamed from the hub, "
+        "and no copy of it is kept here; any of these works: "
         f"--set data.path='fineweb/**/*.parquet' after `hf download {REPOSITORY} --repo-type dataset --include 'sample/10BT/*' "
         f"--local-dir fineweb` where there is a network; --set data.source=stdlib; --synthetic-on-fail"
     )
