@@ -106,20 +106,21 @@ class PackedRows:
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Return `rows` packed into one batch of `cu_seqlens` sequences."""
+    # of numpy: torch would wake a thread per core for each of these, and let go of the interpreter's lock
     lengths = np.array([length for row in rows for length in row.lengths], np.int32)
-    labels = torch.from_numpy(_joined([row.labels for row in rows]))
+    labels = _joined([row.labels for row in rows])
     loss_mask = labels != IGNORED
     cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
     return Batch(
         input_ids=torch.from_numpy(_joined([row.input_ids for row in rows])),
-        labels=labels,
-        loss_mask=loss_mask,
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy(loss_mask),
         lengths=torch.from_numpy(lengths),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=len(rows[0].input_ids),
         longest=int(lengths.max()),
-        num_targets=int(loss_mask.sum()),
+        num_targets=int(np.count_nonzero(loss_mask)),
     )
 
 
