@@ -10,6 +10,8 @@ from nsa_train.model.decoder import Decoder
 from nsa_train.model.generate import generate
 
 SAMPLE_TOKENS = 160
+SYNTHETIC_TOKENS = 8
+"""Of random ids nothing can be read, and a deep model draws each in many small launches."""
 TEMPERATURE = 0.8
 SEED = 0
 SYNTHETIC_NOTE = "--- synthetic data: random ids, for throughput alone ---"
@@ -22,7 +24,8 @@ def write_samples(
 
     `is_synthetic`: the prompts are random ids, which the file says.
     """
-    drawn = generate(model, prompts, tokenizer=tokenizer, num_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=SEED)
+    num_tokens = SYNTHETIC_TOKENS if is_synthetic else SAMPLE_TOKENS
+    drawn = generate(model, prompts, tokenizer=tokenizer, num_tokens=num_tokens, temperature=TEMPERATURE, seed=SEED)
     texts = [
         f"--- prompt ---\n{tokenizer.decode(prompt)}\n"
         f"--- continuation (temperature {TEMPERATURE}, seed {SEED}) ---\n{tokenizer.decode(ids)}\n"

@@ -1,0 +1,28 @@
+"""samples/before.txt and after.txt: how much is drawn, and what the file says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_train.data.tokenizer import ByteTokenizer
+from nsa_train.telemetry import samples
+
+
+@pytest.mark.parametrize(("is_synthetic", "drawn"), [(False, samples.SAMPLE_TOKENS), (True, samples.SYNTHETIC_TOKENS)])
+def test_random_ids_are_continued_by_a_few(is_synthetic: bool, drawn: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def generate(model: Any, prompts: Any, *, num_tokens: int, **options: Any) -> list[torch.Tensor]:
+        asked.append(num_tokens)
+        return [torch.tensor(list(b"and so on")) for _ in prompts]
+
+    monkeypatch.setattr(samples, "generate", generate)
+    path = tmp_path / "samples" / "before.txt"
+    samples.write_samples(path, None, ByteTokenizer(), [torch.tensor(list(b"once"))], is_synthetic=is_synthetic)  # type: ignore[arg-type]
+    assert asked == [drawn]
+    text = path.read_text()
+    assert text.startswith(samples.SYNTHETIC_NOTE) == is_synthetic
+    assert "once" in text
+    assert "and so on" in text
