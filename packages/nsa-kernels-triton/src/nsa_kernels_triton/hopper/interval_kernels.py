@@ -1,6 +1,7 @@
 """Forward, dK and dV of attention over an interval of keys for compute capability 9.0: loading warps feed computing ones.
 
-As in `selected_kernels`, four warps load tiles into a ring and four compute, two programs to a multiprocessor.
+As in `selected_kernels`, four warps load tiles into a ring and four compute, two programs to a multiprocessor; in the forward
+kernel eight compute, and the program has it to itself.
 """
 
 from triton.experimental import gluon
