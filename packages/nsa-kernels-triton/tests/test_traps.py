@@ -1,6 +1,7 @@
 """Every mistake that a public kernel for sparse attention is known to have made, as a test."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from nsa_core.testing.properties import Where
 from nsa_core.testing.tolerances import NEAR_TIE, allowed_error, max_error
 from nsa_kernels_triton import policy
 from nsa_kernels_triton.plugin import TritonBackend
+from nsa_kernels_triton.selected import op as selected
+from nsa_kernels_triton.selected.index import Chunk, chunks
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -332,3 +335,25 @@ def test_any_scale_is_a_scale(scale: float) -> None:
         gradients = torch.autograd.grad(out.square().sum(), found)
         for ours_gradient, exact_gradient in zip(gradients, torch.autograd.grad(expected.square().sum(), truth), strict=True):
             assert_close(ours_gradient, exact_gradient)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 40, 0, 70)])
+def test_queries_that_choose_every_block_leave_no_partial_results(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 4 blocks of 8 tokens may be chosen: the first 32 queries of each sequence are attended to densely
+    shape = Shape(num_queries=70, lengths=lengths)
+    inputs = inputs_of(shape).with_grad()
+    found: list[Chunk] = []
+
+    def noted(*arguments: Any) -> Iterator[Chunk]:
+        for chunk in chunks(*arguments):
+            found.append(chunk)
+            yield chunk
+
+    monkeypatch.setattr(selected, "chunks", noted)
+    packed = {} if lengths is None else {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": max(lengths)}
+    nsa_attention(*inputs.tensors, geometry=SMALL, **OPTIONS, **packed).sum().backward()
+    positions = torch.cat([torch.arange(length) for length in lengths or (70,)])
+    assert len(found) == 2, "one chunk, forward and backward"
+    for chunk in found:
+        counts = chunk.present[: len(positions)].cpu().sum((1, 2))
+        assert torch.equal(counts == 0, positions < 32)

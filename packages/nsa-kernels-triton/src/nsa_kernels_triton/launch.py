@@ -115,14 +115,20 @@ class Sequences(NamedTuple):
         """Return the bisections that find one of `num_sequences`."""
         return self.num_sequences.bit_length() + 1
 
-    def tiling(self, length: int, per_unit: int, block: int, *, of_keys: bool) -> "Tiling":
-        """Return the tiles of `block` rows, `per_unit` to each of `length` queries or keys a sequence (packed: in all)."""
+    def tiling(self, length: int, per_unit: int, block: int, *, of_keys: bool, limit: int | None = None) -> "Tiling":
+        """Return the tiles of `block` rows, `per_unit` to each of `length` queries or keys a sequence (packed: in all).
+
+        `limit`: of the first so many of a sequence alone.
+        """
+        if limit is not None:
+            length = min(length, limit * (self.num_sequences if self.is_packed else 1))
         num_tiles = -(-length * per_unit // block)
         if not self.is_packed:
             return Tiling(None, num_tiles, self.batch)
         starts = self.cu_keys if of_keys else self.placement.cu_seqlens
         assert starts is not None
-        tiles = torch.div(starts.diff() * per_unit + (block - 1), block, rounding_mode="floor")
+        lengths = starts.diff() if limit is None else starts.diff().clamp(max=limit)
+        tiles = torch.div(lengths * per_unit + (block - 1), block, rounding_mode="floor")
         cu_tiles = torch.nn.functional.pad(tiles.cumsum(0, dtype=torch.int32), (1, 0))
         return Tiling(cu_tiles, num_tiles + self.num_sequences, 1)
 

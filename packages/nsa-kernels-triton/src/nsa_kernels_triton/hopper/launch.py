@@ -15,12 +15,21 @@ REGISTERS_OF_THREE = 168
 
 
 def interval_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sizes: dict[str, Any], scale: float, sequences: Sequences, ring: Ring
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sizes: dict[str, Any],
+    scale: float,
+    sequences: Sequences,
+    limit: int | None,
+    ring: Ring,
 ) -> None:
-    """Write out and lse; `sizes` are the constants of the interval. `scale` is above 0."""
+    """Write out and lse; `sizes` are the constants of the interval, `limit` that of `Sequences.tiling`. `scale` is above 0."""
     from nsa_kernels_triton.hopper import interval_kernels as kernels
 
-    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False)
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     kernels.forward_kernel[(min(num_items, _num_multiprocessors(q)),)](
         q, k, v, out, lse,

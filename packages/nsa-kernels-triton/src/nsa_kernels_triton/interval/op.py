@@ -10,8 +10,8 @@ from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, on_its_device, optional, ring_for, score_factor, tiles_for
-from nsa_kernels_triton.policy import parts_of
+from nsa_kernels_triton.launch import Sequences, Tiling, exact_out, is_exact, on_its_device, optional, ring_for, score_factor, tiles_for
+from nsa_kernels_triton.policy import Ring, Tiles, parts_of
 
 PROGRAMS_WANTED = 2048
 """Programs that balance dK/dV over a large GPU."""
@@ -152,22 +152,40 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and the exact out; see `interval_attention`."""
-    if scale < 0:
-        # the kernel scales a maximum, which a negative factor would make the least
-        q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     exact = exact_out(q, v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if not k.shape[1] or not q.numel():
         return out.zero_(), lse.fill_(float("-inf")), exact.zero_()
+    attend_into(out, lse, exact, q, k, v, is_window, geometry, scale, sequences)
+    return out, lse, exact
+
+
+def attend_into(
+    out: Tensor,
+    lse: Tensor,
+    exact: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_window: bool,
+    geometry: BlockGeometry,
+    scale: float,
+    sequences: Sequences,
+    limit: int | None = None,
+) -> None:
+    """Write out, lse and the exact out; `limit`: of at least the first so many queries of each sequence."""
+    if scale < 0:
+        # the kernel scales a maximum, which a negative factor would make the least
+        q, scale = -q, -scale
     ring = ring_for("window_forward" if is_window else "compressed_forward", q, v, k)
     # a scale of 0 times -inf would be NaN
     if ring is not None and scale > 0:
-        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, ring)
-        return out, lse, exact
+        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, ring)
+        return
     tiles = tiles_for("interval_forward", q, q.shape[3], v.shape[3])
-    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False)
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False, limit=limit)
     kernels.forward_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
         q, k, v, out, optional(exact), lse,
         *sequences.arguments(tiling),
@@ -175,7 +193,6 @@ def forward(
         **_constants(q, k, v, is_window, geometry, sequences),
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    return out, lse, exact
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
@@ -213,19 +230,79 @@ def backward(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if not k.shape[1] or not q.numel():
         return torch.zeros_like(q) if dq is None else dq, torch.zeros_like(k), torch.zeros_like(v)
-    constants = _constants(q, k, v, is_window, geometry, sequences) | {"GATE": gate}
     adds = dq is not None
     dq = torch.empty_like(q) if dq is None else dq
+    _add_dq(dq, adds, dout, delta, dlse, lse, q, k, v, gates, gate, is_window, geometry, scale, sequences, None)
+    return dq, *_dkdv(dout, delta, lse, q, k, v, gates, gate, is_window, geometry, scale, sequences)
+
+
+def backward_into(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    gate: int,
+    geometry: BlockGeometry,
+    scale: float,
+    sequences: Sequences,
+    limit: int,
+) -> None:
+    """Add to dq, and write to dk and dv, float32, what the first `limit` queries of each sequence give, a window as wide as that.
+
+    Tiles of rows end at `limit`: it is a multiple of `tile_queries`. Later keys are left alone.
+    """
+    _add_dq(dq, True, dout, delta, None, lse, q, k, v, gates, gate, True, geometry, scale, sequences, limit)
+    tiling, ring, tiles = _key_tiling(q, k, v, dout, sequences, limit)
+    results = (dk.unsqueeze(0), dv.unsqueeze(0))
+    _launch_dkdv(results, 1, limit, tiling, ring, tiles, dout, delta, lse, q, k, v, gates, gate, True, geometry, scale, sequences)
+
+
+def tile_queries(q: Tensor, v: Tensor) -> int:
+    """Return a number of queries whose rows fill tiles of the dQ kernel, whatever H/G is."""
+    return tiles_for("interval_dq", q, q.shape[3], v.shape[3]).block_rows
+
+
+def _add_dq(
+    dq: Tensor,
+    adds: bool,
+    dout: Tensor,
+    delta: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor | None,
+    gate: int,
+    is_window: bool,
+    geometry: BlockGeometry,
+    scale: float,
+    sequences: Sequences,
+    limit: int | None,
+) -> None:
     tiles = tiles_for("interval_dq", q, q.shape[3], v.shape[3])
-    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False)
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False, limit=limit)
     kernels.dq_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
         q, k, v, dout, lse, delta, dlse, gates, dq,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], sequences.search_steps, scale, score_factor(q, scale),
-        **constants, ADD=adds,
+        **_constants(q, k, v, is_window, geometry, sequences), GATE=gate, ADD=adds,
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    return dq, *_dkdv(dout, delta, lse, q, k, v, gates, constants, scale, sequences)
+
+
+def _key_tiling(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sequences: Sequences, limit: int | None
+) -> tuple[Tiling, Ring | None, Tiles]:
+    ring = ring_for("interval_dkdv", q, v, k, dout)
+    tiles = tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
+    return sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True, limit=limit), ring, tiles
 
 
 def _dkdv(
@@ -236,15 +313,15 @@ def _dkdv(
     k: Tensor,
     v: Tensor,
     gates: Tensor | None,
-    constants: dict[str, Any],
+    gate: int,
+    is_window: bool,
+    geometry: BlockGeometry,
     scale: float,
     sequences: Sequences,
 ) -> tuple[Tensor, Tensor]:
-    ring = ring_for("interval_dkdv", q, v, k, dout)
-    tiles = tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
-    tiling = sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True)
+    tiling, ring, tiles = _key_tiling(q, k, v, dout, sequences, None)
     splits, split_queries = 1, q.shape[1]
-    if not constants["IS_WINDOW"]:
+    if not is_window:
         programs = tiling.num_tiles * tiling.num_sequences * k.shape[2]
         wanted = min(MAX_SPLITS, -(-PROGRAMS_WANTED // programs))
         split_queries = max(MIN_SPLIT_QUERIES, -(-q.shape[1] // wanted))
@@ -254,6 +331,36 @@ def _dkdv(
     dtype = k.dtype if splits == 1 else torch.float32
     dk = make((splits, *k.shape), dtype=dtype, device=k.device)
     dv = make((splits, *v.shape), dtype=dtype, device=v.device)
+    operands = (dout, delta, lse, q, k, v, gates, gate, is_window, geometry, scale, sequences)
+    _launch_dkdv((dk, dv), splits, split_queries, tiling, ring, tiles, *operands)
+    if splits == 1:
+        return dk[0], dv[0]
+    return dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
+
+
+def _launch_dkdv(
+    results: tuple[Tensor, Tensor],
+    splits: int,
+    split_queries: int,
+    tiling: Tiling,
+    ring: Ring | None,
+    tiles: Tiles,
+    dout: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor | None,
+    gate: int,
+    is_window: bool,
+    geometry: BlockGeometry,
+    scale: float,
+    sequences: Sequences,
+) -> None:
+    """Write dK and dV `(splits, B, T, G, D)`; each split has `split_queries` of every sequence."""
+    dk, dv = results
+    constants = _constants(q, k, v, is_window, geometry, sequences) | {"GATE": gate}
     grid = (tiling.num_tiles * splits, tiling.num_sequences, k.shape[2])
     numbers = (
         *sequences.arguments(tiling), sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1],
@@ -261,11 +368,8 @@ def _dkdv(
     )  # fmt: skip
     if ring is not None:
         hopper.interval_dkdv(grid, q, k, v, dout, lse, delta, gates, dk, dv, numbers, constants, ring)
-    else:
-        kernels.dkdv_kernel[grid](
-            q, k, v, dout, lse, delta, gates, dk, dv, *numbers, **constants,
-            BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
-    if splits == 1:
-        return dk[0], dv[0]
-    return dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
+        return
+    kernels.dkdv_kernel[grid](
+        q, k, v, dout, lse, delta, gates, dk, dv, *numbers, **constants,
+        BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip

@@ -52,6 +52,8 @@ class Index(NamedTuple):
     chunk_rows: int
     """Rows of q in a chunk, a power of two."""
     item_queries: int
+    first_position: int
+    """Of the queries whose lists are made; earlier ones are attended to in another way."""
 
     @property
     def num_rows(self) -> int:
@@ -76,9 +78,16 @@ class Chunk(NamedTuple):
 
 
 def index_of(
-    block_indices: Tensor, sequences: Sequences, num_keys: int, geometry: BlockGeometry, block_keys: int, num_heads: int, row_bytes: int
+    block_indices: Tensor,
+    sequences: Sequences,
+    num_keys: int,
+    geometry: BlockGeometry,
+    block_keys: int,
+    num_heads: int,
+    row_bytes: int,
+    first_position: int,
 ) -> Index:
-    """Return the index of a call whose partial results take `row_bytes` per (query, head, slot)."""
+    """Return the index, from `first_position` on, of a call whose partial results take `row_bytes` per (query, head, slot)."""
     batch, num_queries, num_groups, num_selected = block_indices.shape
     placement, pieces = sequences.placement, pieces_of(geometry, block_keys)
     total = batch * num_queries
@@ -95,7 +104,9 @@ def index_of(
     affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * row_bytes))
     chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, triton.next_power_of_2(total)))
     item_queries = max(1, ITEM_ROWS // (num_heads // num_groups))
-    return Index(block_indices.contiguous(), rows, pieces, blocks * pieces.per_block, num_groups, slots, chunk_rows, item_queries)
+    return Index(
+        block_indices.contiguous(), rows, pieces, blocks * pieces.per_block, num_groups, slots, chunk_rows, item_queries, first_position
+    )
 
 
 def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
@@ -111,7 +122,7 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         marks = torch.zeros(num_lists, chunk_rows, dtype=mark_dtype, device=device)
         key_rows = torch.empty(index.num_pieces, dtype=torch.int32, device=device)
         index_kernels.mark_kernel[(triton.cdiv(last - first, 32), index.num_groups)](
-            index.block_indices, index.rows, marks, key_rows, first, index.num_rows, index.num_pieces, chunk_rows,
+            index.block_indices, index.rows, marks, key_rows, first, index.num_rows, index.num_pieces, chunk_rows, index.first_position,
             G=index.num_groups, NUM_SELECTED=num_selected, SLOTS=triton.next_power_of_2(num_selected),
             SELECTION_SIZE=geometry.selection_block_size, PIECES=index.pieces.per_block, PIECE_SIZE=index.pieces.size, BLOCK=32,
         )  # fmt: skip

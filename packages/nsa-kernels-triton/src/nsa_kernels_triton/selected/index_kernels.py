@@ -43,19 +43,20 @@ def describe_rows_kernel(
 
 @triton.jit
 def mark_kernel(
-    indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, first_row, num_rows, num_pieces, chunk_rows,
+    indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, first_row, num_rows, num_pieces, chunk_rows, first_position,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr,
     PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write slot + 1 at (group, piece, row - first_row) of every piece that a row chose, and the piece's first key row.
 
-    The slot is the piece's place in the row's choice. Grid (tiles of rows, G).
+    The slot is the piece's place in the row's choice. Rows before `first_position` are left out. Grid (tiles of rows, G).
     """
     group = tl.program_id(1)
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = first_row + local
     exists = (row < num_rows) & (local < chunk_rows)
     position = tl.load(rows_ptr + row, mask=exists, other=-1)
+    position = tl.where(position >= first_position, position, -1)
     key_row = tl.load(rows_ptr + num_rows + row, mask=exists, other=0)
     base = tl.load(rows_ptr + 2 * num_rows + row, mask=exists, other=0)
     slots = tl.arange(0, SLOTS)

@@ -103,11 +103,15 @@ def forward_kernel(
 
 @triton.jit
 def merge_kernel(
-    parts_ptr, part_lse_ptr, present_ptr, out_ptr, exact_ptr, lse_ptr, cmp_ptr, win_ptr, gates_ptr, total_ptr, rows_ptr, first_row, last_row,
+    parts_ptr, part_lse_ptr, present_ptr, out_ptr, exact_ptr, lse_ptr, cmp_ptr, win_ptr, gates_ptr, total_ptr, rows_ptr,
+    first_row, last_row, first_position,
     H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, COMBINE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well."""
+    """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well.
+
+    The outputs of rows before `first_position` stand where they belong.
+    """
     HG: tl.constexpr = H // G
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     local = rows // H
@@ -131,13 +135,21 @@ def merge_kernel(
     sees_any = total > 0
     acc *= tl.where(sees_any, 1.0 / tl.where(sees_any, total, 1.0), 0.0)[:, None]
     target = wide(first_row) * H + rows
-    tl.store(lse_ptr + target, tl.where(sees_any, shift + tl.log(tl.where(sees_any, total, 1.0)), float("-inf")), mask=exists)
-    store_columns(out_ptr, target * D_V, exists, acc, 0, WIDTH, D_V)
+    position = tl.load(rows_ptr + first_row + local, mask=exists, other=-1)
+    is_done = (position >= 0) & (position < first_position)
     if exact_ptr is not None:
-        store_columns(exact_ptr, target * D_V, exists, acc, 0, WIDTH, D_V)
+        done = load_columns(exact_ptr, target * D_V, is_done, 0, WIDTH, D_V, True)
+    else:
+        done = load_columns(out_ptr, target * D_V, is_done, 0, WIDTH, D_V, True)
+    acc = tl.where(is_done[:, None], done.to(tl.float32), acc)
+    merged = exists & (is_done == 0)
+    tl.store(lse_ptr + target, tl.where(sees_any, shift + tl.log(tl.where(sees_any, total, 1.0)), float("-inf")), mask=merged)
+    store_columns(out_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
+    if exact_ptr is not None:
+        store_columns(exact_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
     if COMBINE:
         # a row that does not count is 0 whatever its gates are, NaN included
-        counts = exists & (tl.load(rows_ptr + first_row + local, mask=exists, other=-1) >= 0)
+        counts = exists & (position >= 0)
         gate_cmp = tl.load(gates_ptr + target * 3, mask=counts, other=0.0).to(tl.float32)
         gate_slc = tl.load(gates_ptr + target * 3 + 1, mask=counts, other=0.0).to(tl.float32)
         gate_win = tl.load(gates_ptr + target * 3 + 2, mask=counts, other=0.0).to(tl.float32)

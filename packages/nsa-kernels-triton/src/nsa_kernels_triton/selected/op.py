@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from attrs import evolve
 from torch import Tensor
 
 from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
-from nsa_kernels_triton.interval.op import row_delta
+from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.launch import (
     Sequences,
     exact_out,
@@ -78,7 +79,7 @@ def triton_selected_attention_backward(
     """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
     sequences = _sequences(q, cu_seqlens, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    delta = row_delta(out, dout, dlse)
+    delta = interval.row_delta(out, dout, dlse)
     return backward(dout, delta, lse, q, k, v, block_indices, None, None, BlockGeometry(*geometry), scale, sequences)
 
 
@@ -157,6 +158,17 @@ def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
     return chunk.items, chunk.ends[1, -1:], chunk.entries
 
 
+def early_queries(q: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> int:
+    """Return how many queries at the start of each sequence are attended to densely: those that choose all of their blocks.
+
+    What one of them sees is a window from its sequence's first token. 0 with a cache, whose queries stand anywhere.
+    """
+    if sequences.is_cached:
+        return 0
+    step = interval.tile_queries(q, v)
+    return geometry.num_selected_blocks * geometry.selection_block_size // step * step
+
+
 def _merge_rows(width: int) -> int:
     """Return the rows of a merging tile: 16 KiB of float32."""
     return max(1, 4096 // width)
@@ -172,7 +184,10 @@ def forward(
     sequences: Sequences,
     others: Others | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, the exact out and, with `others`, the gated sum of the three branches (else an empty tensor)."""
+    """Return out, lse, the exact out and, with `others`, the gated sum of the three branches (else an empty tensor).
+
+    With `others` the choice is ours (Eq. 11): queries with no more blocks than may be chosen have chosen all of them.
+    """
     if scale < 0:
         # a kernel may scale a maximum, which a negative factor would make the least
         q, scale = -q, -scale
@@ -185,7 +200,10 @@ def forward(
         return out, lse, exact, total
     tiles = tiles_for("selected_forward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, v.shape[3])
-    index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize)
+    early = 0 if others is None else early_queries(q, v, geometry, sequences)
+    index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, early)
+    if early:
+        interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
     constants = _constants(q, k, v, index)
     width = triton.next_power_of_2(v.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], v.shape[3], dtype=dtype)
@@ -207,7 +225,7 @@ def forward(
         kernels.merge_kernel[(triton.cdiv(rows, _merge_rows(width)),)](
             parts, part_lse, chunk.present, out, optional(exact), lse,
             *((None, None, None, None) if others is None else (others.cmp, others.win, others.gates, total)),
-            index.rows, chunk.first_row, chunk.last_row,
+            index.rows, chunk.first_row, chunk.last_row, early,
             H=q.shape[2], G=k.shape[2], D_V=v.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, COMBINE=others is not None,
             BLOCK_ROWS=_merge_rows(width),
         )  # fmt: skip
@@ -228,7 +246,7 @@ def backward(
     scale: float,
     sequences: Sequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; with `gates` the output counts gates[..., 1] times, and `dq` holds what is to be added to."""
+    """Return dq, dk, dv; with `gates` the output counts gates[..., 1] times, the choice is ours, and `dq` is to be added to."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     dk = torch.zeros_like(k, dtype=torch.float32)
     dv = torch.zeros_like(v, dtype=torch.float32)
@@ -238,7 +256,12 @@ def backward(
         return dq, dk.to(k.dtype), dv.to(v.dtype)
     tiles = tiles_for("selected_backward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, q.shape[3])
-    index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize)
+    early = 0 if gates is None else early_queries(q, v, geometry, sequences)
+    index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, early)
+    if early:
+        assert gates is not None
+        window = evolve(geometry, window_size=early)
+        interval.backward_into(dq, dk, dv, dout, delta, lse, q, k, v, gates, GATE, window, scale, sequences, early)
     constants = _constants(q, k, v, index)
     width = triton.next_power_of_2(q.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
