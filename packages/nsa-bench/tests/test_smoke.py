@@ -1,6 +1,7 @@
 """Each rule of the smoke runner sees its fault in a run's records, and passes a sound run."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ log_every = 4
 """
 HEADER = "step,loss,ppl,lr,toks_per_s,grad_norm,fetch_ms,step_ms,mfu,is_clipped"
 HEALTHY = {
+    "ts": 1.0,
     "msg": "progress",
     "step": 10,
     "gate_entropy_mean": 0.9,
@@ -130,7 +132,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "k_mean": lambda folder: _write(folder, _losses(3, 2), event={**HEALTHY, "k_mean": 2.4}),
     "reads_act_total": lambda folder: _write(folder, _losses(3, 2), event={**HEALTHY, "reads_act_total": 99}),
     "fallbacks_total": lambda folder: _write(folder, _losses(3, 2), event={**HEALTHY, "fallbacks_total": 1}),
-    "gates": lambda folder: _write(folder, _losses(3, 2), event={"msg": "boot", "step": 0}),
+    "gates": lambda folder: _write(folder, _losses(3, 2), event={"ts": 1.0, "msg": "boot", "step": 0}),
 }
 
 
@@ -140,6 +142,54 @@ def test_each_fault_fails_its_rule_alone(rule: str, tmp_path: Path, capsys: pyte
     assert [name for name, is_passed in _verdicts(tmp_path).items() if is_passed is False] == [rule]
     assert run_command(["smoke", str(tmp_path)]) == 1
     assert "FAIL" in capsys.readouterr().out
+
+
+GATES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac")
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in HEALTHY.items() if name not in names}
+
+
+def test_an_nsa_run_without_figures_of_gates_fails(tmp_path: Path) -> None:
+    _write(tmp_path, _losses(3, 2), event=_without(*GATES, "gate_branch_shares"))
+    assert {rule: is_passed for rule, is_passed in _verdicts(tmp_path).items() if rule in GATES} == dict.fromkeys(GATES, False)
+    assert run_command(["smoke", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "rules", "reason"),
+    [
+        ({**HEALTHY, **dict.fromkeys(GATES)}, GATES, "no token of step 10 sees a compressed block"),
+        ({**HEALTHY, "gate_branch_shares": {"win": 1.0}}, GATES, "a single branch holds every gate"),
+        (_without("k_mean", "reads_pred"), ("k_mean", "reads_act_total"), "the last logged step, 10, has no such figure"),
+    ],
+    ids=["short rows", "one branch", "no selection"],
+)
+def test_a_health_rule_that_cannot_be_judged_says_so(event: dict[str, Any], rules: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    _write(tmp_path, _losses(3, 2), event=event)
+    unjudged = {one.rule: one.found for one in check_run(read_records(tmp_path)) if one.is_passed is None and "not judged" in one.found}
+    assert unjudged == dict.fromkeys(rules, f"not judged: {reason}")
+
+
+def test_damaged_records_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path, _losses(*(3 - 0.1 * step for step in range(10))))
+    with (tmp_path / "training.csv").open("ab") as file:
+        file.write(b"\0\0\0\n")
+    (tmp_path / "metrics.json").write_text('{"val_loss": 2.0, "las')
+    found = [one.found for one in check_run(read_records(tmp_path)) if one.rule == "records"]
+    assert found[0] == f"{tmp_path}/training.csv: line 12 cannot be read, and is left out"
+    assert found[1].startswith(f"{tmp_path}/metrics.json cannot be read as JSON (")
+    assert run_command(["smoke", str(tmp_path)]) == 0
+    assert "line 12" in "".join(capsys.readouterr().out.split("\n"))
+
+
+def test_a_run_whose_latest_is_gone_is_judged_by_its_newest_checkpoint(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run", symlinks=True))
+    (run / "checkpoints/latest").unlink()
+    (run / "checkpoints/latest").symlink_to("step-99")
+    [verdict] = [one for one in check_run(read_records(run)) if one.rule == "selection repeats"]
+    assert verdict.is_passed is True
 
 
 def test_what_does_not_apply_is_no_failure(tmp_path: Path) -> None:

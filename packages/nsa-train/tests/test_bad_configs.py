@@ -1,5 +1,6 @@
 """Every key of every table, spoiled in every way: named at once with a suggestion, exit code 2, no GPU touched."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,24 @@ def test_a_value_of_the_wrong_kind_is_named_with_one_that_works(
         assert name in message, message
         assert key.partition(".")[0] in message, message
         assert "use " in message, message
+
+
+def _is_number(key: str) -> bool:
+    table, _, name = key.partition(".")
+    return attrs.fields_dict(TABLES[table])[name].type in (int, float)
+
+
+@pytest.mark.parametrize("key", [key for key in _keys() if _is_number(key)])
+def test_a_number_without_measure_is_refused_with_the_limit(
+    tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    for wrong in ("9" * 20, "9" * 400, "1e300", "inf"):
+        if (key, wrong) == ("train.grad_clip", "inf"):
+            continue
+        message = _complaint(tiny_recipe, tmp_path / "out", capsys, f"{key}={wrong}")
+        assert re.search(rf"^nsa-train: {key}=\S+ is not .*( to | at most )\d", message), message
+        assert "use " in message, message
+    assert key in _complaint(tiny_recipe, tmp_path / "out", capsys, f"{key}={'9' * 5000}")
 
 
 @pytest.mark.parametrize("key", _keys())

@@ -13,18 +13,20 @@ from nsa_train.recipe import load_config, to_toml
 
 BAD = [
     # override, and what the message must say
-    ("train.steps=0", ["train.steps=0", "integer >= 1", "use 600"]),
-    ("train.steps=many", ["train.steps='many'", "integer >= 1", "use 600"]),
-    ("train.steps=2.5", ["train.steps=2.5", "integer >= 1"]),
-    ("train.steps=true", ["train.steps=True", "integer >= 1"]),
-    ("train.eval_batches=0", ["train.eval_batches=0", "integer >= 1", "use 16"]),
-    ("train.eval_batches=1.5", ["train.eval_batches=1.5", "integer >= 1"]),
+    ("train.steps=0", ["train.steps=0", "an integer from 1 to ", "use 600"]),
+    ("train.steps=many", ["train.steps='many'", "an integer from 1 to ", "use 600"]),
+    ("train.steps=2.5", ["train.steps=2.5", "an integer from 1 to "]),
+    ("train.steps=true", ["train.steps=True", "an integer from 1 to "]),
+    ("train.eval_batches=0", ["train.eval_batches=0", "an integer from 1 to ", "use 16"]),
+    ("train.eval_batches=1.5", ["train.eval_batches=1.5", "an integer from 1 to "]),
     ("train.eval_batch=1", ["train.eval_batch is unknown", "did you mean train.eval_batches?"]),
-    ("train.lr=-1", ["train.lr=-1", "finite number above 0", "use 0.003"]),
-    ("train.lr=inf", ["train.lr=inf", "finite number above 0"]),
-    ("train.lr=nan", ["train.lr=nan", "finite number above 0"]),
+    ("train.lr=-1", ["train.lr=-1", "a number above 0 and at most 100", "use 0.003"]),
+    ("train.lr=inf", ["train.lr=inf", "a number above 0 and at most 100"]),
+    ("train.lr=nan", ["train.lr=nan", "a number above 0 and at most 100"]),
     ("train.grad_clip=0", ["train.grad_clip=0", "above 0"]),
-    ("train.weight_decay=-0.1", ["train.weight_decay=-0.1", "finite number >= 0"]),
+    ("train.weight_decay=inf", ["train.weight_decay=inf", "a number from 0 to 100", "use 0.1"]),
+    ("train.grad_clip=1e10", ["train.grad_clip=1", "at most 1,000,000,000, or inf (no limit)"]),
+    ("train.weight_decay=-0.1", ["train.weight_decay=-0.1", "a number from 0 to 100"]),
     ("train.compile=yes", ["train.compile='yes'", "true or false", "use true"]),
     ("train.precision=bf61", ["train.precision='bf61'", "'fp32', 'bf16'", "use 'bf16'"]),
     ("train.activation_checkpointing=ful", ["activation_checkpointing='ful'", "use 'full'"]),
@@ -35,7 +37,7 @@ BAD = [
     ("model.attention=nas", ["model.attention='nas'", "'nsa', 'dense'", "use 'nsa'"]),
     ("model.n_kv_heads=3", ["model.n_kv_heads=3", "does not divide model.n_heads=2", "use 2"]),
     ("model.head_dim_qk=15", ["model.head_dim_qk=15 is odd", "use 16"]),
-    ("model.dim=[32]", ["model.dim=[32]", "integer >= 1"]),
+    ("model.dim=[32]", ["model.dim=[32]", "an integer from 1 to "]),
     ("data.source=stdlbi", ["data.source='stdlbi'", "use 'stdlib'"]),
     ("data.source=stdlib", ["data.path=", "would be ignored"]),
     ("data.path=", ["data.path=''", "--set data.path=FILE"]),
@@ -44,9 +46,18 @@ BAD = [
     ("nsa.window_sise=8", ["nsa.window_sise is unknown", "did you mean nsa.window_size?"]),
     ("nsa.selection_block_size=5", ["nsa.selection_block_size=5", "compression_stride=2", "use"]),
     ("nsa.branches=cmp", ["nsa.branches='cmp'", "use"]),
-    ("nsa.backends=sdpa", ["nsa.", "backends"]),
     ("nsa.backends.cpm=sdpa", ["nsa.", "'cpm'"]),
-    ("nsa.rope_scaling={kind='yran'}", ["nsa.", "kind='yran'"]),
+    ("nsa.backends=sdpa", ["nsa.backends='sdpa'", "use {cmp = 'sdpa'}"]),
+    ("nsa.branches=[]", ["nsa.branches=()", "use ['cmp', 'slc', 'win']"]),
+    ("nsa.rope_scaling={kind='yran'}", ["nsa.rope_scaling.kind='yran'", "use 'linear'"]),
+    ("nsa.rope_scaling={kind='linear', factor=nan}", ["nsa.rope_scaling.factor=nan", "use 1.0"]),
+    ("nsa.rope_scaling={kind='linear', factor=1e300}", ["nsa.rope_scaling.factor=1e+300", "more than 2,147,483,647", "factor = 2.0"]),
+    (
+        "nsa.rope_scaling={kind='linear', attention_factor=2.0}",
+        ["nsa.rope_scaling.attention_factor=2.0", "leave it away, or use kind='yarn'"],
+    ),
+    ("nsa.rope_scaling={knd='linear'}", ["nsa.rope_scaling={'knd'", "use {kind = 'linear', factor = 2.0}"]),
+    ("nsa.rope_scaling=3", ["nsa.rope_scaling=3 is not a table", "use {kind = 'linear', factor = 2.0}, or leave it away"]),
 ]
 
 
@@ -114,7 +125,7 @@ def test_every_key_is_documented_by_the_contract() -> None:
 
 
 def test_tables_are_checked_when_built_in_code() -> None:
-    with pytest.raises(ConfigError, match=r"train.lr='fast' is not a finite number above 0; use 0.003"):
+    with pytest.raises(ConfigError, match=r"train.lr='fast' is not a number above 0 and at most 100; use 0.003"):
         TrainTable(steps=1, seq_len=2, batch_size=1, lr="fast")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"data.path=None does not name a file"):
         DataTable(source="text")

@@ -9,7 +9,7 @@ from torch import nn
 
 from nsa_train.config import TrainTable
 from nsa_train.errors import GuardError
-from nsa_train.guards import GradientWatch, StepGuard, StepNumbers, not_finite, opening_lengths
+from nsa_train.guards import Cause, GradientWatch, StepGuard, StepNumbers, gradients_of, not_finite, opening_lengths, weights_of
 from nsa_train.model.decoder import build_model
 
 
@@ -34,24 +34,34 @@ def _row(loss: float = 1.0, bad_batch: int = -1, grad_norm: float = 1.0) -> tupl
 
 
 def test_finite_numbers_pass() -> None:
-    assert _guard().reason_to_skip(2.0, [_row(), _row()]) is None
+    assert _guard().judge(2.0, [_row(), _row()]) is None
 
 
 def test_a_loss_that_is_not_finite_names_rank_and_micro_batch() -> None:
-    found = _guard().reason_to_skip(math.nan, [_row(), _row(math.nan, 2, math.nan)])
-    assert found == "the loss of rank 1, micro-batch 2 is not finite"
+    found = _guard().judge(math.nan, [_row(), _row(math.nan, 2, math.nan)])
+    assert found == (Cause.LOSS, "the loss of rank 1, micro-batch 2 is not finite")
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_on_any_rank_is_no_step(norm: float) -> None:
-    found = _guard().reason_to_skip(1.0, [_row(), _row(grad_norm=norm)])
-    assert found == f"loss=1.0000 with grad_norm={norm} is not finite"
+    found = _guard().judge(1.0, [_row(), _row(grad_norm=norm)])
+    assert found == (Cause.GRADIENT, f"loss=1.0000 with grad_norm={norm} is not finite")
 
 
 def test_parameters_with_such_gradients_are_named() -> None:
     model = Halves()
     model.give([1.0, 2.0], [float("inf"), 0.0])
-    assert not_finite(model) == ["second"]
+    assert not_finite(gradients_of(model)) == ["second"]
+    model.give(None, None)
+    assert not_finite(gradients_of(model)) == []
+
+
+def test_parameters_that_are_not_finite_are_named() -> None:
+    model = Halves()
+    assert not_finite(weights_of(model)) == []
+    model.first.data[1] = -math.inf
+    model.second.data[0] = math.nan
+    assert not_finite(weights_of(model)) == ["first", "second"]
 
 
 def test_the_run_stops_after_more_skips_than_allowed() -> None:
@@ -81,14 +91,14 @@ def test_a_spike_is_skipped_where_asked_for() -> None:
         asked.passed(loss)
         unasked.passed(loss)
     # one loss short of the window, nothing is a spike
-    assert asked.reason_to_skip(9.0, [_row()]) is None
+    assert asked.judge(9.0, [_row()]) is None
     asked.passed(losses[-1])
     unasked.passed(losses[-1])
     # mean 2.005, sigma 0.005
-    assert asked.reason_to_skip(2.034, [_row()]) is None
-    assert asked.reason_to_skip(1.0, [_row()]) is None
-    assert asked.reason_to_skip(2.036, [_row()]) == "loss=2.0360 is a spike (above 2.0050 + 6 x 0.0050, of the 128 steps before)"
-    assert unasked.reason_to_skip(9.0, [_row()]) is None
+    assert asked.judge(2.034, [_row()]) is None
+    assert asked.judge(1.0, [_row()]) is None
+    assert asked.judge(2.036, [_row()]) == (Cause.SPIKE, "loss=2.0360 is a spike (above 2.0050 + 6 x 0.0050, of the 128 steps before)")
+    assert unasked.judge(9.0, [_row()]) is None
 
 
 def test_the_counts_survive_a_checkpoint() -> None:
@@ -97,12 +107,12 @@ def test_the_counts_survive_a_checkpoint() -> None:
         guard.passed(2.0 + 0.01 * (step % 2))
     guard.skipped(130, "so")
     again.load_state_dict(json.loads(json.dumps(guard.state_dict())))
-    assert again.reason_to_skip(2.036, [_row()]) is not None
+    assert again.judge(2.036, [_row()]) is not None
     with pytest.raises(GuardError):
         again.skipped(131, "so")
     watch, later = (GradientWatch(Halves(), last_step=100) for _ in range(2))
     later.load_state_dict(json.loads(json.dumps(watch.state_dict())))
-    assert later.state_dict() == watch.state_dict() == {"has_begun": False, "longest": 0, "pending": ["first", "second"]}
+    assert later.state_dict() == watch.state_dict() == {"num_observed": 0, "longest": 0, "pending": ["first", "second"]}
 
 
 def test_a_missing_gradient_stops_step_1() -> None:
@@ -139,6 +149,49 @@ def test_a_short_run_is_judged_at_its_last_step() -> None:
     watch.observe(2, longest=8)
     with pytest.raises(GuardError, match="step 3"):
         watch.observe(3, longest=8)
+
+
+def _watched(seconds: dict[int, float], *, last_step: int = 100) -> GradientWatch:
+    """Return a watch that observed the steps of `seconds`, in which the second parameter had these gradients."""
+    model = Halves()
+    watch = GradientWatch(model, last_step=last_step)
+    for step, value in seconds.items():
+        model.give([1.0, 0.0], [value, 0.0])
+        watch.observe(step, longest=8)
+    return watch
+
+
+def test_where_step_20_is_skipped_the_next_one_is_judged() -> None:
+    zeros = dict.fromkeys(range(1, 20), 0.0)
+    _watched({**zeros, 22: 1.0, 23: 0.0})
+    with pytest.raises(GuardError, match="step 22: the gradient of second was zero in every step since 2"):
+        _watched({**zeros, 22: 0.0})
+
+
+def test_a_branch_that_opens_after_step_20_is_not_judged(tiny_config) -> None:
+    model = build_model(tiny_config())
+    watch = GradientWatch(model, last_step=100)
+    for step in range(1, 30):
+        for name, parameter in model.named_parameters():
+            is_asleep = opening_lengths(model).get(name, 1) > 3
+            parameter.grad = torch.full_like(parameter, float(not is_asleep))
+        watch.observe(step, longest=3 if step <= 20 else 32)
+
+
+def test_a_run_whose_last_step_is_skipped_is_judged_at_its_end() -> None:
+    _watched({1: 0.0, 2: 1.0}, last_step=3).ended(3)
+    with pytest.raises(GuardError, match="step 3: the gradient of second was zero in every step since 2"):
+        _watched({1: 0.0, 2: 0.0}, last_step=3).ended(3)
+
+
+def test_a_run_of_which_one_step_was_taken_is_not_judged_by_it() -> None:
+    _watched({1: 0.0}, last_step=1).ended(1)
+    _watched({2: 0.0}, last_step=2).ended(2)
+
+
+def test_a_run_of_which_no_step_was_taken_has_no_gradients() -> None:
+    with pytest.raises(GuardError, match="step 3: no gradient ever reached first, second, as every step was skipped; lower train.lr"):
+        _watched({}, last_step=3).ended(3)
 
 
 def test_only_the_compressed_branch_may_sleep_in_short_sequences(tiny_config) -> None:

@@ -26,6 +26,28 @@ def test_norms_biases_and_embeddings_do_not_decay(tiny_config) -> None:
     assert all(name.endswith(("bias", "norm.weight", "embedding.weight")) for name in kept)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.hardware)])
+def test_adamw_is_that_of_the_recipes_in_one_kernel(tiny_config, device: str) -> None:
+    config = tiny_config()
+    optimizer = build_optimizer(build_model(config).to(device), config.train)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (config.train.lr, (0.9, 0.95), 1e-8)
+        assert group["fused"] is True
+
+
+def test_the_first_update_is_that_of_the_definition(tiny_config) -> None:
+    config = tiny_config("train.weight_decay=0")
+    model = build_model(config)
+    optimizer, weight = build_optimizer(model, config.train), model.norm.weight
+    before, mean, square = weight.detach().clone(), torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, gradient in enumerate((0.5, 0.1), start=1):
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
+        before -= config.train.lr * (mean / (1 - 0.9**step)) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
+        torch.testing.assert_close(weight.detach(), before)
+
+
 def test_warm_up_is_linear_and_the_cosine_ends_at_a_tenth() -> None:
     train = _table()
     assert [learning_rate(step, train) for step in (1, 5, 10)] == pytest.approx([0.1, 0.5, 1.0])

@@ -30,6 +30,14 @@ def test_rows_divide_among_the_processes_of_all_hosts(tiny_config, tmp_path: Pat
     assert failures(tiny_config("train.strategy=fsdp", "train.batch_size=24"), tmp_path / "out", machine=machine, world_sizes=[8, 12]) == []
 
 
+def test_many_numbers_of_hosts_are_told_in_short(tiny_config, tmp_path: Path) -> None:
+    config = tiny_config("train.strategy=ddp", "train.batch_size=24")
+    [failure] = failures(config, tmp_path / "out", world_sizes=range(1, 900))
+    assert failure == (
+        "train.batch_size=24 does not divide among 5 processes (each takes as many rows; there may be 1, 2, 3, ..., 899); use fewer numbers of hosts"
+    )
+
+
 def test_one_process_is_not_several(tiny_config, tmp_path: Path) -> None:
     [failure] = failures(tiny_config(), tmp_path / "out", world_sizes=[2])
     assert failure == "train.strategy='single' is one process, and 2 are asked for (each would train alone); use --set train.strategy=ddp"
@@ -50,7 +58,7 @@ def test_memory_is_estimated_for_the_fewest_processes(tiny_config, tmp_path: Pat
         (["preflight", "--nnodes", "2"], {}, 4),
         (["preflight"], {"WORLD_SIZE": "4"}, 4),
         (["preflight", "--nnodes", "2"], {"WORLD_SIZE": "5"}, 4),
-        (["run", "--dry-run", "--nnodes", "1:2"], {}, 4),
+        (["run", "--dry-run", "--nnodes", "1:2", "--rdzv-endpoint", "localhost:1"], {}, 4),
         (["run", "--nnodes", "2", "--rdzv-endpoint", "localhost:1"], {}, 4),
     ],
     ids=["option", "environment", "both", "dry run", "run"],
@@ -67,11 +75,13 @@ def test_the_commands_judge_as_many_processes_as_are_asked_for(
     assert f"train.batch_size=6 does not divide among {world_size} processes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("nnodes", ["x", "0", "2:1", "1:2:3", "-1", ""])
+@pytest.mark.parametrize("nnodes", ["x", "0", "2:1", "1:2:3", "-1", "", "1025", "1:" + "9" * 5000, "²"])
 def test_what_is_no_number_of_hosts_is_refused(tiny_recipe: Path, capsys: pytest.CaptureFixture[str], nnodes: str) -> None:
     for words in (["preflight", str(tiny_recipe)], ["run", str(tiny_recipe), "--dry-run"], ["run", str(tiny_recipe)]):
         assert run_command([*words, f"--nnodes={nnodes}"]) == 2
-        assert f"--nnodes={nnodes!r} is neither a number of hosts nor LEAST:MOST; use 2, or 2:4" in capsys.readouterr().err
+        assert (
+            f"--nnodes={nnodes!r} is neither a number of hosts nor LEAST:MOST (from 1 to 1,024); use 2, or 2:4" in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-2", ""])

@@ -37,9 +37,16 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"[train\nsteps = 3")
     with pytest.raises(ConfigError, match=r"broken\.toml cannot be read as TOML .*line 1"):
         load_config(str(path))
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"broken\.toml cannot be read as TOML"):
-        load_config(str(path))
+    for content in (b"\xff\xfe", b"[train]\nsteps = " + b"9" * 5000):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"broken\.toml cannot be read as TOML"):
+            load_config(str(path))
+
+
+def test_a_byte_order_mark_before_the_recipe_is_passed_over(tmp_path: Path, tiny_recipe: Path) -> None:
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + tiny_recipe.read_bytes())
+    assert load_config(str(path)) == load_config(str(tiny_recipe))
 
 
 @pytest.mark.parametrize(

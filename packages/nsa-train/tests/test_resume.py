@@ -105,6 +105,46 @@ def test_an_interrupted_run_is_the_straight_run(
     assert _tables(tmp_path / "broken") == _tables(tmp_path / "straight")
 
 
+def test_skipped_steps_count_across_a_resume(run_in: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, count = Trainer._summed_loss, 0
+
+    def spoiled(self: Trainer, *args: Any) -> torch.Tensor:
+        nonlocal count
+        count += torch.is_grad_enabled()
+        loss = original(self, *args)
+        return loss * float("nan") if count in (2, 6) and torch.is_grad_enabled() else loss
+
+    monkeypatch.setattr(Trainer, "_summed_loss", spoiled)
+    with monkeypatch.context() as patch:
+        _halt_in(4, patch)
+        assert run_in("run", overrides=("train.max_skips=1",)) == 3
+    (tmp_path / "run/.HALT").unlink()
+    # one more than allowed, with the one before
+    assert run_in("run", "--resume", overrides=("train.max_skips=1",)) == 4
+    counters = json.loads((tmp_path / "run/checkpoints/latest/state.json").read_text())["counters"]
+    assert (counters["guard"]["num_skipped"], counters["guard"]["recent_skips"]) == (2, [2, 6])
+    assert counters["watch"]["num_observed"] == 4
+
+
+def test_the_first_tokens_are_recorded_where_a_resumed_run_skips_its_first_step(
+    run_in: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_in("run", overrides=("train.steps=3",)) == 0
+    original, count = Trainer._summed_loss, 0
+
+    def spoiled(self: Trainer, *args: Any) -> torch.Tensor:
+        nonlocal count
+        count += torch.is_grad_enabled()
+        loss = original(self, *args)
+        return loss * float("nan") if count == 1 and torch.is_grad_enabled() else loss
+
+    monkeypatch.setattr(Trainer, "_summed_loss", spoiled)
+    assert run_in("run", "--resume") == 0
+    events = [json.loads(line) for line in RunDirectory(tmp_path / "run").heartbeat.read_text().splitlines()]
+    assert [event["step"] for event in events if event["msg"] == "data"] == [1, 4]
+    assert [event["step"] for event in events if event["msg"] == "skip"] == [4]
+
+
 def test_sigterm_saves_and_exits_75_and_the_handlers_are_put_back(
     run_in: Callable[..., int], losses: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

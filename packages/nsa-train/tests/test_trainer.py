@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from nsa_train.errors import GuardError
+from nsa_train.feed import Feed
+from nsa_train.optim import gradient_norm
 from nsa_train.run_dir import RunDirectory
 from nsa_train.trainer import Trainer
 
@@ -44,6 +47,65 @@ def test_equal_seeds_repeat_a_run_exactly(train: Callable[..., Any], tiny_run: R
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def _after_updates(monkeypatch: pytest.MonkeyPatch, look: Callable[[Trainer], Any]) -> list[Any]:
+    """Return a list that gets what `look` finds after the update of each step."""
+    original, found = Trainer._update, []
+
+    def looking(self: Trainer, *args: Any) -> None:
+        original(self, *args)
+        found.append(look(self))
+
+    monkeypatch.setattr(Trainer, "_update", looking)
+    return found
+
+
+def test_every_update_takes_the_rate_of_its_step(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = _after_updates(monkeypatch, lambda trainer: {group["lr"] for group in trainer.optimizer.param_groups})
+    _, run = train("train.warmup_steps=2")
+    assert [len(rates) for rates in taken] == [1] * 5
+    expected = [0.005, 0.01, 0.01 * (0.1 + 0.9 * 0.75), 0.01 * (0.1 + 0.9 * 0.25), 0.001]
+    assert [rate for rates in taken for rate in rates] == pytest.approx(expected)
+    assert [float(row["lr"]) for row in _table(run.training)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_are_clipped_to_the_norm_that_was_asked_for(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = _after_updates(monkeypatch, lambda trainer: float(gradient_norm(trainer.model)))
+    _, run = train("train.grad_clip=0.5")
+    rows = _table(run.training)
+    assert min(float(row["grad_norm"]) for row in rows) > 0.5
+    assert taken == pytest.approx([0.5] * 5, rel=1e-4)
+    assert {row["is_clipped"] for row in rows} == {"1"}
+    taken.clear()
+    _, free = train("train.grad_clip=inf")
+    assert taken == pytest.approx([float(row["grad_norm"]) for row in _table(free.training)], rel=1e-4)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_deterministic_kernels_run_where_asked_for(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, is_asked: bool) -> None:
+    found = _after_updates(monkeypatch, lambda trainer: torch.are_deterministic_algorithms_enabled())
+    train(f"train.deterministic={str(is_asked).lower()}")
+    assert found == [is_asked] * 5
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_heartbeat_tells_of_the_recent_waits_in_ms(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    original, count = Feed.fetch, 0
+
+    def slow(self: Feed, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        fetched = original(self, *args)
+        return fetched and evolve(fetched, seconds=count / 1000)
+
+    monkeypatch.setattr(Feed, "fetch", slow)
+    _, run = train()
+    ends = [beat for beat in _beats(run) if beat["msg"] == "step_end"]
+    assert [beat["dt_fetch_s"] for beat in ends] == [0.001, 0.002, 0.003, 0.004, 0.005]
+    assert [beat["fetch_p50_ms"] for beat in ends] == [1, 1.5, 2, 2.5, 3]
+    assert [beat["fetch_p95_ms"] for beat in ends] == [1, 1, 2, 3, 4]
+    assert [float(row["fetch_ms"]) for row in _table(run.training)] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_accumulation_is_one_larger_batch(train: Callable[..., Any], attention: str) -> None:
     _, whole = train("train.batch_size=4", f"model.attention={attention}")
@@ -67,102 +129,6 @@ def test_bf16_is_autocast_over_float32_weights(train: Callable[..., Any], tiny_r
     assert _losses(run) != _losses(tiny_run)
     assert _losses(run) == pytest.approx(_losses(tiny_run), rel=0.02)
     assert {weight.dtype for weight in load_model(open_checkpoint(run.root)).parameters()} == {torch.float32}
-
-
-def _spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Let the loss of `steps` be NaN."""
-    original, calls = Trainer._summed_loss, 0
-
-    def spoiled(self: Trainer, forward: Any, batch: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += torch.is_grad_enabled()
-        loss = original(self, forward, batch)
-        return loss * float("nan") if calls in steps and torch.is_grad_enabled() else loss
-
-    monkeypatch.setattr(Trainer, "_summed_loss", spoiled)
-
-
-def test_a_loss_that_is_not_finite_is_skipped_and_its_batch_named(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _spoil(monkeypatch, {3})
-    code, run = train()
-    assert code == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "skipped" in line)
-    assert line.startswith("step 0003 | skipped, the weights stay as they were: the loss of rank 0, micro-batch 0 is not finite; rank 0, ")
-    assert [int(row["step"]) for row in _table(run.training)] == [1, 2, 4, 5]
-    [beat] = [beat for beat in _beats(run) if beat["msg"] == "skip"]
-    assert beat["step"] == 3
-    assert "sha256" in beat["batch"]
-
-
-def test_a_loss_spike_is_skipped_on_request(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("nsa_train.guards.SPIKE_WINDOW", 4)
-    original, calls = Trainer._summed_loss, 0
-
-    def spiking(self: Trainer, forward: Any, batch: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += torch.is_grad_enabled()
-        return original(self, forward, batch) * (10 if calls in (6, 16) and torch.is_grad_enabled() else 1)
-
-    monkeypatch.setattr(Trainer, "_summed_loss", spiking)
-    _, skipping = train("train.skip_loss_spikes=true", "train.steps=8")
-    assert "step 0006 | skipped, the weights stay as they were: loss=" in capsys.readouterr().out
-    assert [int(row["step"]) for row in _table(skipping.training)] == [1, 2, 3, 4, 5, 7, 8]
-    _, taking = train("train.steps=8")
-    assert len(_losses(taking)) == 8
-
-
-def test_float16_that_runs_over_finds_its_scale_and_is_no_anomaly(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scaler = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: scaler(device, init_scale=2.0**26))
-    code, run = train("train.precision=fp16", "train.steps=12", "train.max_skips=0")
-    assert code == 0
-    skipped = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
-    assert 1 <= len(skipped) < 12
-    assert all("is not finite, in " in line for line in skipped)
-    assert len(_losses(run)) == 12 - len(skipped)
-    assert _losses(run)[-1] < _losses(run)[0]
-
-
-def test_too_many_skipped_steps_stop_the_run_saved_with_code_4(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from nsa_train.checkpoint import load_model, open_checkpoint
-
-    _spoil(monkeypatch, {3, 4, 5})
-    code, run = train("train.max_skips=1", "train.steps=6")
-    assert code == 4
-    message = capsys.readouterr().err
-    assert "step 4: the loss of rank 0, micro-batch 0 is not finite; 2 of the last 100 steps were skipped" in message
-    assert len(_losses(run)) == 2
-    assert _beats(run)[-1]["msg"] == "halt"
-    checkpoint = open_checkpoint(run.root)
-    assert checkpoint.step == 4
-    assert all(weight.isfinite().all() for weight in load_model(checkpoint).parameters())
-
-
-def test_a_parameter_without_a_gradient_stops_the_run(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The earlier system's compressed branch was a constant: its weights never got a gradient."""
-    from nsa_core import NativeSparseAttention
-
-    original = NativeSparseAttention._compress_whole
-
-    def detached(self: NativeSparseAttention, *args: Any) -> Any:
-        return tuple(None if part is None else part.detach() for part in original(self, *args))
-
-    monkeypatch.setattr(NativeSparseAttention, "_compress_whole", detached)
-    code, _ = train()
-    assert code == 4
-    message = capsys.readouterr().err
-    assert "step 1: no gradient reaches blocks.0.attention." in message
-    assert "cmp" in message or "compress" in message
 
 
 def test_a_report_can_be_drawn_of_a_run_that_stopped(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

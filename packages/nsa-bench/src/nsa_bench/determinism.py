@@ -7,6 +7,7 @@ from nsa_bench.smoke_records import Records, Verdict
 from nsa_core import BlockGeometry
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.checkpoint import load_model, open_checkpoint
+from nsa_train.checkpoint.layout import step_folders
 from nsa_train.errors import TrainError
 from nsa_train.model.decoder import Decoder
 
@@ -32,7 +33,7 @@ def selection_verdict(records: Records) -> Verdict:
     """Return whether the newest checkpoint of the run chooses the same blocks for the same tokens."""
     if records.settings.get("model", {}).get("attention") == "dense":
         return Verdict(rule=RULE, is_passed=None, found="the dense twin chooses none")
-    if not (records.paths.checkpoints / "latest").exists():
+    if not step_folders(records.paths.checkpoints):
         return Verdict(rule=RULE, is_passed=None, found="the run holds no checkpoint to choose with")
     try:
         checkpoint = open_checkpoint(records.paths.root)

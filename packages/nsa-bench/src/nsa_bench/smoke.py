@@ -17,6 +17,8 @@ WINDOW_SHARE = 0.1
 """The first and last tenth of the steps are compared."""
 STEADY_SHARE = 0.5
 """Of the run's median throughput, below which its last tenth may not lie."""
+HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_mean", "reads_act_total", "fallbacks_total")
+"""What is judged of the last logged step, as `nsa_train.telemetry.health` names it."""
 COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
 """Figures of metrics.json that a baseline is compared in: 1 where more is better, -1 where less is."""
 
@@ -24,7 +26,8 @@ COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "
 def check_run(records: Records) -> list[Verdict]:
     """Return the verdict of every rule on `records`."""
     rules: tuple[Callable[[Records], Verdict], ...] = (_numbers, _improvement, _throughput, _fetch)
-    return [*(rule(records) for rule in rules), *_health(records), selection_verdict(records)]
+    damage = [Verdict(rule="records", is_passed=None, found=line) for line in records.damaged]
+    return [*damage, *(rule(records) for rule in rules), *_health(records), selection_verdict(records)]
 
 
 def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[Verdict]:
@@ -92,8 +95,25 @@ def _health(records: Records) -> list[Verdict]:
         return [Verdict(rule="gates", is_passed=None, found="the dense twin has none")]
     if not records.progress:
         return [Verdict(rule="gates", is_passed=False, found="no step was logged")]
-    checks = judge(records.progress[-1])
-    return [Verdict(rule=check.name, is_passed=check.is_healthy, found=f"{check.found} (healthy: {check.band})") for check in checks]
+    last = records.progress[-1]
+    judged = {
+        check.name: Verdict(rule=check.name, is_passed=check.is_healthy, found=f"{check.found} (healthy: {check.band})")
+        for check in judge(last)
+    }
+    return [judged.get(rule) or _unjudged(rule, last) for rule in HEALTH_RULES]
+
+
+def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:
+    """Return the verdict of a health rule that `last`, a logged step, gives nothing to judge by; NSA records gates in each."""
+    reason = f"the last logged step, {last['step']}, has no such figure"
+    is_gate = rule.startswith("gate_")
+    if is_gate and rule not in last:
+        return Verdict(rule=rule, is_passed=False, found=reason)
+    if is_gate:
+        # null stands where there was nothing to take the mean of
+        is_empty = last[rule] is None
+        reason = f"no token of step {last['step']} sees a compressed block" if is_empty else "a single branch holds every gate"
+    return Verdict(rule=rule, is_passed=None, found=f"not judged: {reason}")
 
 
 def _compared(name: str, now: Any, before: Any, tolerance: float) -> Verdict:

@@ -11,7 +11,8 @@ from nsa_bench.errors import OptionError
 from nsa_train.errors import ConfigError
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.records import read_events, read_rows
+from nsa_train.telemetry.damage import damaged_records
+from nsa_train.telemetry.records import read_events, read_json, read_rows
 
 
 @frozen(kw_only=True)
@@ -33,6 +34,8 @@ class Records:
     evaluations: list[dict[str, float]]
     progress: list[dict[str, Any]]
     metrics: dict[str, Any]
+    damaged: tuple[str, ...] = ()
+    """What of them cannot be read and is left out, a line per file."""
 
 
 def read_records(folder: Path) -> Records:
@@ -55,8 +58,9 @@ def read_records(folder: Path) -> Records:
         settings=settings,
         steps=list(read_rows(paths.training)),
         evaluations=list(read_rows(paths.validation)),
-        progress=[event for event in read_events(paths.heartbeat) if event.get("msg") == "progress"],
-        metrics=read_metrics(paths.metrics) if paths.metrics.is_file() else {},
+        progress=[event for event in read_events(paths.heartbeat) if event["msg"] == "progress"],
+        metrics=read_json(paths.metrics),
+        damaged=tuple(damaged_records(paths)),
     )
 
 

@@ -1,11 +1,12 @@
-"""The command `nsa-train`. Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted, 4 anomaly, 75 saved on SIGTERM.
+"""The command `nsa-train`. Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted, 4 anomaly, 75 SIGTERM, 130 Ctrl-C.
 
 Torch is imported after the configuration was read, so that a mistyped key is reported at once.
 """
 
 import os
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -13,17 +14,21 @@ from typing import Annotated, NoReturn
 from cyclopts import App, CycloptsError, Parameter
 
 from nsa_train.__about__ import __version__
-from nsa_train.errors import ConfigError, GuardError, HaltedError, PeerError, TerminatedError, TrainError
+from nsa_train.config import RunConfig
+from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, PeerError, SignalledError, TerminatedError, TrainError
+from nsa_train.options import check_sampling, check_seconds
 from nsa_train.parallel.outcomes import note_worker, reported
 from nsa_train.recipe import load_config, to_toml
+from nsa_train.signals import ending_by_signals
 
 app = App(
     name="nsa-train",
     help="Train, sample and inspect language models built on Native Sparse Attention.",
-    help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted by .HALT, 4 anomaly, 75 saved on SIGTERM.",
+    help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted by .HALT, 4 anomaly, 75 stopped by SIGTERM, 130 by Ctrl-C.",
     version=__version__,
+    suppress_keyboard_interrupt=False,
 )
-SHARED_ERRORS = (PeerError, HaltedError, GuardError, TerminatedError)
+SHARED_ERRORS = (PeerError, HaltedError, GuardError, TerminatedError, SignalledError)
 """What every rank raises, and one prints."""
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
 SyntheticOnFail = Annotated[
@@ -32,6 +37,7 @@ SyntheticOnFail = Annotated[
 
 
 @app.command
+@ending_by_signals()
 def run(
     recipe: str,
     /,
@@ -51,13 +57,11 @@ def run(
     synthetic_on_fail: SyntheticOnFail = False,
 ) -> int:
     """Train what RECIPE describes: a shipped name (demo, showcase) or the path of a TOML file."""
-    overrides = [*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])]
+    overrides = _settled([*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])])
     config = load_config(recipe, overrides)
     if print_config:
         print(to_toml(config), end="")
         return 0
-    if dry_run:
-        return preflight(recipe, out=out, set_=overrides, nnodes=nnodes)
     if resume is not None and out is None:
         raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
     from nsa_train.machine import target_machine
@@ -68,9 +72,12 @@ def run(
     if synthetic_on_fail:
         from nsa_train.data.fallback import Start, or_synthetic
 
-        config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place))
+        config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place), resuming=resume is not None)
         print(note, end="\n" if note else "", file=sys.stderr)
     hosts = Hosts(nnodes="1" if nnodes is None else nnodes, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id, max_restarts=max_restarts)
+    if dry_run:
+        hosts.check()
+        return _judge(config, place, nnodes=nnodes, resume=resume)
     if not must_launch(config, hosts):
         train(config, place, resume=resume)
         return 0
@@ -95,19 +102,41 @@ def preflight(
     nnodes: Annotated[str | None, Parameter(help="Hosts like that, or LEAST:MOST; by default as many as give WORLD_SIZE, or 1.")] = None,
 ) -> int:
     """Judge every rule that a run of RECIPE must meet, without running it."""
+    return _judge(load_config(recipe, _settled(set_ or ())), out or _default_out(recipe), machine=machine, nnodes=nnodes)
+
+
+def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> int:
+    """Print what stands for and against running `config` into `out`, or going on there from step `resume`; return the exit code."""
     from nsa_train.machine import described_machine, target_machine
     from nsa_train.parallel.launch import Hosts
     from nsa_train.parallel.world import asked_world_size
     from nsa_train.preflight import run_preflight
 
-    config = load_config(recipe, set_ or ())
     where = None if machine is None else described_machine(machine, max(1, config.train.nproc_per_node))
     asked = asked_world_size() if nnodes is None else None
     sizes = [asked] if asked else Hosts(nnodes="1" if nnodes is None else nnodes).world_sizes(config, where or target_machine(config))
-    findings = run_preflight(config, out or _default_out(recipe), machine=where, world_sizes=sizes)
+    findings = run_preflight(config, out, resuming=resume is not None, machine=where, world_sizes=sizes)
     for line in findings.lines():
         print(line, file=sys.stderr if line.startswith("FAIL") else sys.stdout)
-    return ConfigError.exit_code if findings.failed else 0
+    if findings.failed:
+        return ConfigError.exit_code
+    if resume is not None:
+        _judge_resume(config, out, resume)
+    return 0
+
+
+def _judge_resume(config: RunConfig, out: Path, step: int) -> None:
+    """Print from which checkpoint a run would go on.
+
+    Raises:
+        TrainError: where it would be refused.
+    """
+    from nsa_train.run_dir import RunDirectory
+    from nsa_train.running import nothing_left, resume_from
+
+    found = resume_from(config, out, step, say=print)
+    if found and (reason := nothing_left(found, config, RunDirectory(out))):
+        print(f"resume: {reason}")
 
 
 @app.command(name="loader-check")
@@ -120,9 +149,8 @@ def loader_check(
     synthetic_on_fail: SyntheticOnFail = False,
 ) -> int:
     """Read batches of RECIPE without a model: time to the first, shape, tokens/s, waits, first tokens. Exit 2 with the cause."""
-    if not 0 < timeout < float("inf"):
-        raise ConfigError(f"--timeout={timeout} is not a number of seconds above 0; use 60")
-    config = load_config(recipe, set_ or ())
+    check_seconds("--timeout", timeout, example=60)
+    config = load_config(recipe, _settled(set_ or ()))
     from nsa_train.data.fallback import Start, or_synthetic
     from nsa_train.data.loader_check import check_loader
 
@@ -143,12 +171,11 @@ def watch(
     once: Annotated[bool, Parameter(negative="", help="Look once instead of until the run ends.")] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
 ) -> int:
-    """Look at the heartbeats of the run in DIR until it ends (0) or something is wrong (4)."""
+    """Look at the heartbeats of the run in DIR until it ends (0; by an error: 1) or something is wrong (4)."""
     from nsa_train.run_dir import RunDirectory
     from nsa_train.telemetry.watch import watch as look
 
-    if not interval > 0:
-        raise ConfigError(f"--interval={interval} is not a number of seconds above 0; use 5")
+    check_seconds("--interval", interval, example=5)
     return look(RunDirectory(directory), is_halting=halt, is_once=once, interval_s=interval, say=lambda line: print(line, flush=True))
 
 
@@ -163,16 +190,22 @@ def sample(
     seed: int = 0,
 ) -> int:
     """Print PROMPT and what the model of CKPT writes after it: a run's directory or a checkpoints/step-N."""
-    _check_sampling(prompt, tokens, temperature)
+    check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed)
     from nsa_train.checkpoint import load_model, open_checkpoint
     from nsa_train.data import build_tokenizer
     from nsa_train.model.generate import generate
 
     checkpoint = open_checkpoint(ckpt)
+    for line in checkpoint.refused:
+        _warn(line)
     tokenizer = build_tokenizer(checkpoint.config.data)
     ids = tokenizer.encode(prompt.encode())
     [drawn] = generate(load_model(checkpoint), [ids], tokenizer=tokenizer, num_tokens=tokens, temperature=temperature, seed=seed)
-    print(prompt + tokenizer.decode(drawn))
+    print(prompt + tokenizer.decode(drawn.ids))
+    if drawn.is_cut:
+        raise TrainError(
+            f"CKPT={str(ckpt)!r}: the model's logits are not finite after {len(drawn.ids)} tokens; sample an earlier checkpoint"
+        )
     return 0
 
 
@@ -180,15 +213,18 @@ def sample(
 def report(directory: Annotated[Path, Parameter(name="DIR")], /) -> int:
     """Draw curves.png and report.html of the run in DIR anew, from its records."""
     from nsa_train.run_dir import RunDirectory
+    from nsa_train.telemetry.damage import damaged_records
     from nsa_train.telemetry.report import write_report
 
     paths = RunDirectory(directory)
+    for line in damaged_records(paths):
+        _warn(line)
     write_report(paths)
     print(paths.report)
     return 0
 
 
-ckpt = App(name="ckpt", help="List, verify and export checkpoints.")
+ckpt = App(name="ckpt", help="List, verify and export checkpoints.", suppress_keyboard_interrupt=False)
 app.command(ckpt)
 
 
@@ -226,7 +262,7 @@ def export(
     """Write the weights of CKPT to OUT, which must not exist."""
     from nsa_train.checkpoint import export as export_weights
 
-    print(export_weights(source, out, format_))
+    print(export_weights(source, out, format_, say=_warn))
     return 0
 
 
@@ -250,16 +286,23 @@ def _run_app(tokens: list[str]) -> tuple[int, bool]:
         # cyclopts has printed what is wrong
         return ConfigError.exit_code, True
     except TrainError as error:
-        if os.environ.get("RANK", "0") == "0" or not isinstance(error, SHARED_ERRORS):
-            print(f"nsa-train: {error}", file=sys.stderr)
-        return error.exit_code, not isinstance(error, PeerError)
+        return _told(error)
     except OSError as error:
         print(f"nsa-train: {error}; mend it and start again", file=sys.stderr)
         return TrainError.exit_code, True
+    except SignalledError as error:
+        # torchrun ends with SIGTERM whoever is still on the way out of an error
+        return _told(error.__context__ if isinstance(error.__context__, TrainError) else error)
     except KeyboardInterrupt:
-        print("nsa-train: interrupted", file=sys.stderr)
-        return TrainError.exit_code, True
+        print("nsa-train: interrupted by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED, True
     return result or 0, True
+
+
+def _told(error: TrainError | SignalledError) -> tuple[int, bool]:
+    if os.environ.get("RANK", "0") == "0" or not isinstance(error, SHARED_ERRORS):
+        _warn(str(error))
+    return error.exit_code, not isinstance(error, PeerError)
 
 
 def _with_steps(tokens: list[str]) -> list[str]:
@@ -268,16 +311,26 @@ def _with_steps(tokens: list[str]) -> list[str]:
     return ["--resume=-1" if word == "--resume" and not after.isdigit() else word for word, after in zip(tokens, following, strict=False)]
 
 
-def _check_sampling(prompt: str, tokens: int, temperature: float) -> None:
-    problems = []
-    if not prompt:
-        problems.append("--prompt='' is empty (the model needs a first token); use --prompt 'def '")
-    if tokens < 1:
-        problems.append(f"--tokens={tokens} is not an integer >= 1; use 200")
-    if not 0 <= temperature < float("inf"):
-        problems.append(f"--temperature={temperature} is not a finite number >= 0; use 0.8")
-    if problems:
-        raise ConfigError.of(problems)
+def _settled(overrides: Sequence[str]) -> list[str]:
+    """Return `overrides` with the last one of each key, and say where there were several."""
+    last: dict[str, str] = {}
+    counts = Counter(_key_of(override) for override in overrides)
+    for override in overrides:
+        # where the last one stands, so does the key
+        last.pop(_key_of(override), None)
+        last[_key_of(override)] = override
+    for key, count in counts.items():
+        if count > 1:
+            _warn(f"--set {key} is given {count} times; the last one counts: {last[key].strip()}")
+    return list(last.values())
+
+
+def _warn(line: str) -> None:
+    print(f"nsa-train: {line}", file=sys.stderr)
+
+
+def _key_of(override: str) -> str:
+    return ".".join(name.strip() for name in override.partition("=")[0].split("."))
 
 
 def _default_out(recipe: str) -> Path:

@@ -6,7 +6,7 @@ nearest known one. The values of `nsa` are judged by `nsa_core.NSAConfig`, which
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import cattrs
@@ -14,7 +14,7 @@ from attrs import field, fields, frozen
 
 from nsa_train.data_table import DataTable
 from nsa_train.errors import ConfigError
-from nsa_train.rules import Table, above_zero, flag, integer, nearest_multiples, not_negative, one_of
+from nsa_train.rules import MOST_SEED, MOST_STEPS, Table, above_zero, flag, integer, limited, nearest_multiples, not_negative, one_of
 
 if TYPE_CHECKING:
     from nsa_core import NSAConfig
@@ -25,20 +25,20 @@ class ModelTable(Table):
     """The decoder. Its output layer shares the token embedding; its MLP is 8/3 `dim` wide, rounded up to 64."""
 
     table = "model"
-    dim: int = integer(at_least=1, example=128)
+    dim: int = integer(at_least=1, at_most=65_536, example=128)
     """Width of the residual stream."""
-    n_layers: int = integer(at_least=1, example=4)
-    n_heads: int = integer(at_least=1, example=4)
+    n_layers: int = integer(at_least=1, at_most=4096, example=4)
+    n_heads: int = integer(at_least=1, at_most=4096, example=4)
     """H: query heads."""
-    n_kv_heads: int = integer(at_least=1, example=2)
+    n_kv_heads: int = integer(at_least=1, at_most=4096, example=2)
     """G: KV heads; divides n_heads."""
-    head_dim_qk: int = integer(at_least=2, example=32)
+    head_dim_qk: int = integer(at_least=2, at_most=4096, example=32)
     """D_k; even."""
-    head_dim_v: int = integer(at_least=1, example=32)
+    head_dim_v: int = integer(at_least=1, at_most=4096, example=32)
     """D_v."""
     attention: str = one_of("nsa", "dense", default="nsa")
     """"dense": the same decoder with full causal attention, the baseline twin."""
-    vocab_size: int = integer(at_least=0, example=50304, default=0)
+    vocab_size: int = integer(at_least=0, at_most=2**24, example=50304, default=0)
     """Rows of the embedding; 0: as many as the tokenizer has ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
 
     def broken_pairs(self) -> list[str]:
@@ -60,28 +60,40 @@ def _tuple_of_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+MOST_ROWS = 2**16
+"""Of one micro-batch, on all processes together."""
+MOST_SCALED = 2**31 - 1
+"""Of any number in `nsa.rope_scaling`."""
+_ADVICE = {
+    "rope_scaling": "use {kind = 'linear', factor = 2.0}",
+    "backends": "use {cmp = 'sdpa'}",
+    "branches": "use ['cmp', 'slc', 'win']",
+}
+"""Key of table `nsa` -> what to write in TOML, where nsa-core says it in Python."""
+
+
 @frozen(kw_only=True)
-class NSATable:
+class NSATable(Table):
     """Native Sparse Attention; names, defaults and rules are those of `nsa_core.NSAConfig` and `BlockGeometry`."""
 
-    table: ClassVar[str] = "nsa"
-    compression_block_size: int = 32
+    table = "nsa"
+    compression_block_size: int = limited(32, at_most=2**24)
     """l."""
-    compression_stride: int = 16
+    compression_stride: int = limited(16, at_most=2**24)
     """d."""
-    selection_block_size: int = 64
+    selection_block_size: int = limited(64, at_most=2**24)
     """l'."""
-    num_selected_blocks: int = 16
+    num_selected_blocks: int = limited(16, at_most=2**16)
     """n, forced blocks included."""
-    num_initial_blocks: int = 1
-    num_local_blocks: int = 2
-    window_size: int = 512
+    num_initial_blocks: int = limited(1, at_most=2**16)
+    num_local_blocks: int = limited(2, at_most=2**16)
+    window_size: int = limited(512, at_most=2**31 - 1)
     """w, in tokens, the query's own included."""
     compressor: str = "mlp"
     gate: str = "sigmoid"
-    gate_hidden_size: int = 64
-    gate_temperature: float = 1.0
-    rope_theta: float = 10000.0
+    gate_hidden_size: int = limited(64, at_most=65_536)
+    gate_temperature: float = limited(1.0, at_most=10**6)
+    rope_theta: float = limited(10000.0, at_most=10**12)
     """Read by the dense twin too."""
     rope_scaling: Any = None
     """None or a table such as {kind = "linear", factor = 2.0}; read by the dense twin too."""
@@ -90,42 +102,54 @@ class NSATable:
     backends: Any = field(factory=dict)
     """Operation -> backend name; absent operations are routed by "auto"."""
 
+    def broken_pairs(self) -> list[str]:
+        """Return what stands against rope_scaling that nsa-core does not say."""
+        if self.rope_scaling is None:
+            return []
+        if not isinstance(self.rope_scaling, Mapping):
+            return [f"nsa.rope_scaling={self.rope_scaling!r} is not a table; {_ADVICE['rope_scaling']}, or leave it away"]
+        return [
+            f"nsa.rope_scaling.{name}={value!r} is more than {MOST_SCALED:,} (no position is that large); {_ADVICE['rope_scaling']}"
+            for name, value in self.rope_scaling.items()
+            if isinstance(value, int | float) and value > MOST_SCALED
+        ]
+
 
 @frozen(kw_only=True)
 class TrainTable(Table):
     """How long, how fast, how exactly. A step is an optimizer step."""
 
     table = "train"
-    steps: int = integer(at_least=1, example=600)
-    seq_len: int = integer(at_least=2, example=256)
+    steps: int = integer(at_least=1, at_most=MOST_STEPS, example=600)
+    seq_len: int = integer(at_least=2, at_most=2**24, example=256)
     """T: tokens of one row; documents are cut across rows."""
-    batch_size: int = integer(at_least=1, example=8)
+    batch_size: int = integer(at_least=1, at_most=MOST_ROWS, example=8)
     """Rows of one micro-batch; a step consumes batch_size * accumulate * seq_len tokens."""
-    accumulate: int = integer(at_least=1, example=1, default=1)
+    accumulate: int = integer(at_least=1, at_most=2**16, example=1, default=1)
     """Micro-batches per step."""
-    lr: float = above_zero(example=3e-3)
+    lr: float = above_zero(at_most=100, example=3e-3)
     """Peak learning rate; the cosine ends at a tenth of it."""
-    warmup_steps: int = integer(at_least=0, example=20, default=0)
-    weight_decay: float = not_negative(example=0.1, default=0.1)
+    warmup_steps: int = integer(at_least=0, at_most=MOST_STEPS, example=20, default=0)
+    weight_decay: float = not_negative(at_most=100, example=0.1, default=0.1)
     """On matrices only: never on norms, biases, embeddings."""
-    grad_clip: float = above_zero(example=1.0, default=1.0, or_inf=True)
+    grad_clip: float = above_zero(at_most=10**9, example=1.0, default=1.0, or_inf=True)
     """Largest global gradient norm; inf: no clipping."""
-    log_every: int = integer(at_least=1, example=10, default=10)
-    eval_every: int = integer(at_least=1, example=100, default=100)
-    eval_batches: int = integer(at_least=1, example=16, default=16)
+    log_every: int = integer(at_least=1, at_most=MOST_STEPS, example=10, default=10)
+    eval_every: int = integer(at_least=1, at_most=MOST_STEPS, example=100, default=100)
+    eval_batches: int = integer(at_least=1, at_most=100_000, example=16, default=16)
     """Most validation batches of one evaluation, of batch_size rows; synthetic ids have one."""
-    save_every: int = integer(at_least=0, example=500, default=0)
+    save_every: int = integer(at_least=0, at_most=MOST_STEPS, example=500, default=0)
     """0: only the end is saved, and what a signal or .HALT stops."""
-    keep_last: int = integer(at_least=0, example=3, default=0)
+    keep_last: int = integer(at_least=0, at_most=MOST_STEPS, example=3, default=0)
     """Checkpoints kept, the newest; 0: all."""
     async_save: bool = flag(default=False)
     """Write checkpoints in the background; a save then waits only for the copy to host memory."""
-    seed: int = integer(at_least=0, example=0, default=0)
+    seed: int = integer(at_least=0, at_most=MOST_SEED, example=0, default=0)
     precision: str = one_of("fp32", "bf16", "fp16", default="fp32")
     """"bf16", "fp16": autocast; the weights stay float32. fp16 scales its loss."""
     activation_checkpointing: str = one_of("none", "full", "selective", default="none")
     """"full": each block is recomputed in the backward pass; "selective": all of it but products and attention."""
-    loss_chunk: int = integer(at_least=0, example=4096, default=0)
+    loss_chunk: int = integer(at_least=0, at_most=2**31 - 1, example=4096, default=0)
     """Tokens whose logits exist at a time; 0: all of a micro-batch at once."""
     device: str = one_of("auto", "cpu", "cuda", default="auto")
     """"auto": a GPU where there is one. "cuda": nothing else will do; preflight says what is missing."""
@@ -133,15 +157,15 @@ class TrainTable(Table):
     """Compile each block and the loss."""
     strategy: str = one_of("single", "ddp", "fsdp", default="single")
     """How several processes share the work; batch_size is that of all of them together."""
-    nproc_per_node: int = integer(at_least=0, example=2, default=0)
+    nproc_per_node: int = integer(at_least=0, at_most=1024, example=2, default=0)
     """Processes of a host with ddp and fsdp; 0: one per GPU, or one on a host without."""
     deterministic: bool = flag(default=False)
     """Refuse operations that may differ from run to run."""
-    max_skips: int = integer(at_least=0, example=5, default=5)
+    max_skips: int = integer(at_least=0, at_most=100, example=5, default=5)
     """Steps of the last 100 that may be skipped for numbers that are not finite, or for spikes; one more ends the run, code 4."""
     skip_loss_spikes: bool = flag(default=False)
     """Skip a step whose loss lies 6 standard deviations above the mean of the 128 before it."""
-    early_stop_patience: int = integer(at_least=0, example=5, default=0)
+    early_stop_patience: int = integer(at_least=0, at_most=MOST_STEPS, example=5, default=0)
     """Evaluations in a row without a better validation loss after which the run ends; 0: never."""
     profile: str = one_of("none", "nvtx", "branches", default="none")
     """"nvtx": ranges for a profiler; "branches": the time of each attention branch on logged steps."""
@@ -205,7 +229,18 @@ class RunConfig:
                 **values,
             )
         except (CoreConfigError, TypeError) as error:
-            raise ConfigError(f"nsa.{error}") from None
+            raise ConfigError(_in_toml(str(error))) from None
+
+
+def _in_toml(message: str) -> str:
+    """Return what nsa-core says of a value, with the key that a recipe has and advice that it can take."""
+    from nsa_core import RopeScaling
+
+    name = message.partition("=")[0]
+    if name in _ADVICE:
+        message = f"{message.rpartition('; use ')[0]}; {_ADVICE[name]}"
+    message = message.replace("use attention_factor=None or", "leave it away, or use")
+    return f"nsa.rope_scaling.{message}" if name in {item.name for item in fields(RopeScaling)} else f"nsa.{message}"
 
 
 TABLES: dict[str, type] = {"model": ModelTable, "nsa": NSATable, "data": DataTable, "train": TrainTable}

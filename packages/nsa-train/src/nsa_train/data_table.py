@@ -5,7 +5,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from nsa_train.rules import Table, above_zero, flag, integer, not_negative, one_of, optional_text
+from nsa_train.rules import MOST_SECONDS, MOST_SEED, MOST_STEPS, Table, above_zero, flag, integer, not_negative, one_of, optional_text
 
 FILE_SOURCES = ("text", "jsonl", "parquet")
 """Sources that read local files, and nothing else."""
@@ -31,17 +31,17 @@ class DataTable(Table):
     packing: bool = flag(default=True)
     """false: a document, or a piece of one, per row, in batches of similar length; for a corpus in memory."""
     on_bad_record: str = one_of("fail", "skip", default="fail")
-    """"fail" names file and line of a record that cannot be read; "skip" counts it."""
-    workers: int = integer(at_least=0, example=2, default=1)
+    """"fail" names file and line of a record that cannot be read; "skip" counts it, once however often it is met."""
+    workers: int = integer(at_least=0, at_most=256, example=2, default=1)
     """Threads that read, tokenize and pack; 0: the trainer's own. Batches are the same with any number."""
-    prefetch: int = integer(at_least=1, example=4, default=4)
+    prefetch: int = integer(at_least=1, at_most=1024, example=4, default=4)
     """Batches made ready ahead of the trainer by each worker."""
-    shuffle_seed: int = integer(at_least=0, example=0, default=0)
-    timeout_s: float = above_zero(example=120, default=300)
+    shuffle_seed: int = integer(at_least=0, at_most=MOST_SEED, example=0, default=0)
+    timeout_s: float = above_zero(at_most=MOST_SECONDS, example=120, default=300)
     """Longest wait for a batch; then the run ends and names the shard that was being read."""
-    in_memory_mib: float = not_negative(example=64, default=64)
+    in_memory_mib: float = not_negative(at_most=2**24, example=64, default=64)
     """Local files of at most this size are read whole, and their rows are shuffled; of larger ones, blocks of documents are."""
-    progress_every: int = integer(at_least=0, example=1000, default=0)
+    progress_every: int = integer(at_least=0, at_most=MOST_STEPS, example=1000, default=0)
     """Print a line after every so many documents; 0: none."""
 
     @property

@@ -3,6 +3,9 @@
 They stand apart from `nsa_core.errors` so that a mistyped key is reported without importing torch.
 """
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, by the shells' custom: 128 and the number of SIGINT."""
+
 
 class TrainError(Exception):
     """Base of them all: what was found (with the value), why it is refused, what to do."""
@@ -31,6 +34,12 @@ class CheckpointError(TrainError):
     """A checkpoint is incomplete or damaged: the message names file, expected and found."""
 
 
+class ClaimedError(CheckpointError):
+    """Another process that still runs writes to the directory of checkpoints: nothing was started there."""
+
+    exit_code = 2
+
+
 class GuardError(TrainError):
     """Training was stopped before bad numbers reached the weights; the message names step and parameter."""
 
@@ -47,6 +56,17 @@ class TerminatedError(TrainError):
     """SIGTERM stopped the run at a step boundary, after saving."""
 
     exit_code = 75
+
+
+class SignalledError(KeyboardInterrupt):
+    """SIGTERM or Ctrl-C ended a command that had nothing of its own to save.
+
+    No `Exception`: the signal may come inside a library that lets none of those through.
+    """
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class LostContactError(TrainError):

@@ -5,10 +5,12 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
+import torch
 from attrs import frozen
-from torch import nn
+from torch import Tensor, nn
 
 from nsa_core import NativeSparseAttention, NSAConfig
 from nsa_train.config import TrainTable
@@ -41,6 +43,23 @@ class StepNumbers:
         return self.loss, float(self.bad_batch), self.grad_norm
 
 
+class Cause(StrEnum):
+    """What speaks against a step."""
+
+    LOSS = "loss"
+    """That of a micro-batch is not finite."""
+    GRADIENT = "gradient"
+    """It is not finite, though every loss is; with float16 the scale of the loss may be why."""
+    SPIKE = "spike"
+
+
+class Skip(NamedTuple):
+    """Why a step must not reach the weights."""
+
+    cause: Cause
+    reason: str
+
+
 class StepGuard:
     """Keeps numbers that are not finite from the weights, on all ranks alike, and spikes where `skip_loss_spikes` says so.
 
@@ -54,18 +73,20 @@ class StepGuard:
         self._recent_skips: deque[int] = deque()
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
-    def reason_to_skip(self, loss: float, everyone: Sequence[Sequence[float]]) -> str | None:
+    def judge(self, loss: float, everyone: Sequence[Sequence[float]]) -> Skip | None:
         """Return why a step of mean `loss`, in which the ranks found `everyone`, must not reach the weights; None if it may."""
         for rank, (_, bad_batch, _) in enumerate(everyone):
             if bad_batch >= 0:
-                return f"the loss of rank {rank}, micro-batch {int(bad_batch)} is not finite"
+                return Skip(Cause.LOSS, f"the loss of rank {rank}, micro-batch {int(bad_batch)} is not finite")
         norms = [norm for _, _, norm in everyone]
         if not all(map(math.isfinite, (loss, *norms))):
-            return f"loss={loss:.4f} with grad_norm={max(norms, key=lambda norm: (not math.isfinite(norm), norm))} is not finite"
+            worst = max(norms, key=lambda norm: (not math.isfinite(norm), norm))
+            return Skip(Cause.GRADIENT, f"loss={loss:.4f} with grad_norm={worst} is not finite")
         if self.skips_spikes and len(self._losses) == SPIKE_WINDOW:
             mean, sigma = statistics.fmean(self._losses), statistics.pstdev(self._losses)
             if loss > mean + SPIKE_SIGMAS * sigma:
-                return f"loss={loss:.4f} is a spike (above {mean:.4f} + {SPIKE_SIGMAS:g} x {sigma:.4f}, of the {SPIKE_WINDOW} steps before)"
+                limit = f"{mean:.4f} + {SPIKE_SIGMAS:g} x {sigma:.4f}"
+                return Skip(Cause.SPIKE, f"loss={loss:.4f} is a spike (above {limit}, of the {SPIKE_WINDOW} steps before)")
         return None
 
     def passed(self, loss: float) -> None:
@@ -104,15 +125,15 @@ class GradientWatch:
     """Every parameter has a gradient at the first step and one that is not zero in steps 2 .. 20, or the run stops.
 
     Parameters of a branch that no sequence was long enough to open are excepted. With shards, a gradient counts on
-    whichever rank it is not zero.
+    whichever rank it is not zero. Steps that were skipped are no evidence: where step 20 was, the next one is judged.
     """
 
     def __init__(self, model: nn.Module, *, last_step: int, world: World | None = None) -> None:
         """Watch `model` up to step 20, or `last_step` where that comes first."""
         self.last_step = min(FIRST_STEPS, last_step)
         self.longest = 0
+        self.num_observed = 0
         self._world = world
-        self._has_begun = False
         self._opening_lengths = opening_lengths(model)
         self._pending = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -123,25 +144,49 @@ class GradientWatch:
             GuardError: naming the parameters without a gradient.
         """
         self.longest = max(self.longest, longest)
-        if not self._has_begun:
-            self._has_begun = True
-            missing = [name for name, p in self._pending.items() if p.grad is None and self._is_open(name)]
-            if missing:
-                raise GuardError(f"step {step}: no gradient reaches {some(missing)}; the graph is cut before it")
-        elif self._pending and step <= self.last_step:
+        self.num_observed += 1
+        if self.num_observed == 1:
+            self._require_gradients(step)
+        elif self._pending:
             self._pending = {name: p for (name, p), moved in zip(self._pending.items(), self._have_moved(), strict=True) if not moved}
-            still = [name for name in self._pending if self._is_open(name)]
-            if step == self.last_step and still:
-                raise GuardError(f"step {step}: the gradient of {some(still)} was zero in every step since 2; it does not train")
+            if step >= self.last_step:
+                self._require_moved(step)
+
+    def ended(self, step: int) -> None:
+        """Judge a run that ends with `step`, also where that one was skipped.
+
+        Raises:
+            GuardError: naming the parameters without a gradient, also where no step was taken at all.
+        """
+        if self.num_observed == 0 and self._pending:
+            raise GuardError(
+                f"step {step}: no gradient ever reached {some([*self._pending])}, as every step was skipped; "
+                "lower train.lr, or look at the batches that the log names"
+            )
+        # the first gradients may be zero: with one step, nothing is known
+        if self.num_observed > 1 and step >= self.last_step:
+            self._require_moved(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen so far, JSON-able."""
-        return {"has_begun": self._has_begun, "longest": self.longest, "pending": [*self._pending]}
+        return {"num_observed": self.num_observed, "longest": self.longest, "pending": [*self._pending]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state_dict` returned."""
-        self._has_begun, self.longest = state["has_begun"], state["longest"]
+        self.num_observed, self.longest = state["num_observed"], state["longest"]
         self._pending = {name: p for name, p in self._pending.items() if name in set(state["pending"])}
+
+    def _require_gradients(self, step: int) -> None:
+        missing = [name for name, p in self._pending.items() if p.grad is None and self._is_open(name)]
+        if missing:
+            raise GuardError(f"step {step}: no gradient reaches {some(missing)}; the graph is cut before it")
+
+    def _require_moved(self, step: int) -> None:
+        still = [name for name in self._pending if self._is_open(name)]
+        if still:
+            raise GuardError(f"step {step}: the gradient of {some(still)} was zero in every step since 2; it does not train")
+        # judged once
+        self._pending = {}
 
     def _have_moved(self) -> list[bool]:
         here = [float(p.grad is not None and bool(local_part(p.grad).any())) for p in self._pending.values()]
@@ -181,9 +226,22 @@ def _opening_lengths_by_prefix(config: NSAConfig) -> dict[str, int]:
     return lengths
 
 
-def not_finite(model: nn.Module) -> list[str]:
-    """Return the parameters of `model` whose gradients, or this rank's shards of them, are not all finite."""
-    return [name for name, p in model.named_parameters() if p.grad is not None and not local_part(p.grad).isfinite().all()]
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the `tensors` that are not finite throughout, this rank's shards where they are shared; one wait."""
+    if not tensors:
+        return []
+    flags = torch.stack([local_part(tensor).isfinite().all() for tensor in tensors.values()]).tolist()
+    return [name for name, is_finite in zip(tensors, flags, strict=True) if not is_finite]
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of `model` by name, detached."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameter -> gradient, where there is one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def some(names: list[str]) -> str:

@@ -58,8 +58,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: when it cannot be read as UTF-8 TOML; the message names path and line.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        # some editors begin a file with a byte order mark
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    # not UTF-8, not TOML, or a number of too many digits
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as TOML ({error}); mend the file or use a shipped recipe") from None
 
 
@@ -85,7 +87,7 @@ def parse_value(text: str) -> Any:
     """Return the TOML value that `text` spells, or `text` itself where it spells none."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

@@ -34,35 +34,51 @@ class Choice(Rule):
         return repr((difflib.get_close_matches(str(value), self.names, n=1) or self.names)[0])
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+MOST_STEPS = 10**9
+"""Of steps and of what is counted in them."""
+MOST_SEED = 2**63 - 1
+"""What every generator takes, and TOML holds."""
+MOST_SECONDS = 24 * 3600
+"""Of a wait."""
 
 
-def integer(*, at_least: int, example: int, default: Any = attrs.NOTHING) -> Any:
-    """Return a field that holds an integer >= `at_least`."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-    return _key(Rule(holds, f"an integer >= {at_least}", str(example)), default)
+def is_number(value: object, *, at_least: float, at_most: float) -> bool:
+    """Return whether `value` is an integer or a fraction in these bounds, both inclusive; nan is in none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value <= at_most
 
 
-def above_zero(*, example: float, default: Any = attrs.NOTHING, or_inf: bool = False) -> Any:
-    """Return a field that holds a number above 0, finite unless `or_inf`."""
-
-    def holds(value: Any) -> bool:
-        return _is_number(value) and value > 0 and (or_inf or value < float("inf"))
-
-    return _key(Rule(holds, "a number above 0 (inf: no limit)" if or_inf else "a finite number above 0", str(example)), default)
-
-
-def not_negative(*, example: float, default: Any = attrs.NOTHING) -> Any:
-    """Return a field that holds a finite number >= 0."""
+def integer(*, at_least: int, at_most: int, example: int, default: Any = attrs.NOTHING) -> Any:
+    """Return a field that holds an integer in these bounds, both inclusive."""
 
     def holds(value: Any) -> bool:
-        return _is_number(value) and 0 <= value < float("inf")
+        return isinstance(value, int) and is_number(value, at_least=at_least, at_most=at_most)
 
-    return _key(Rule(holds, "a finite number >= 0", str(example)), default)
+    return _key(Rule(holds, f"an integer from {at_least} to {at_most:,}", str(example)), default)
+
+
+def above_zero(*, at_most: float, example: float, default: Any = attrs.NOTHING, or_inf: bool = False) -> Any:
+    """Return a field that holds a number above 0 and at most `at_most`, or inf with `or_inf`."""
+
+    def holds(value: Any) -> bool:
+        return (is_number(value, at_least=0, at_most=at_most) and value > 0) or (or_inf and value == float("inf"))
+
+    text = f"a number above 0 and at most {at_most:,}"
+    return _key(Rule(holds, f"{text}, or inf (no limit)" if or_inf else text, str(example)), default)
+
+
+def not_negative(*, at_most: float, example: float, default: Any = attrs.NOTHING) -> Any:
+    """Return a field that holds a number from 0 to `at_most`."""
+    text = f"a number from 0 to {at_most:,}"
+    return _key(Rule(lambda value: is_number(value, at_least=0, at_most=at_most), text, str(example)), default)
+
+
+def limited(default: float, *, at_most: float) -> Any:
+    """Return a field of a key that nsa-core judges: a number above `at_most` is refused here, all else there."""
+
+    def holds(value: Any) -> bool:
+        return not isinstance(value, int | float) or not value > at_most
+
+    return _key(Rule(holds, f"a number up to {at_most:,}", str(default)), default)
 
 
 def one_of(*names: str, default: Any = attrs.NOTHING) -> Any:

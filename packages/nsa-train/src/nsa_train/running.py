@@ -1,6 +1,6 @@
 """A run on this process's rank, from a configuration to an exit code: join, check, resume, train."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,14 @@ from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError, PeerError, TrainError
 from nsa_train.model.decoder import count_parameters
 from nsa_train.parallel.world import World, is_under_torchrun, join_world, settle_cublas
+from nsa_train.patience import Patience
 from nsa_train.preflight import run_preflight
 from nsa_train.preflight.schedule import unequal_shares
 from nsa_train.run_dir import RunDirectory
 from nsa_train.stopping import refuse_stale_halt
+from nsa_train.telemetry.damage import damaged_records
 from nsa_train.telemetry.progress import ProgressDisplay
+from nsa_train.telemetry.records import read_json
 from nsa_train.trainer import Trainer
 
 NEWEST = -1
@@ -47,16 +50,21 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
             )
         for line in warnings:
             display.note(line)
-        checkpoint = None if resume is None else _resume_point(config, out, resume, display)
+        checkpoint = None if resume is None else resume_from(config, out, resume, say=display.note)
+        # what failed after the last step is done again by a new start of torchrun's
+        reason = nothing_left(checkpoint, config, RunDirectory(out)) if checkpoint and not world.is_restart else ""
+        if reason := world.from_main(reason):
+            display.note(f"resume: {reason}")
+            return read_json(RunDirectory(out).metrics)
+        if resume is not None and world.is_main:
+            for line in damaged_records(RunDirectory(out)):
+                display.note(f"resume: {line}")
         _introduce(config, out, display)
         is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
         trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
         metrics = trainer.run()
         if world.is_main:
-            display.note(
-                f"done: val_loss {metrics['first_val_loss']:.3f} -> {metrics['val_loss']:.3f} nats per token, "
-                f"{metrics['toks_per_s_median']:.0f} toks/s, {metrics['seconds']:.0f} s; see {out / 'report.html'}"
-            )
+            display.note(_summary(metrics, out))
         return metrics
 
 
@@ -108,16 +116,48 @@ def on_main(world: World, job: Callable[[], None]) -> None:
         raise PeerError("rank 0 cannot start; its own message says why", exit_code=code)
 
 
-def _resume_point(config: RunConfig, out: Path, step: int, display: ProgressDisplay) -> Checkpoint | None:
+def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the checkpoint of the run in `out` from which `config` goes on, None where none was saved yet. A collective.
+
+    Raises:
+        TrainError: where there is none after `step`, all are damaged, or it describes another run.
+    """
     found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step)
     if found is None:
-        display.note(f"resume: {out} holds no checkpoint yet; starting at step 0")
+        say(f"resume: {out} holds no checkpoint yet; starting at step 0")
         return None
     for line in found.refused:
-        display.note(f"resume: {line}")
+        say(f"resume: {line}")
     check_resumable(found, config)
-    display.note(f"resume: from {found.path.name}")
+    seed, before = config.train.seed, found.config.train.seed
+    if seed != before:
+        say(f"resume: train.seed={seed} changes nothing: the generators of {found.path.name} go on, seeded with {before}")
+    say(f"resume: from {found.path.name}")
     return found
+
+
+def nothing_left(checkpoint: Checkpoint, config: RunConfig, paths: RunDirectory) -> str:
+    """Return why a run has nothing to do from `checkpoint` on; empty where it has a step to take, or its end to record."""
+    train, name, step = config.train, checkpoint.path.name, checkpoint.step
+    if step > train.steps:
+        return f"{name} is beyond train.steps={train.steps}: there is nothing to do; to go on use --set train.steps={step + 1} or more"
+    # metrics.json is written last, and gone while a run goes on
+    if not read_json(paths.metrics):
+        return ""
+    if step == train.steps:
+        return f"{name} is the last step of train.steps={step}: there is nothing to do; to go on use --set train.steps={step + 1} or more"
+    patience = Patience(train.early_stop_patience)
+    if counts := checkpoint.state["counters"].get("patience"):
+        patience.load_state_dict(counts)
+    if not patience.is_over:
+        return ""
+    return f"{name} was stopped early ({patience}): there is nothing to do; to go on use --set train.early_stop_patience=0, or more"
+
+
+def _summary(metrics: Mapping[str, Any], out: Path) -> str:
+    before, after, speed = (metrics[name] for name in ("first_val_loss", "val_loss", "toks_per_s_median"))
+    losses = "val_loss unknown" if before is None or after is None else f"val_loss {before:.3f} -> {after:.3f} nats per token"
+    return f"done: {losses}, {speed or 0:.0f} toks/s, {metrics['seconds']:.0f} s; see {out / 'report.html'}"
 
 
 def _introduce(config: RunConfig, out: Path, display: ProgressDisplay) -> None:

@@ -15,7 +15,7 @@ from nsa_train.config import RunConfig
 from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
 from nsa_train.errors import GuardError, PeerError, TrainError
 from nsa_train.feed import Feed, Fetched
-from nsa_train.guards import GradientWatch, StepGuard, StepNumbers, not_finite, some
+from nsa_train.guards import Cause, GradientWatch, Skip, StepGuard, StepNumbers, gradients_of, not_finite, some, weights_of
 from nsa_train.model.decoder import build_model
 from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
 from nsa_train.parallel.contact import contact_kept
@@ -55,11 +55,12 @@ class Trainer:
         seed_rng(train.seed)
         self.model = build_model(config).to(self.device)
         self.start = resume.step if resume else 0
-        # what may refuse to go on comes before the records, which are cut to where the run goes on
-        self.writer = CheckpointWriter(RunDirectory(out_dir).checkpoints, keep_last=train.keep_last, is_async=train.async_save)
+        # what may refuse to go on comes before the records, which are cut to where the run goes on; what may take long
+        # comes before the directory is touched, so that a run killed in it can be started again
         dataset = open_dataset(config)
         self.tokenizer, self.prompts = dataset.tokenizer, dataset.prompts()
         self.validation = open_validation(config, rank=world.rank, world_size=world.world_size, dataset=dataset)
+        self.writer = CheckpointWriter(RunDirectory(out_dir).checkpoints, keep_last=train.keep_last, is_async=train.async_save)
         self.stream = open_training_stream(
             config, rank=world.rank, world_size=world.world_size, dataset=dataset, announce=display.note if world.is_main else None
         )
@@ -94,7 +95,8 @@ class Trainer:
         """Train to the last step and return the content of metrics.json.
 
         Raises:
-            GuardError: when too many steps had to be skipped or a parameter gets no gradient; records up to then are kept.
+            GuardError: when too many steps had to be skipped, a parameter gets no gradient, or the weights are not finite;
+                records up to then are kept.
             HaltedError: when .HALT was found, after saving.
             TerminatedError: when SIGTERM came, after saving.
             PeerError: when another rank could not go on.
@@ -118,11 +120,12 @@ class Trainer:
                 self._write_samples("before.txt")
                 self._evaluate(0)
             for step in range(self.start + 1, self.config.train.steps + 1):
+                # also before the first step: the checkpoint may be that of a run that had stopped early
+                if self.patience.is_over:
+                    self.display.note(f"step {step - 1:04d} | stopped early: {self.patience}")
+                    break
                 self._step(step)
                 self._after_step(step)
-                if self.patience.is_over:
-                    self.display.note(f"step {step:04d} | stopped early: {self.patience}")
-                    break
             self._write_samples("after.txt")
         self.writer.wait()
         return self.recorder.finished()
@@ -131,13 +134,16 @@ class Trainer:
         train, started = self.config.train, time.perf_counter()
         is_logged = step % train.log_every == 0 or step in (1, train.steps)
         fetched, targets, tokens, longest = self._fetch(step)
+        if step == self.start + 1:
+            # also where the step is skipped
+            self.recorder.consumed_first(step, self.stream.first_tokens())
         with self._eagerly(is_wanted=is_logged), self.recorder.observing(is_logged=is_logged) as observed:
             found = self._backward(fetched, targets)
         everyone = self.world.exchange(found.as_row())
         loss = sum(row[0] for row in everyone) / max(targets, 1)
-        reason = self.guard.reason_to_skip(loss, everyone)
-        if reason is not None:
-            self._skip(step, reason, fetched, everyone)
+        skip = self.guard.judge(loss, everyone)
+        if skip is not None:
+            self._skip(step, skip, fetched, everyone)
             return
         self.watch.observe(step, longest)
         self.guard.passed(loss)
@@ -154,12 +160,12 @@ class Trainer:
             lengths=fetched.lengths,
         )
         self.recorder.stepped(figures, fetches=self.recent_fetches, observed=observed, data=self.stream.figures())
-        if step == self.start + 1:
-            self.recorder.consumed_first(step, self.stream.first_tokens())
         self.display.show_step(figures, is_logged=is_logged)
 
     def _after_step(self, step: int) -> None:
         train, is_last = self.config.train, step == self.config.train.steps
+        if is_last:
+            self.watch.ended(step)
         if step % train.eval_every == 0 or is_last:
             self._evaluate(step)
         if is_last or self.patience.is_over or (train.save_every and step % train.save_every == 0):
@@ -234,29 +240,65 @@ class Trainer:
             if self.scaler is not None:
                 self.scaler.update()
 
-    def _skip(self, step: int, reason: str, fetched: Fetched, everyone: list[list[float]]) -> None:
-        """Leave the weights as they are, on every rank, and say which batches it was for."""
-        bad_ranks = {rank for rank, row in enumerate(everyone) if row[1] >= 0}
-        index = int(everyone[self.world.rank][1])
-        mine = [index] if index >= 0 else [] if bad_ranks else range(len(fetched.batches))
-        described = [f"rank {self.world.rank}, {fetched.describe(at)}" for at in mine]
-        told = self.world.gather((described, [] if bad_ranks else not_finite(self.model)))
-        batch = "; ".join(text for part, _ in told for text in part)
-        names = list(dict.fromkeys(name for _, part in told for name in part))
-        reason += f", in {some(names)}" if names else ""
+    def _skip(self, step: int, skip: Skip, fetched: Fetched, everyone: list[list[float]]) -> None:
+        """Leave the weights as they are, on every rank, and say which batches it was for.
+
+        Raises:
+            GuardError: when it was the first gradient of the run, when too many steps were skipped, and when the weights
+                themselves are not finite.
+        """
+        reason, batch = self._described(skip, fetched, everyone)
         self.optimizer.zero_grad(set_to_none=True)
         self.recorder.skipped(step, reason, batch)
         self.display.note(f"step {step:04d} | skipped, the weights stay as they were: {reason}; {batch}")
-        if self.scaler is not None and not bad_ranks and self.scaler.get_scale() > 1:
-            # float16 ran over: that is how the scale finds its place
-            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+        if self._is_overflow(skip.cause):
             return
+        self._require_finite_weights(step)
+        if self.watch.num_observed == 0:
+            raise GuardError(
+                f"step {step}: {reason}; the first gradient of every parameter must be finite; look at the batch that the log names"
+            )
         try:
             self.guard.skipped(step, reason)
         except GuardError:
             self._save(step)
             self.writer.wait()
             raise
+
+    def _described(self, skip: Skip, fetched: Fetched, everyone: list[list[float]]) -> tuple[str, str]:
+        """Return, on every rank alike, why a step is skipped, with the parameters, and the batches that it is for."""
+        index = int(everyone[self.world.rank][1])
+        mine = range(len(fetched.batches)) if skip.cause is not Cause.LOSS else [index] if index >= 0 else []
+        described = [f"rank {self.world.rank}, {fetched.describe(at)}" for at in mine]
+        # a loss spoils them all: later, its batch says more
+        is_named = skip.cause is Cause.GRADIENT or self.watch.num_observed == 0
+        told = self.world.gather((described, not_finite(gradients_of(self.model)) if is_named else []))
+        names = list(dict.fromkeys(name for _, part in told for name in part))
+        return skip.reason + (f", in {some(names)}" if names else ""), "; ".join(text for part, _ in told for text in part)
+
+    def _is_overflow(self, cause: Cause) -> bool:
+        """Make the scaler ready for the next step; return True where float16 ran over: that is how the scale finds its place."""
+        if self.scaler is None:
+            return False
+        scale = self.scaler.get_scale()
+        ran_over = cause is Cause.GRADIENT and scale > 1
+        self.scaler.update(scale * self.scaler.get_backoff_factor() if ran_over else scale)
+        return ran_over
+
+    def _require_finite_weights(self, step: int) -> None:
+        """Let the ranks go on whose weights are finite, all of them.
+
+        Raises:
+            GuardError: on all ranks, naming parameters that are not.
+        """
+        told = self.world.gather(not_finite(weights_of(self.model)))
+        names = list(dict.fromkeys(name for part in told for name in part))
+        if names:
+            kept = "there is no checkpoint yet" if self.saved_at is None else f"step-{self.saved_at} is the newest checkpoint"
+            raise GuardError(
+                f"step {step}: the weights are not finite in {some(names)} (an update ran over); they are not saved, {kept}; "
+                "go on with --resume and a lower train.lr"
+            )
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
@@ -280,6 +322,7 @@ class Trainer:
         self.display.note(f"step {step:04d} | val_loss {mean:.4f} nats per token, on held-out documents")
 
     def _save(self, step: int) -> None:
+        self._require_finite_weights(step)
         self.recorder.began("save", step)
         snapshot = capture(
             model=self.model,

@@ -19,7 +19,7 @@ from typing import Any
 
 from toy_run import ToyRun, in_child, on_ranks
 
-from nsa_train.checkpoint import CheckpointWriter, latest_valid, open_checkpoint
+from nsa_train.checkpoint import CheckpointWriter, Snapshot, latest_valid, open_checkpoint
 from nsa_train.checkpoint.layout import LATEST
 from nsa_train.errors import TrainError
 
@@ -72,10 +72,13 @@ def every_call(folder: Path, stride: int, seed: int) -> dict[str, Any]:
     good = folder / "good"
     on_ranks(1, lambda: train(good, 4))
     for step in (6, 4):
+        run = ToyRun(seed=step)
+        run.step()
+        snapshot = run.snapshot()
         for call in range(seed % stride + 1, 10_000, stride):
             root = folder / f"{step}-{call}"
             shutil.copytree(good, root, symlinks=True)
-            if not _dies(lambda root=root, step=step, call=call: _save_until(root, step, call), None):
+            if not _dies(lambda root=root, snapshot=snapshot, step=step, call=call: _save_until(root, snapshot, step, call), None):
                 break
             at, _ = _check(root, torn, f"step {step}, call {call}")
             if at not in (4, step):
@@ -87,11 +90,8 @@ def every_call(folder: Path, stride: int, seed: int) -> dict[str, Any]:
     return {"torn": torn, "calls": calls}
 
 
-def _save_until(root: Path, step: int, call: int) -> None:
-    run = ToyRun(seed=step)
-    run.step()
-    snapshot, writer = run.snapshot(), CheckpointWriter(root, keep_last=2)
-    left = call
+def _save_until(root: Path, snapshot: Snapshot, step: int, call: int) -> None:
+    writer, left = CheckpointWriter(root, keep_last=2), call
 
     def count(event: str, _: object) -> None:
         nonlocal left

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import functools
 import os
 import resource
 import shutil
@@ -41,6 +42,34 @@ def test_a_save_leaves_the_documented_files_and_latest(tmp_path: Path, build_par
     assert _names(root) == ["latest", "step-3"]
     assert (root / "latest").readlink() == Path("step-3")
     assert open_checkpoint(root / "latest").step == 3
+
+
+def test_all_is_on_the_disk_before_a_name_points_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine right after a rename must not find empty files, nor one after the save the old names."""
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def flushed(descriptor: int) -> None:
+        events.append(f"flush {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def moved(call: Callable[..., None], source: Path, target: Path) -> None:
+        events.append(f"move {Path(target).name}")
+        call(source, target)
+
+    def fill(folder: Path) -> None:
+        for name in FILES:
+            (folder / name).write_text(name)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", functools.partial(moved, rename))
+    monkeypatch.setattr(os, "replace", functools.partial(moved, replace))
+    publish.publish(tmp_path / "checkpoints", 3, fill)
+    names = [*FILES, MANIFEST]
+    parent, files, rest = events[0], events[1 : 1 + len(names)], events[1 + len(names) :]
+    assert parent == f"flush {tmp_path.name}"
+    assert sorted(files) == sorted(f"flush {name}" for name in names)
+    assert rest == ["flush .aside-step-3", "move step-3", "flush checkpoints", "move latest", "flush checkpoints"]
 
 
 def test_everything_is_in_the_state(tmp_path: Path, build_parts) -> None:

@@ -128,3 +128,5 @@ def _wrapped(model: nn.Module, strategy: str, precision: str) -> nn.Module:
 
 
 torch.set_num_threads(1)
+# loads in this process, and not in every fork, what the first model and the first optimizer load
+ToyRun()

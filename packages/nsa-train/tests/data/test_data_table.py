@@ -34,10 +34,11 @@ from nsa_train.recipe import load_config, to_toml
         ({"source": "stdlb"}, "data.source='stdlb' is not one of"),
         ({"source": "synthetic", "packing": False}, "data.packing=false cannot be had with data.source='synthetic'"),
         ({"source": "stdlib", "on_bad_record": "ignore"}, "data.on_bad_record='ignore' is not one of 'fail', 'skip'"),
-        ({"source": "stdlib", "workers": -1}, "data.workers=-1 is not an integer >= 0; use 2"),
-        ({"source": "stdlib", "prefetch": 0}, "data.prefetch=0 is not an integer >= 1; use 4"),
-        ({"source": "stdlib", "timeout_s": 0}, "data.timeout_s=0 is not a finite number above 0; use 120"),
-        ({"source": "stdlib", "in_memory_mib": -1}, "data.in_memory_mib=-1 is not a finite number >= 0; use 64"),
+        ({"source": "stdlib", "workers": -1}, "data.workers=-1 is not an integer from 0 to 256; use 2"),
+        ({"source": "stdlib", "prefetch": 0}, "data.prefetch=0 is not an integer from 1 to 1,024; use 4"),
+        ({"source": "stdlib", "timeout_s": 0}, "data.timeout_s=0 is not a number above 0 and at most 86,400; use 120"),
+        ({"source": "stdlib", "in_memory_mib": float("inf")}, "data.in_memory_mib=inf is not a number from 0 to 16,777,216; use 64"),
+        ({"source": "stdlib", "in_memory_mib": -1}, "data.in_memory_mib=-1 is not a number from 0 to 16,777,216; use 64"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_with_a_mend(keys: dict[str, object], message: str) -> None:

@@ -1,6 +1,7 @@
 """FineWeb-Edu through `datasets`: local shards in its place, what breaks off, and no network."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from nsa_train.recipe import load_config
 
 
 def _records(path: Path) -> list[Document | Bad]:
-    blocks = open_hub(DataTable(source="fineweb_edu", path=str(path)), Reading())
+    blocks = open_hub(DataTable(source="fineweb_edu", path=str(path), on_bad_record="skip"), Reading())
     return [record for block in range(len(blocks)) for record in blocks.read(block)]
 
 
@@ -82,12 +83,61 @@ def test_a_damaged_parquet_shard_ends_the_run_or_is_counted(corpora, tmp_path: P
         assert int(stream.figures()["data_bad_records"]) >= 1
 
 
-def test_shards_of_several_kinds_or_empty_ones_are_refused(corpora, tmp_path: Path) -> None:
+def test_shards_of_several_kinds_are_refused(corpora) -> None:
     with pytest.raises(DataError, match=r"not all \.parquet or all \.jsonl"):
         _records(corpora.folder / "*-*[01].*")
-    (tmp_path / "a.parquet").touch()
-    with pytest.raises(DataError, match=r"a\.parquet is empty"):
-        _records(tmp_path / "a.parquet")
+
+
+def _shard(path: Path, name: str) -> None:
+    """Write 20 documents, or what its name says is wrong with it."""
+    texts = [f"{path.stem} {number}" for number in range(20)]
+    if path.suffix == ".parquet":
+        column = {"numbers": list(range(20)), "rowless": pa.array([], pa.string())}.get(name, texts)
+        pq.write_table(pa.table({"other" if name == "missing" else "text": column}), path)
+    else:
+        path.write_text("".join(json.dumps({"text": number if name == "numbers" else text}) + "\n" for number, text in enumerate(texts)))
+    if name in ("cut", "empty"):
+        path.write_bytes(path.read_bytes()[: 30 if name == "cut" else 0])
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+@pytest.mark.parametrize(
+    ("wrong", "suffix", "why", "bad"),
+    [
+        ("numbers", ".parquet", r"row 0 has a int in field 'text'", 20),
+        ("numbers", ".jsonl", r"line 1 has a int in field 'text'", 20),
+        ("missing", ".parquet", r"row 0 has no field 'text' \(it has 'other'\)", 20),
+        ("cut", ".parquet", r"from row 0 on cannot be read", 1),
+        ("cut", ".jsonl", r"line 2 is not JSON", 1),
+        ("empty", ".parquet", r"is empty \(a shard holds at least one record\)", 1),
+        ("empty", ".jsonl", r"is empty \(a shard holds at least one record\)", 1),
+        ("rowless", ".parquet", r"from row 0 on cannot be read", 1),
+    ],
+)
+def test_a_shard_is_judged_by_itself_wherever_it_stands(
+    tmp_path: Path, is_first: bool, wrong: str, suffix: str, why: str, bad: int
+) -> None:
+    for position, name in enumerate((wrong, "sound") if is_first else ("sound", wrong)):
+        _shard(tmp_path / f"{position}-{name}{suffix}", name)
+    records = _records(tmp_path / f"*{suffix}")
+    good = [record.text for record in records if isinstance(record, Document)]
+    assert [text for text in good if b"sound" in text] == [f"{int(is_first)}-sound {number}".encode() for number in range(20)]
+    found = [str(record) for record in records if isinstance(record, Bad)]
+    assert re.search(rf"{wrong}{suffix} {why}", found[0])
+    assert len(found) == bad
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_an_empty_shard_is_refused_at_once_or_counted(tmp_path: Path, data_config: Callable[..., RunConfig], suffix: str) -> None:
+    for name in ("sound", "empty"):
+        _shard(tmp_path / f"{name}{suffix}", name)
+    overrides = ["data.source=fineweb_edu", f"data.path={tmp_path}/*{suffix}"]
+    with pytest.raises(DataError, match=rf"empty{suffix} is empty .* use --set data\.on_bad_record=skip"):
+        open_dataset(data_config(*overrides))
+    with open_training_stream(data_config(*overrides, "data.on_bad_record=skip")) as stream:
+        while not stream.figures()["data_epoch"]:
+            next(stream)
+        assert int(stream.figures()["data_bad_records"]) >= 1
 
 
 @pytest.fixture
@@ -122,6 +172,33 @@ def test_synthetic_on_fail_switches_renames_and_says_so(tmp_path: Path) -> None:
     with open_training_stream(found.config) as stream:
         next(stream)
         assert (stream.figures()["data_source"], stream.figures()["data_synthetic"]) == ("synthetic", 1)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_synthetic_on_fail_never_changes_the_data_of_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    real, switched = tmp_path / "run", tmp_path / "run-synthetic"
+    words = ["run", "demo", "--set", "data.source=fineweb_edu", "--synthetic-on-fail", "--resume", "--out", str(real)]
+    for is_left in (False, True):
+        real.mkdir(exist_ok=True)
+        (real / "config.toml").touch()
+        # also beside one that began with synthetic ids
+        if is_left:
+            switched.mkdir()
+            (switched / "config.toml").touch()
+        assert run_command(words) == 2
+        error = capsys.readouterr().err
+        assert "cannot be reached" in error
+        assert f"--synthetic-on-fail with --resume would change the data of '{real}'" in error
+        assert switched.exists() == is_left
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_run_that_began_with_synthetic_ids_goes_on_with_them(tmp_path: Path) -> None:
+    start = Start(load_config("demo", ["data.source=fineweb_edu"]), "demo", [], tmp_path / "run")
+    (tmp_path / "run-synthetic").mkdir()
+    (tmp_path / "run-synthetic/config.toml").touch()
+    for out in (start.out, tmp_path / "run-synthetic"):
+        assert or_synthetic(start._replace(out=out), resuming=True).out == tmp_path / "run-synthetic"
 
 
 def test_synthetic_on_fail_changes_nothing_where_data_opens(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, open_training_stream, probe
+from nsa_train.data import Dataset, loader_check, open_dataset, open_training_stream, probe
 from nsa_train.data.lanes import RowLane
 from nsa_train.data.loader_check import check_loader
-from nsa_train.data.packing import Row
-from nsa_train.data.sources import Record, TextBlocks
+from nsa_train.data.packing import Batch, Row
+from nsa_train.data.sources import Reading, Record, TextBlocks
+from nsa_train.data.stream import TrainingStream
+from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.errors import DataError
 
 
@@ -33,10 +35,71 @@ def test_loader_check_prints_what_comes(corpora, capsys: pytest.CaptureFixture[s
         assert re.search(r"<\d:\d+:", found["first tokens"]) or "é" in found["first tokens"]
 
 
-@pytest.mark.parametrize("timeout", ["0", "-1", "inf", "nan"])
+class Clock:
+    """Time that passes where a test says so; stands for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that loader-check reads."""
+    clock = Clock()
+    monkeypatch.setattr(loader_check, "time", clock)
+    return clock
+
+
+def test_loader_check_measures_every_batch_and_shows_the_first(
+    corpora, data_config: Callable[..., RunConfig], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = iter([2.0, *[0.1] * 18, 0.5, 6.0])
+
+    class Slow(TrainingStream):
+        def __next__(self) -> Batch:
+            clock.now += next(waits)
+            return super().__next__()
+
+    monkeypatch.setattr(loader_check, "TrainingStream", Slow)
+    config = data_config(*corpora.walks["rows"])
+    figures = check_loader(config, timeout_s=60)
+    assert figures.first_batch_s == pytest.approx(2.0)
+    assert figures.tokens_per_s == pytest.approx(20 * 8 * 48 / 8.3)
+    assert figures.fetch_p50_ms == pytest.approx(100)
+    assert figures.fetch_p95_ms == pytest.approx(500)
+    with open_training_stream(config) as stream:
+        ids = next(stream).input_ids
+    assert figures.text == ByteTokenizer().decode(ids[0, :64])
+
+
+def test_the_first_batch_has_what_opening_left_of_the_time(
+    data_config: Callable[..., RunConfig], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def opened(config: RunConfig) -> Dataset:
+        clock.now += 7
+        return open_dataset(config)
+
+    def waited(seconds: float, work: Callable[[], Batch], reading: Reading) -> Batch:
+        given.append(seconds)
+        return work()
+
+    monkeypatch.setattr(loader_check, "open_dataset", opened)
+    monkeypatch.setattr(loader_check, "within", waited)
+    # batches take no time by this clock
+    monkeypatch.setattr(loader_check, "_fetches", lambda stream: [(1, 1.0)])
+    check_loader(data_config("data.source=synthetic"), timeout_s=20)
+    assert given == [13]
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "inf", "nan", "1e300"])
 def test_a_time_limit_that_is_none_is_refused(timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["loader-check", "demo", f"--timeout={timeout}"]) == 2
-    assert "is not a number of seconds above 0; use 60" in capsys.readouterr().err
+    assert "is not a number of seconds above 0 and at most 86,400; use 60" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from nsa_train.config import RunConfig
 from nsa_train.data import Batch, Dataset, TrainingStream, merge_states, open_dataset, open_training_stream, open_validation
 from nsa_train.data.blocks import SyntheticBlocks
 from nsa_train.data.lanes import Consumed
-from nsa_train.data.packing import Row
+from nsa_train.data.packing import IGNORED, Row
 from nsa_train.data.sources.split import rank_of
 from nsa_train.data.stream import lanes_of
 from nsa_train.data.tokenizer import ByteTokenizer
@@ -312,6 +312,19 @@ def test_synthetic_rows_are_seeded_whole_and_apart_from_those_held_out(data_conf
     block = SyntheticBlocks(ByteTokenizer(), num_ids=256, seq_len=48, seed=0)
     train = {tuple(entry.ids.tolist()) for number in range(40) for entry in block.entries(number, 0, 0) if entry.ids is not None}
     assert not train & {tuple(block.held_out(40)[index].input_ids.tolist()) for index in range(40)}
+
+
+def test_synthetic_rows_are_drawn_when_they_are_asked_for(data_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a batch has, opening them costs nothing."""
+    drawn: list[str] = []
+    original = SyntheticBlocks.document
+    monkeypatch.setattr(SyntheticBlocks, "document", lambda self, name: drawn.append(name) or original(self, name))
+    dataset = open_dataset(data_config("data.source=synthetic", "train.batch_size=65536"))
+    assert (len(dataset.held_out), dataset.held_out.num_tokens, drawn) == (65536, 65536 * 48, [])
+    [batch] = dataset.validation_batches(range(3, 5), most=16)
+    assert drawn == ["val 3", "val 4"]
+    assert batch.labels[0, :47].tolist() == batch.input_ids[0, 1:48].tolist()
+    assert batch.labels[0, [47, 95]].tolist() == [IGNORED, IGNORED]
 
 
 def test_leaving_a_stream_ends_its_threads(corpora: Any, data_config: Callable[..., RunConfig]) -> None:

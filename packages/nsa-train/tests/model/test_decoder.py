@@ -1,8 +1,10 @@
 """The decoder: packed equals separate, recomputing changes nothing, the loss starts at ln V and ignores what has no label."""
 
 import math
+import time
 import weakref
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -199,10 +201,19 @@ def test_parameters_are_counted_for_both_twins(name: str, tiny_text) -> None:
     config = load_config(name, [f"data.path={tiny_text}"] if name == "showcase" else [])
     counts = count_parameters(config)
     for attention, count in counts._asdict().items():
-        assert count == sum(weight.numel() for weight in build_model(config, attention).parameters())
+        twin = build_model(attrs.evolve(config, model=attrs.evolve(config.model, attention=attention)))
+        assert count == sum(weight.numel() for weight in twin.parameters())
     assert counts.nsa > counts.dense
     if name == "showcase":
         assert all(1e6 < count < 3e6 for count in counts)
+
+
+def test_a_deep_model_is_counted_as_fast_as_a_shallow_one(tiny_config) -> None:
+    one, two, many = (count_parameters(tiny_config(f"model.n_layers={layers}")).nsa for layers in (1, 2, 4096))
+    assert many == one + 4095 * (two - one)
+    started = time.process_time()
+    count_parameters(tiny_config("model.n_layers=4096"))
+    assert time.process_time() - started < 0.5
 
 
 def test_one_key_swaps_the_attention_and_nothing_else(tiny_config) -> None:

@@ -41,7 +41,7 @@ def test_cached_decode_equals_the_full_forward(model: Decoder) -> None:
         prompt = _prompt("The quick brown fox jumps")[:length]
         [drawn] = generate(model, [prompt], tokenizer=TOKENIZER, num_tokens=24, temperature=0)
         expected = _greedy_without_cache(model, prompt, 24)
-        assert drawn.tolist() == expected[: expected.index(SEPARATOR) if SEPARATOR in expected else None]
+        assert drawn.ids.tolist() == expected[: expected.index(SEPARATOR) if SEPARATOR in expected else None]
 
 
 @attentions
@@ -49,12 +49,12 @@ def test_a_batch_of_prompts_equals_each_alone(model: Decoder) -> None:
     prompts = [_prompt(text) for text in ("a", "The quick brown", "seven!!")]
     together = generate(model, prompts, tokenizer=TOKENIZER, num_tokens=16, temperature=0)
     alone = [generate(model, [prompt], tokenizer=TOKENIZER, num_tokens=16, temperature=0)[0] for prompt in prompts]
-    assert [ids.tolist() for ids in together] == [ids.tolist() for ids in alone]
+    assert [drawn.ids.tolist() for drawn in together] == [drawn.ids.tolist() for drawn in alone]
 
 
 @attentions
 def test_equal_seeds_give_equal_text(model: Decoder) -> None:
-    texts = [generate(model, [_prompt("x")], tokenizer=TOKENIZER, num_tokens=20, seed=seed)[0].tolist() for seed in (3, 3, 4)]
+    texts = [generate(model, [_prompt("x")], tokenizer=TOKENIZER, num_tokens=20, seed=seed)[0].ids.tolist() for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -73,7 +73,7 @@ def test_a_text_ends_before_the_separator_and_never_pads(model: Decoder) -> None
 
     model.forward = forward
     [drawn] = generate(model, [_prompt("x")], tokenizer=TOKENIZER, num_tokens=8, temperature=0)
-    assert drawn.tolist() == []
+    assert drawn.ids.tolist() == []
 
 
 @attentions
@@ -82,3 +82,39 @@ def test_sampling_leaves_the_model_in_training(model: Decoder) -> None:
     generate(model, [_prompt("x")], tokenizer=TOKENIZER, num_tokens=2)
     assert model.training
     model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+
+
+@attentions
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_text_ends_where_the_logits_are_not_finite(model: Decoder, temperature: float, bad: float) -> None:
+    sound, calls = model.forward, 0
+
+    def forward(*args: object, **kwargs: object) -> Tensor:
+        nonlocal calls
+        calls += 1
+        logits = sound(*args, **kwargs)
+        logits[..., SEPARATOR] = -1e4
+        if calls == 3:
+            logits[0, -1, 7] = bad
+        return logits
+
+    model.forward = forward
+    broken, whole = generate(model, [_prompt("x"), _prompt("y")], tokenizer=TOKENIZER, num_tokens=8, temperature=temperature)
+    assert (len(broken.ids), broken.is_cut) == (2, True)
+    assert (len(whole.ids), whole.is_cut) == (8, False)
+    assert calls == 8
+
+
+@attentions
+def test_logits_at_the_end_of_float32_can_be_drawn_from(model: Decoder) -> None:
+    sound = model.forward
+
+    def forward(*args: object, **kwargs: object) -> Tensor:
+        logits = torch.full_like(sound(*args, **kwargs), -3e38)
+        logits[..., 65] = 3e38
+        return logits
+
+    model.forward = forward
+    [drawn] = generate(model, [_prompt("x")], tokenizer=TOKENIZER, num_tokens=3, temperature=0.5)
+    assert drawn.ids.tolist() == [65] * 3

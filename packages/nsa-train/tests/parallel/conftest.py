@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 SCENARIOS = Path(__file__).parent / "scenarios.py"
-BY_WORLD_SIZE = {1: ("agree",), 2: ("agree", "spoiled", "stopped", "resumed")}
+BY_WORLD_SIZE = {1: ("agree",), 2: ("agree", "spoiled", "overflown", "stopped", "resumed")}
 TIMEOUT_S = 240
 
 

@@ -22,14 +22,14 @@ from rich.console import Console
 
 from nsa_train.checkpoint import resume_point
 from nsa_train.errors import TrainError
-from nsa_train.parallel.strategy import whole
+from nsa_train.parallel.strategy import local_part, whole
 from nsa_train.parallel.world import World, join_world
 from nsa_train.recipe import load_config
 from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
 from nsa_train.trainer import Trainer
 
 STEPS = 50
-SPOILED = (("ddp", "nan"), ("fsdp", "inf"))
+SPOILED = (("ddp", "nan", "fp32"), ("fsdp", "inf", "fp32"), ("ddp", "inf", "fp16"), ("fsdp", "nan", "fp16"))
 FAST = ("train.eval_every=1000", "train.save_every=0", "train.log_every=1000")
 
 
@@ -126,22 +126,50 @@ def note_travels(trainer: Trainer, strategy: str) -> list[bool]:
 def spoiled(recipe: str, folder: Path, world: World) -> dict[str, Any]:
     """Put NaN or Inf into the loss, a gradient or an activation of rank 1 in step 3 of 5."""
     found: dict[str, Any] = {}
-    for strategy, bad in SPOILED:
+    for strategy, bad, precision in SPOILED:
         for where in ("loss", "gradient", "activation"):
-            overrides = (*FAST, f"train.strategy={strategy}", "train.steps=5", "train.batch_size=4")
-            trainer, listener = quietly(recipe, folder / f"{strategy}-{where}-{bad}", world, *overrides)
+            name = f"{strategy}-{where}-{bad}-{precision}"
+            overrides = (*FAST, f"train.strategy={strategy}", f"train.precision={precision}", "train.steps=5", "train.batch_size=4")
+            trainer, listener = quietly(recipe, folder / name, world, *overrides)
             if world.rank == 1:
                 spoil(trainer, where, float(bad))
             trainer.run()
             weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
-            found[f"{strategy}-{where}-{bad}"] = {
+            found[name] = {
                 "is_finite": all(bool(weight.isfinite().all()) for weight in weights.values()),
                 "sum": sum(float(weight.double().sum()) for weight in weights.values()),
                 "steps": len(listener.losses),
                 "skips": [note for note in listener.notes if "skipped" in note],
                 "skipped": trainer.guard.num_skipped,
+                "scale": trainer.scaler.get_scale() if trainer.scaler else None,
             }
     return found
+
+
+def overflown(recipe: str, folder: Path, world: World) -> dict[str, Any]:
+    """Let the update of step 4 run over in a part of a weight that rank 1 alone holds; a checkpoint is saved after 3, and at 4."""
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp"):
+        overrides = (*FAST, f"train.strategy={strategy}", "train.save_every=3", "train.steps=4", "train.batch_size=4")
+        trainer, listener = quietly(recipe, folder / strategy, world, *overrides)
+        if world.rank == 1:
+            overflow(trainer, step=4)
+        found[strategy] = ending_of(trainer, listener)
+    return found
+
+
+def overflow(trainer: Trainer, *, step: int) -> None:
+    """Put Inf into this rank's part of the last weight, in the update of `step`."""
+    update, count = trainer._update, 0
+
+    def overflowing(grad_norm: float, rate: float) -> None:
+        nonlocal count
+        update(grad_norm, rate)
+        count += 1
+        if count == step:
+            local_part(trainer.model.norm.weight.data)[-1] = torch.inf
+
+    trainer._update = overflowing
 
 
 def spoil(trainer: Trainer, where: str, bad: float) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from nsa_train.cli import run_command
+from nsa_train.errors import ConfigError
 from nsa_train.parallel.launch import Hosts, must_launch, num_processes
 from nsa_train.parallel.outcomes import FOLDER, joint_code, note_worker, reported, worker_pids
 from nsa_train.run_dir import RunDirectory
@@ -84,7 +86,7 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_exits_75(tiny_recipe: Pa
 @pytest.mark.parametrize(("strategy", "killed"), [("ddp", 1), ("fsdp", 0)])
 def test_the_peers_of_a_rank_that_died_say_so_in_a_line(tiny_recipe: Path, tmp_path: Path, strategy: str, killed: int) -> None:
     run, peer = RunDirectory(tmp_path / "run"), 1 - killed
-    words = (*ENDLESS, "--set", f"train.strategy={strategy}")
+    words = [word.replace("train.strategy=ddp", f"train.strategy={strategy}") for word in ENDLESS]
     with _started(*words, recipe=tiny_recipe, out=run.root) as process:
         os.kill(_wait_for(run, 3, rank=killed), signal.SIGKILL)
         _, err = process.communicate(timeout=TIMEOUT_S)
@@ -179,6 +181,30 @@ def test_several_hosts_must_say_where_they_meet(tiny_config: Callable[..., Any])
     assert Hosts(nnodes="2", rdzv_endpoint="a:29400", max_restarts=3).words() == [
         *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:29400", "--rdzv-id", "nsa-train", "--max-restarts", "3"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnodes": "abc", "rdzv_endpoint": "a:29400"}, r"--nnodes='abc' is neither a number of hosts nor LEAST:MOST"),
+        ({"nnodes": "2:1", "rdzv_endpoint": "a:29400"}, r"--nnodes='2:1' is neither a number of hosts nor LEAST:MOST"),
+        ({"nnodes": "2", "rdzv_endpoint": "a"}, r"--rdzv-endpoint='a' is not HOST:PORT .*; use HOST:29400"),
+        ({"nnodes": "2", "rdzv_endpoint": "a:65536"}, r"--rdzv-endpoint='a:65536' is not HOST:PORT \(a port from 0 to 65,535\)"),
+        ({"max_restarts": 10**30}, r"--max-restarts=1000000000000000000000000000000 is not an integer from 0 to 1,000; use 3"),
+    ],
+)
+def test_hosts_that_cannot_meet_are_refused(tiny_config: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        must_launch(tiny_config("train.strategy=ddp"), Hosts(**options))
+
+
+@pytest.mark.parametrize("nnodes", ["2", "1:2"])
+def test_one_process_on_several_hosts_is_refused_before_they_meet(
+    tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], nnodes: str
+) -> None:
+    words = ["run", str(tiny_recipe), "--out", str(tmp_path / "out"), "--nnodes", nnodes, "--rdzv-endpoint", "localhost:1"]
+    assert run_command(words) == 2
+    assert "train.strategy='single' is one process, and 2 are asked for" in capsys.readouterr().err
 
 
 def test_a_worker_reports_a_deliberate_end_as_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

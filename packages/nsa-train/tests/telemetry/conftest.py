@@ -39,7 +39,7 @@ class Session:
             is_clipped=is_clipped,
             lengths=more.get("lengths", (32, 20, 12)),
         )
-        self.recorder.stepped(figures, fetches=[1.0, 2.0, 3.0], observed=observed, data={"bad_records_skipped": 0})
+        self.recorder.stepped(figures, fetches=more.get("fetches", [1.0, 2.0, 3.0]), observed=observed, data={"data_bad_records": 0})
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ def test_without_gates_and_gpu_there_are_three_curves() -> None:
 
 
 def test_mfu_and_memory_are_drawn_where_they_were_recorded() -> None:
-    progress = [{"step": 2, "gpu_mem_alloc_gib": 3.0, "gpu_mem_reserved_gib": 5.0}]
-    titles = _titles(History({**STEPS, "mfu": [0.2, 0.4]}, VALIDATION, progress))
+    memory = [{"step": 2, "gpu_mem_alloc_gib": 3.0, "gpu_mem_reserved_gib": 5.0}]
+    titles = _titles(History({**STEPS, "mfu": [0.2, 0.4]}, VALIDATION, [], memory))
     assert "Throughput, tokens per second (line), MFU in % (dotted)" in titles
     assert "GPU memory, GiB" in titles
     assert len(titles) == 4
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def _beat(run: RunDirectory, **event: Any) -> None:
     with run.heartbeat.open("a") as file:
-        file.write(json.dumps(event) + "\n")
+        file.write(json.dumps({"ts": 1.0, **event}) + "\n")
 
 
 def test_a_step_that_was_done_again_counts_once(run: RunDirectory) -> None:
@@ -62,6 +62,16 @@ def test_a_step_that_was_done_again_counts_once(run: RunDirectory) -> None:
     history = read_history(run)
     assert [(event["step"], event["gate_entropy_mean"]) for event in history.progress] == [(1, 0.1), (2, 0.9)]
     assert history.validation == {}
+
+
+def test_the_dense_twin_has_a_curve_of_memory(run: RunDirectory) -> None:
+    """It has no `progress` events."""
+    run.training.write_text("step,loss,lr,grad_norm,toks_per_s\n1,3.0,0.1,1.0,10.0\n")
+    for step, held in ((1, 2.0), (2, None), (1, 3.0)):
+        _beat(run, msg="step_end", step=step, gpu_mem_alloc_gib=held, gpu_mem_reserved_gib=4.0)
+    history = read_history(run)
+    assert history.memory == [{"step": 1, "gpu_mem_alloc_gib": 3.0, "gpu_mem_reserved_gib": 4.0}]
+    assert "GPU memory, GiB" in _titles(history)
 
 
 def test_a_run_that_took_no_step_has_nothing_to_draw(run: RunDirectory) -> None:

@@ -29,6 +29,24 @@ def test_counts_add_up_and_extremes_stay_extreme(tiny_config) -> None:
     assert together["gate_entropy_mean"] == sum(layer["gate_entropy_mean"] for layer in layers) / 2
 
 
+class Fixed(LayerTelemetry):
+    """A layer with the figures that it is given."""
+
+    def __init__(self, **figures: float) -> None:
+        super().__init__()
+        self._given = figures
+
+    def summary(self) -> dict[str, float]:
+        return self._given
+
+
+def test_layers_that_differ_keep_the_least_and_the_most() -> None:
+    figures = combine([Fixed(gate_entropy_min=0.5, k_max=3, k_mean=2.0, rows=4), Fixed(gate_entropy_min=0.1, k_max=5, k_mean=4.0, rows=4)])
+    assert figures == {"gate_entropy_min": 0.1, "k_max": 5, "k_mean": 3.0, "rows": 8}
+    figures = combine([Fixed(gate_entropy_min=0.1, k_max=5), Fixed(gate_entropy_min=0.5, k_max=3)])
+    assert figures == {"gate_entropy_min": 0.1, "k_max": 5}
+
+
 def test_routes_that_differ_between_layers_are_listed() -> None:
     first, second = LayerTelemetry(), LayerTelemetry()
     first.record_route("cmp", "sdpa")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nsa_train.telemetry.flops import model_flops
 
 EVERY_EVENT = {"ts", "iso", "pid", "rank", "step", "msg"}
 EVERY_STEP = {
-    *("loss", "lr", "toks_per_s", "grad_norm", "dt_fetch_s", "fetch_p50_ms", "fetch_p95_ms", "bad_records_skipped"),
+    *("loss", "lr", "toks_per_s", "grad_norm", "dt_fetch_s", "fetch_p50_ms", "fetch_p95_ms", "data_bad_records"),
     *("gpu_mem_alloc_mib", "gpu_mem_reserved_mib", "gpu_mem_alloc_gib", "gpu_mem_reserved_gib"),
 }
 LOGGED_STEP = {
@@ -47,6 +48,15 @@ def test_a_logged_step_has_every_documented_field(session) -> None:
     [end] = [beat for beat in _beats(run.recorder.paths.heartbeat) if beat["msg"] == "step_end"]
     assert set(end) >= EVERY_EVENT | EVERY_STEP
     assert end["dt_fetch_s"] == pytest.approx(end["fetch_p50_ms"] / 1e3)
+
+
+def test_waits_for_data_are_told_by_median_and_95th_percentile_in_ms(session) -> None:
+    run = session()
+    run.step(1, fetches=[float(ms) for ms in range(101)])
+    run.step(2, fetches=[7.0])
+    first, second = (beat for beat in _beats(run.recorder.paths.heartbeat) if beat["msg"] == "step_end")
+    assert (first["fetch_p50_ms"], first["fetch_p95_ms"]) == (50, 95)
+    assert (second["fetch_p50_ms"], second["fetch_p95_ms"]) == (7, 7)
 
 
 def test_every_event_has_its_word(session, tmp_path: Path) -> None:
@@ -121,7 +131,9 @@ def test_a_resumed_run_has_one_history(session) -> None:
     lines = paths.heartbeat.read_text().splitlines()
     assert [json.loads(line)["msg"] for line in lines if not line.endswith('"ms')].count("boot") == 2
     assert json.loads(lines[-1])["msg"] == "finish"
-    assert json.loads(paths.environment.read_text())["resumed"][0]["step"] == 2
+    assert [entry["step"] for entry in json.loads(paths.environment.read_text())["resumed"]] == [2]
+    session(resumed_at=4)
+    assert [entry["step"] for entry in json.loads(paths.environment.read_text())["resumed"]] == [2, 4]
     assert (metrics["first_loss"], metrics["last_loss"], metrics["first_val_loss"], metrics["val_loss"]) == (4.0, 9.0, 5.5, 2.0)
     assert metrics["clipped_steps"] == 2
 
@@ -169,16 +181,13 @@ def test_memory_has_the_units_of_its_name(session) -> None:
 
 
 def test_tensorboard_shows_clip_events_and_lengths(session) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     run = session()
     run.step(1, is_clipped=True)
     run.step(2)
     run.step(3, is_clipped=True)
     run.recorder.validated(3, 2.5)
     run.recorder.finished()
-    events = EventAccumulator(str(run.recorder.paths.tensorboard), size_guidance={"histograms": 0})
-    events.Reload()
+    events = _board(run.recorder.paths.tensorboard)
     tags = events.Tags()
     assert {"loss/training", "loss/validation", "train/lr", "train/grad_norm", "train/toks_per_s", "nsa/gate_entropy_mean"} <= set(
         tags["scalars"]
@@ -186,6 +195,48 @@ def test_tensorboard_shows_clip_events_and_lengths(session) -> None:
     assert [(event.step, event.value) for event in events.Scalars("clip/events_total")] == [(1, 1.0), (3, 2.0)]
     histogram = events.Histograms("data/sequence_length_tokens")[0].histogram_value
     assert (histogram.bucket_limit, histogram.bucket) == ([16.0, 32.0], [1.0, 2.0])
+
+
+def _board(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"histograms": 0})
+    events.Reload()
+    return events
+
+
+def test_tensorboard_hides_what_came_after_the_resumed_step(session) -> None:
+    first = session()
+    for step in (1, 2, 3, 4):
+        first.step(step, loss=5.0)
+    first.recorder.halted("killed", code=1)
+    second = session(resumed_at=2)
+    second.step(3, loss=9.0)
+    second.recorder.finished()
+    events = _board(first.recorder.paths.tensorboard)
+    assert [(event.step, event.value) for event in events.Scalars("loss/training")] == [(1, 5.0), (2, 5.0), (3, 9.0)]
+
+
+def test_a_histogram_of_lengths_is_of_the_steps_since_the_one_before(session) -> None:
+    run = session("train.log_every=2")
+    for step in (1, 2, 3, 4):
+        run.step(step, is_logged=False)
+    run.recorder.finished()
+    counts = [
+        sum(event.histogram_value.bucket) for event in _board(run.recorder.paths.tensorboard).Histograms("data/sequence_length_tokens")
+    ]
+    # three sequences a step
+    assert counts == [6, 6]
+
+
+def test_branch_times_are_summed_over_the_calls() -> None:
+    from nsa_train.telemetry.timing import BranchTimes
+
+    times = BranchTimes()
+    for _ in range(3):
+        with times.measured("win", torch.device("cpu")):
+            time.sleep(0.01)
+    assert times.total_ms()["win"] >= 30
 
 
 def test_branch_times_come_on_request(session) -> None:

@@ -1,10 +1,21 @@
 """The report is one file that needs no other."""
 
+import random
 import re
+import shutil
 from pathlib import Path
 
+import pytest
+
+from nsa_train.cli import run_command
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.report import write_report
+from nsa_train.telemetry.report import steadiness, write_report
+
+
+@pytest.fixture
+def run(tiny_run: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A copy of a finished run."""
+    return RunDirectory(Path(shutil.copytree(tiny_run.root, tmp_path / "run", symlinks=True)))
 
 
 def test_the_report_is_self_contained(tiny_run: RunDirectory) -> None:
@@ -27,10 +38,7 @@ def test_the_report_has_every_part(tiny_run: RunDirectory) -> None:
     assert "after training" in page
 
 
-def test_samples_are_escaped(tiny_run: RunDirectory, tmp_path: Path) -> None:
-    import shutil
-
-    run = RunDirectory(Path(shutil.copytree(tiny_run.root, tmp_path / "run", symlinks=True)))
+def test_samples_are_escaped(run: RunDirectory) -> None:
     (run.samples / "after.txt").write_text("<script>alert(1)</script>")
     write_report(run)
     assert "<script>" not in run.report.read_text()
@@ -39,3 +47,59 @@ def test_samples_are_escaped(tiny_run: RunDirectory, tmp_path: Path) -> None:
 
 def test_curves_are_a_png(tiny_run: RunDirectory) -> None:
     assert tiny_run.curves.read_bytes().startswith(b"\x89PNG")
+
+
+def test_damaged_records_are_left_out_and_named(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.metrics.write_text(run.metrics.read_text()[:200])
+    run.environment.write_text("")
+    run.config.write_text("[model\n")
+    run.training.write_text(run.training.read_text() + "\0\0\n")
+    with run.heartbeat.open("a") as file:
+        file.write('{"msg": "progress", "loss": 1.0}\n')
+    (run.samples / "after.txt").write_bytes(b"what can be read\xff")
+    assert run_command(["report", str(run.root)]) == 0
+    names = [re.findall(r"run/([\w/.]+)", line)[0] for line in capsys.readouterr().err.splitlines()]
+    assert names == ["training.csv", "heartbeat_rank0.jsonl", "env.json", "metrics.json", "config.toml", "samples/after.txt"]
+    page = run.report.read_text()
+    assert "metrics.json cannot be read: these are the run's other records" in page
+    assert "what can be read" in page
+    assert "gate_entropy_mean" in page
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"attention": "nsa", "steps": "x"}', '{"attention": 3, "packages": [], "routing": 1, "val_loss": "x"}']
+)
+def test_json_of_another_shape_is_shown_as_far_as_it_goes(content: str, run: RunDirectory) -> None:
+    run.metrics.write_text(content)
+    run.environment.write_text(content)
+    run.config.write_text("model = 3")
+    assert run_command(["report", str(run.root)]) == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_damage_of_records_ends_in_a_traceback(seed: int, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(seed)
+    files = [
+        run.training,
+        run.validation,
+        run.selection,
+        run.heartbeat,
+        run.environment,
+        run.metrics,
+        run.config,
+        run.samples / "after.txt",
+    ]
+    for path in draw.sample(files, 3):
+        content = bytearray(path.read_bytes())
+        at = draw.randrange(len(content))
+        content[at : at + draw.choice((1, 20))] = draw.randbytes(draw.choice((0, 1, 20)))
+        path.write_bytes(content[: draw.choice((at, len(content)))])
+    assert run_command(["report", str(run.root)]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_last_fifth_is_compared_with_all_steps() -> None:
+    assert steadiness({"toks_per_s": [100.0] * 80 + [50.0] * 20}) == 0.5
+    assert steadiness({"toks_per_s": [100.0] * 90 + [50.0] * 10}) == 0.75
+    assert steadiness({"toks_per_s": [float("nan"), 0.0, 80.0]}) == 1
+    assert steadiness({"toks_per_s": [0.0]}) is None

@@ -79,7 +79,7 @@ def test_the_heartbeat_names_every_event_and_its_units(tiny_run: RunDirectory) -
     assert [beat["step"] for beat in beats if beat["msg"] == "step_end"] == [1, 2, 3, 4, 5]
     assert [beat["step"] for beat in beats if beat["msg"] == "progress"] == [1, 2, 4, 5]
     assert [beat["step"] for beat in beats if beat["msg"] == "save"] == [3, 5]
-    names = {"loss", "lr", "toks_per_s", "grad_norm", "dt_fetch_s", "fetch_p50_ms", "fetch_p95_ms"}
+    names = {"loss", "lr", "toks_per_s", "grad_norm", "dt_fetch_s", "fetch_p50_ms", "fetch_p95_ms", "data_bad_records"}
     assert all(names <= set(beat) for beat in beats if beat["msg"] in ("step_end", "progress"))
 
 

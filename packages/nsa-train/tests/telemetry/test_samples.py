@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nsa_train.data.tokenizer import ByteTokenizer
+from nsa_train.model.generate import Continuation
 from nsa_train.telemetry import samples
 
 
@@ -14,9 +15,9 @@ from nsa_train.telemetry import samples
 def test_random_ids_are_continued_by_a_few(is_synthetic: bool, drawn: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def generate(model: Any, prompts: Any, *, num_tokens: int, **options: Any) -> list[torch.Tensor]:
+    def generate(model: Any, prompts: Any, *, num_tokens: int, **options: Any) -> list[Continuation]:
         asked.append(num_tokens)
-        return [torch.tensor(list(b"and so on")) for _ in prompts]
+        return [Continuation(torch.tensor(list(b"and so on"))) for _ in prompts]
 
     monkeypatch.setattr(samples, "generate", generate)
     path = tmp_path / "samples" / "before.txt"
@@ -26,3 +27,13 @@ def test_random_ids_are_continued_by_a_few(is_synthetic: bool, drawn: int, tmp_p
     assert text.startswith(samples.SYNTHETIC_NOTE) == is_synthetic
     assert "once" in text
     assert "and so on" in text
+
+
+def test_a_text_that_broke_off_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Continuation(torch.tensor(list(b"and s")), is_cut=True), Continuation(torch.tensor(list(b"whole")))]
+    monkeypatch.setattr(samples, "generate", lambda *args, **options: found)
+    path = tmp_path / "samples" / "after.txt"
+    samples.write_samples(path, None, ByteTokenizer(), [torch.tensor(list(b"once"))] * 2)  # type: ignore[arg-type]
+    broken, whole = path.read_text().split("--- prompt ---")[1:]
+    assert f"and s\n{samples.CUT_NOTE}" in broken
+    assert samples.CUT_NOTE not in whole

@@ -290,10 +290,35 @@ def test_a_run_that_its_guards_stopped_is_told(run: RunDirectory, capsys: pytest
     assert capsys.readouterr().out == "watch: rank 0 stopped with exit code 4: too many steps skipped\n"
 
 
-def test_a_run_that_was_halted_on_request_is_no_anomaly(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(run, [*_steps(10), {"ts": 11.0, "step": 10, "msg": "halt", "code": 3, "reason": "asked by .HALT"}])
+@pytest.mark.parametrize("code", [3, 75, 130])
+def test_a_run_that_was_ended_on_request_is_no_anomaly(run: RunDirectory, capsys: pytest.CaptureFixture[str], code: int) -> None:
+    _write(run, [*_steps(10), {"ts": 11.0, "step": 10, "msg": "halt", "code": code, "reason": "asked for"}])
     assert run_command(["watch", str(run.root)]) == 0
-    assert "exit code 3: asked by .HALT" in capsys.readouterr().out
+    assert f"exit code {code}: asked for" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_run_that_an_error_ended_is_told_and_is_not_well(run: RunDirectory, capsys: pytest.CaptureFixture[str], code: int) -> None:
+    _write(run, [*_steps(10), {"ts": 11.0, "step": 10, "msg": "halt", "code": code, "reason": "the disk is full"}])
+    assert run_command(["watch", str(run.root)]) == 1
+    assert capsys.readouterr().out == f"watch: rank 0 stopped with exit code {code}: the disk is full\n"
+
+
+def test_a_heartbeat_without_an_event_is_waited_for(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.heartbeat.touch()
+    assert run_command(["watch", str(run.root), "--once"]) == 0
+    assert capsys.readouterr().out == "watch: nothing is wrong; no rank has written an event yet\n"
+    assert not Watcher(run).has_ended
+
+
+def test_events_that_are_none_are_passed_over(run: RunDirectory) -> None:
+    bad = [{"rank": "x"}, {"ts": "now"}, {"step": None}, {"toks_per_s": "fast"}, {"world_size": "two"}, {"gate_branch_shares": 3}]
+    with run.heartbeat.open("w") as file:
+        file.writelines(json.dumps({**_steps(1)[0], **fields}) + "\n" for fields in bad)
+    _write(run, _steps(10))
+    watcher = Watcher(run)
+    assert watcher.look(10.0) == []
+    assert watcher.ranks[run.heartbeat].step == 10
 
 
 def test_what_left_its_health_band_is_told_and_no_anomaly(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

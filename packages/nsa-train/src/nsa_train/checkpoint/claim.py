@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from nsa_train.checkpoint.publish import make_root
-from nsa_train.errors import CheckpointError
+from nsa_train.errors import ClaimedError
 
 TRIES, PAUSE_S = 5, 0.02
 """How often a claim is tried: who asks `claimed_by_another` holds the directory for a moment."""
@@ -18,7 +18,7 @@ def claim(root: Path) -> int:
     Where the file system knows no locks on directories, as some network ones, nothing is claimed.
 
     Raises:
-        CheckpointError: when another process has it.
+        ClaimedError: when another process has it.
         OSError: when it cannot be made or opened.
     """
     make_root(root)
@@ -28,7 +28,7 @@ def claim(root: Path) -> int:
             return descriptor
         time.sleep(PAUSE_S)
     os.close(descriptor)
-    raise CheckpointError(_belongs(root))
+    raise ClaimedError(_belongs(root))
 
 
 def claimed_by_another(root: Path) -> str | None:

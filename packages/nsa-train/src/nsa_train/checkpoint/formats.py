@@ -21,8 +21,14 @@ MODEL_TYPE = "nsa"
 ARCHITECTURE = "NSAForCausalLM"
 
 
-def export(path: Path, out: Path, format: str = "safetensors") -> Path:  # noqa: A002 - the option's name
-    """Write the weights of the checkpoint at `path`, once verified, to `out`, and return `out`.
+def export(
+    path: Path,
+    out: Path,
+    format: str = "safetensors",  # noqa: A002 - the option's name
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Write the weights of the checkpoint at `path`, once verified, to `out`, and return `out`; what was passed over is said.
 
     "safetensors": one file. "hf": a folder with config.json and model.safetensors. Names are the decoder's, float32.
 
@@ -36,6 +42,8 @@ def export(path: Path, out: Path, format: str = "safetensors") -> Path:  # noqa:
     if out.exists():
         raise ConfigError(f"OUT={str(out)!r} exists already (an export never overwrites); use another name")
     checkpoint = open_checkpoint(path)
+    for line in checkpoint.refused:
+        say(line)
     tensors = read_tensors(checkpoint.path / MODEL)
     if format == "hf":
         return _whole(out, lambda aside: _write_folder(aside, checkpoint, tensors))

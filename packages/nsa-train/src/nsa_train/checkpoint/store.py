@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from nsa_train.checkpoint.layout import CONFIG, STATE, latest_folder, locate_folder, step_folders, step_name
+from nsa_train.checkpoint.layout import CONFIG, LATEST, STATE, latest_folder, locate_folder, root_without_latest, step_folders, step_name
 from nsa_train.checkpoint.manifest import read_manifest, verify_files
 from nsa_train.config import RunConfig, structure
 from nsa_train.errors import CheckpointError, ConfigError
@@ -25,7 +25,7 @@ class Checkpoint:
     state: dict[str, Any] = field(factory=dict)
     """The content of state.json: world_size, schedule, scaler, data, routes, counters."""
     refused: tuple[str, ...] = ()
-    """The damaged checkpoints that were passed over to find this one, a line each."""
+    """What was passed over to find this one, such as damaged checkpoints, a line each."""
 
 
 @frozen(kw_only=True)
@@ -44,10 +44,15 @@ class Listed:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the verified checkpoint at `path`: a step-N directory, a `latest` link, or a run's directory.
 
+    Where a run's `latest` is gone, or what it names, it is the newest whole one, as for a resume; `refused` then says so.
+
     Raises:
         ConfigError: when there is none.
         CheckpointError: when it is damaged; the message names file, expected and found.
     """
+    root = root_without_latest(path)
+    if root is not None and (found := latest_valid(root)):
+        return evolve(found, refused=(f"{root / LATEST} names no checkpoint; {found.path.name} is taken", *found.refused))
     folder = locate_folder(path)
     manifest = verify_files(folder)
     try:

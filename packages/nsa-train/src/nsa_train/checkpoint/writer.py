@@ -15,7 +15,7 @@ from nsa_train.checkpoint.layout import latest_folder, step_name
 from nsa_train.checkpoint.publish import clear_debris, prune, publish
 from nsa_train.checkpoint.ranks import broadcast_json, rank
 from nsa_train.checkpoint.snapshot import Snapshot
-from nsa_train.errors import CheckpointError
+from nsa_train.errors import CheckpointError, ClaimedError
 
 
 class CheckpointWriter:
@@ -29,7 +29,7 @@ class CheckpointWriter:
         """Claim `root` and remove what a killed run left half-written there; `keep_last` checkpoints stay (0: all).
 
         Raises:
-            CheckpointError: on all ranks, when `root` cannot be written, or another run writes there.
+            CheckpointError: on all ranks, when `root` cannot be written; a ClaimedError where another run writes there.
         """
         self.root, self.keep_last, self.is_async = root, keep_last, is_async
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -73,9 +73,9 @@ class CheckpointWriter:
             return
         what, self._pending = self._pending, ""
         error = self._job.exception() if self._job is not None else None
-        problem = broadcast_json(self._message(what, error) if error is not None else "")
+        problem, is_claimed = broadcast_json((self._message(what, error) if error is not None else "", isinstance(error, ClaimedError)))
         if problem:
-            raise CheckpointError(problem) from error
+            raise (ClaimedError if is_claimed else CheckpointError)(problem) from error
 
     def close(self) -> None:
         """Wait as `wait` does, and end the thread."""

@@ -15,7 +15,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from nsa_train.config import RunConfig
-from nsa_train.data.blocks import SyntheticBlocks, TextTokenBlocks, scan_held_out
+from nsa_train.data.blocks import SyntheticBlocks, SyntheticRows, TextTokenBlocks, scan_held_out
 from nsa_train.data.buckets import BucketedRows
 from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
 from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
@@ -51,7 +51,7 @@ class Dataset:
     reading: Reading
     lane: Callable[[int], Lane]
     """Lane number -> a new lane at its start"""
-    held_out: PackedRows
+    held_out: PackedRows | SyntheticRows
     """The validation rows, or the first of them where the corpus is streamed"""
     openings: tuple[bytes, ...] = ()
     """The beginnings of a few held-out documents, for samples"""
@@ -82,7 +82,8 @@ class Dataset:
     def prompts(self) -> list[Tensor]:
         """Return the int32 ids of the openings of a few held-out documents; at least one, none empty."""
         found = [self.tokenizer.encode(text) for text in self.openings]
-        return [ids for ids in found if len(ids)] or [torch.from_numpy(self.held_out.stream[:32].copy())]
+        first = self.held_out[0].input_ids[: min(32, self.held_out.num_tokens)]
+        return [ids for ids in found if len(ids)] or [torch.from_numpy(first.copy())]
 
 
 def open_dataset(config: RunConfig) -> Dataset:
@@ -292,5 +293,5 @@ def _openings(documents: Sequence[Document]) -> tuple[bytes, ...]:
     return tuple(text for text in texts if text)
 
 
-def _padding(rows: PackedRows) -> Row:
+def _padding(rows: PackedRows | SyntheticRows) -> Row:
     return Row(np.full(rows.seq_len, rows.pad, np.int32), np.full(rows.seq_len, IGNORED, np.int32), [rows.seq_len])

@@ -13,6 +13,7 @@ from nsa_train.data.dataset import open_dataset
 from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
 from nsa_train.recipe import to_toml
+from nsa_train.run_dir import RunDirectory
 
 SUFFIX = "-synthetic"
 
@@ -28,17 +29,34 @@ class Start(NamedTuple):
     """What was switched, for a person; empty where nothing was"""
 
 
-def or_synthetic(start: Start) -> Start:
-    """Return `start` unchanged where its data opens; else with synthetic data, a recipe that says so, and its directory renamed."""
+def or_synthetic(start: Start, *, resuming: bool = False) -> Start:
+    """Return `start` unchanged where its data opens; else with synthetic data, a recipe that says so, and its directory renamed.
+
+    Raises:
+        DataError: where the data are lost of a run that goes on (`resuming`), unless it began with synthetic data.
+    """
     try:
         open_dataset(start.config)
     except DataError as error:
-        # "." and ".." are no names
-        config, out = synthetic_instead(start.config), start.out if start.out.name.strip(".") else start.out.resolve()
-        out = out.with_name(out.name.removesuffix(SUFFIX) + SUFFIX)
+        config, out = synthetic_instead(start.config), _renamed(start.out)
+        if resuming and (_is_run(start.out) or not _is_run(out)) and out.resolve() != start.out.resolve():
+            raise DataError(
+                f"{error}\n--synthetic-on-fail with --resume would change the data of {str(start.out)!r} (a run that goes on keeps its own); "
+                "bring them back, or start a new run in another --out"
+            ) from None
         note = f"SYNTHETIC IDS instead of data.source={start.config.data.source!r}: {error}"
         return Start(config, str(_written(config)), [], out, note)
     return start
+
+
+def _renamed(out: Path) -> Path:
+    # "." and ".." are no names
+    out = out if out.name.strip(".") else out.resolve()
+    return out.with_name(out.name.removesuffix(SUFFIX) + SUFFIX)
+
+
+def _is_run(out: Path) -> bool:
+    return RunDirectory(out).config.is_file()
 
 
 def synthetic_instead(config: RunConfig) -> RunConfig:

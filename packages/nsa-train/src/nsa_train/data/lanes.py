@@ -211,7 +211,9 @@ class BlockLane:
     def _refuse(self, bad: Bad) -> None:
         if self._policy == "fail":
             raise DataError(str(bad))
-        self._consumed.bad_records += bad.lost
+        # every block is read once an epoch: what was met in the first one is counted
+        if bad.is_passing or self._blocks.epoch(self._block * self._count + self._number) == 0:
+            self._consumed.bad_records += bad.lost
 
 
 class ShuffledRows:

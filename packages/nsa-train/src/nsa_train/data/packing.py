@@ -77,6 +77,11 @@ class PackedRows:
         self.seq_len = seq_len
         self.pad = tokenizer.pad
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all rows, padding left out."""
+        return len(self.stream)
+
     def __len__(self) -> int:
         return -(-len(self.stream) // self.seq_len)
 

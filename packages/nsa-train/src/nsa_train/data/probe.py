@@ -31,7 +31,7 @@ def probe(config: RunConfig) -> DataFindings:
 
 
 def _sizes(dataset: Dataset) -> dict[str, int]:
-    sizes = {"val": len(dataset.held_out.stream)}
+    sizes = {"val": dataset.held_out.num_tokens}
     if "train_tokens" in dataset.sizes:
         sizes["train"] = dataset.sizes["train_tokens"]
     return sizes
@@ -50,7 +50,7 @@ def _described(dataset: Dataset) -> tuple[str, ...]:
         return tuple(
             f"data: {side} has {sizes[f'{side}_documents']} documents, {sizes[f'{side}_tokens']:,} tokens" for side in ("train", "val")
         )
-    held_out = f"{len(dataset.held_out.stream):,} tokens held out"
+    held_out = f"{dataset.held_out.num_tokens:,} tokens held out"
     return (f"data: {dataset.config.data.source}, {sizes['train_blocks']:,} blocks to read; {held_out}",)
 
 

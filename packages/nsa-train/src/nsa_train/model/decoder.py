@@ -150,18 +150,17 @@ def vocab_size_of(config: RunConfig) -> int:
     return asked
 
 
-def build_model(config: RunConfig, attention: str | None = None) -> Decoder:
-    """Return the decoder of `config`, with freshly drawn weights; `attention`: of a twin instead of `model.attention`."""
-    model = Decoder(
-        config.nsa_config(),
-        num_layers=config.model.n_layers,
-        vocab_size=vocab_size_of(config),
-        attention=attention or config.model.attention,
-    )
+def build_model(config: RunConfig) -> Decoder:
+    """Return the decoder of `config`, with freshly drawn weights."""
+    model = _decoder(config, attention=config.model.attention, num_layers=config.model.n_layers)
     model.loss_chunk = config.train.loss_chunk
     for block in model.blocks:
         cast(Block, block).recompute = config.train.activation_checkpointing
     return model
+
+
+def _decoder(config: RunConfig, *, attention: str, num_layers: int) -> Decoder:
+    return Decoder(config.nsa_config(), num_layers=num_layers, vocab_size=vocab_size_of(config), attention=attention)
 
 
 class ParameterCounts(NamedTuple):
@@ -173,6 +172,12 @@ class ParameterCounts(NamedTuple):
 
 def count_parameters(config: RunConfig) -> ParameterCounts:
     """Return the parameters of `config`'s decoder with either attention; no weights are allocated."""
+    return ParameterCounts(*(_count(config, attention) for attention in ParameterCounts._fields))
+
+
+def _count(config: RunConfig, attention: str) -> int:
+    # all layers are alike
     with torch.device("meta"):
-        models = (build_model(config, attention) for attention in ParameterCounts._fields)
-        return ParameterCounts(*(sum(weight.numel() for weight in model.parameters()) for model in models))
+        model = _decoder(config, attention=attention, num_layers=1)
+    layer, whole = (sum(weight.numel() for weight in module.parameters()) for module in (model.blocks, model))
+    return whole + (config.model.n_layers - 1) * layer

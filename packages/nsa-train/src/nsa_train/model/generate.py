@@ -1,12 +1,25 @@
 """Seeded sampling through cached decode, for either attention."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.model.decoder import Decoder
+
+BROKEN = -1
+"""In place of an id that could not be drawn."""
+
+
+class Continuation(NamedTuple):
+    """What follows one prompt."""
+
+    ids: Tensor
+    """int64 `(N,)`, on the CPU; the separator that ended it is not among them."""
+    is_cut: bool = False
+    """True where it ends because the logits were not finite."""
 
 
 @torch.no_grad()
@@ -18,11 +31,11 @@ def generate(
     num_tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
-) -> list[Tensor]:
-    """Return the ids, int64 on the CPU, that follow each of `prompts` `(P_i,)`, each of at least one token.
+) -> list[Continuation]:
+    """Return what follows each of `prompts` `(P_i,)`, each of at least one token.
 
-    One prefill of the padded prompts, then one cached step per token. A continuation ends before the separator or after
-    `num_tokens` (>= 1). `temperature` 0 takes the likeliest token. Equal seeds give equal text.
+    One prefill of the padded prompts, then one cached step per token. A continuation ends before the separator, where the
+    logits are not finite, or after `num_tokens` (>= 1). `temperature` 0 takes the likeliest token. Equal seeds give equal text.
     """
     was_training, device = model.training, model.embedding.weight.device
     model.eval()
@@ -33,22 +46,31 @@ def generate(
     logits = logits[torch.arange(len(prompts)), counts - 1]
     generator = torch.Generator().manual_seed(seed)
     drawn = [_draw(logits, tokenizer, temperature, generator)]
+    # to the last token also where all have ended: with shards, every rank takes part in every forward pass
     while len(drawn) < num_tokens:
-        logits = model(drawn[-1][:, None].to(device), caches=caches)[:, -1]
+        logits = model(drawn[-1].clamp(min=0)[:, None].to(device), caches=caches)[:, -1]
         drawn.append(_draw(logits, tokenizer, temperature, generator))
     model.train(was_training)
-    return [_until(row, tokenizer.separator) for row in torch.stack(drawn, dim=1)]
+    return [_ended(row, tokenizer.separator) for row in torch.stack(drawn, dim=1)]
 
 
 def _draw(logits: Tensor, tokenizer: Tokenizer, temperature: float, generator: torch.Generator) -> Tensor:
-    """Return one id per row of `logits` `(B, V)`, on the CPU; padding is never drawn."""
+    """Return one id per row of `logits` `(B, V)`, on the CPU; padding is never drawn; -1 where they are not finite."""
     logits = logits.float().cpu()
+    is_broken = ~logits.isfinite().all(-1)
+    logits[is_broken] = 0
     logits[:, tokenizer.pad] = -torch.inf
     if temperature == 0:
-        return logits.argmax(-1)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+        ids = logits.argmax(-1)
+    else:
+        # the largest becomes 0, so that no quotient is too large for a float
+        below = (logits - logits.amax(-1, keepdim=True)) / temperature
+        ids = torch.multinomial(below.softmax(-1), 1, generator=generator)[:, 0]
+    return ids.masked_fill(is_broken, BROKEN)
 
 
-def _until(ids: Tensor, end: int) -> Tensor:
-    stops = (ids == end).nonzero()
-    return ids[: int(stops[0])] if len(stops) else ids
+def _ended(ids: Tensor, separator: int) -> Continuation:
+    stops = ((ids == separator) | (ids == BROKEN)).nonzero()
+    if not len(stops):
+        return Continuation(ids)
+    return Continuation(ids[: int(stops[0])], is_cut=bool(ids[stops[0]] == BROKEN))

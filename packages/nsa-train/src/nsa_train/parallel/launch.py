@@ -5,6 +5,7 @@ back through a directory, since torchrun knows but success and failure.
 """
 
 import os
+import re
 import signal
 import tempfile
 import uuid
@@ -21,6 +22,9 @@ from nsa_train.errors import ConfigError, TerminatedError, TrainError
 from nsa_train.machine import Machine, processes_of
 from nsa_train.parallel.outcomes import FOLDER, joint_code, worker_pids
 from nsa_train.parallel.world import is_under_torchrun
+
+MOST_HOSTS = 1024
+MOST_RESTARTS = 1000
 
 
 @frozen(kw_only=True)
@@ -43,9 +47,30 @@ class Hosts:
             ConfigError: when `nnodes` names none.
         """
         least, _, most = self.nnodes.partition(":")
-        if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
-            raise ConfigError(f"--nnodes={self.nnodes!r} is neither a number of hosts nor LEAST:MOST; use 2, or 2:4")
-        return range(int(least), int(most or least) + 1)
+        bounds = [int(text) for text in (least, most or least) if re.fullmatch("[0-9]{1,9}", text)]
+        if len(bounds) < 2 or not 1 <= bounds[0] <= bounds[1] <= MOST_HOSTS:
+            raise ConfigError(
+                f"--nnodes={self.nnodes!r} is neither a number of hosts nor LEAST:MOST (from 1 to {MOST_HOSTS:,}); use 2, or 2:4"
+            )
+        return range(bounds[0], bounds[1] + 1)
+
+    def check(self) -> None:
+        """Let hosts pass that can meet.
+
+        Raises:
+            ConfigError: a line for each option that stands against it.
+        """
+        problems = []
+        self.counts()
+        host, _, port = self.rdzv_endpoint.rpartition(":")
+        if self.nnodes != "1" and not self.rdzv_endpoint:
+            problems.append(f"--nnodes={self.nnodes} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
+        elif self.rdzv_endpoint and not (host and re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
+            problems.append(f"--rdzv-endpoint={self.rdzv_endpoint!r} is not HOST:PORT (a port from 0 to 65,535); use HOST:29400")
+        if not 0 <= self.max_restarts <= MOST_RESTARTS:
+            problems.append(f"--max-restarts={self.max_restarts} is not an integer from 0 to {MOST_RESTARTS:,}; use 3")
+        if problems:
+            raise ConfigError.of(problems)
 
     def world_sizes(self, config: RunConfig, machine: Machine) -> list[int]:
         """Return how many processes the run may have, on hosts that are like `machine`."""
@@ -71,9 +96,7 @@ def must_launch(config: RunConfig, hosts: Hosts) -> bool:
     """Return True where this process is to start the others, and not one of them itself."""
     if is_under_torchrun():
         return False
-    hosts.counts()
-    if hosts.nnodes != "1" and not hosts.rdzv_endpoint:
-        raise ConfigError(f"--nnodes={hosts.nnodes} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
+    hosts.check()
     return num_processes(config) > 1 or hosts.nnodes != "1" or hosts.max_restarts > 0
 
 

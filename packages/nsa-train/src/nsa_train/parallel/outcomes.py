@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from nsa_train.errors import ConfigError, GuardError, HaltedError, TerminatedError
+from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, TerminatedError
 
 FOLDER = "NSA_TRAIN_OUTCOMES"
 """Names, in the workers' environment, the directory where they leave it."""
-DELIBERATE = tuple(kind.exit_code for kind in (ConfigError, HaltedError, GuardError, TerminatedError))
+DELIBERATE = (*(kind.exit_code for kind in (ConfigError, HaltedError, GuardError, TerminatedError)), INTERRUPTED)
 """Codes that torchrun must not answer with a new start."""
 
 

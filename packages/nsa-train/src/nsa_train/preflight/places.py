@@ -18,7 +18,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
     existing, other = _existing(out_dir), _run_around(out_dir)
     if claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
         findings.failed.append(claim)
-    elif out_dir.is_dir() and not resuming and any(out_dir.iterdir()):
+    elif out_dir.is_dir() and not resuming and not _is_untouched(RunDirectory(out_dir)):
         findings.failed.append(
             f"--out={str(out_dir)!r} is not empty (a run never mixes with another); name a new directory, leave --out away, "
             "or go on with that run by --resume"
@@ -65,7 +65,12 @@ def kept_checkpoints(config: RunConfig) -> int:
 
 def _is_foreign(paths: RunDirectory) -> bool:
     """Return whether there is something that no run left; one that was killed early leaves little."""
-    return paths.root.is_dir() and any(paths.root.iterdir()) and not paths.config.exists() and not paths.heartbeats
+    return paths.root.is_dir() and not _is_untouched(paths) and not paths.config.exists() and not paths.heartbeats
+
+
+def _is_untouched(paths: RunDirectory) -> bool:
+    """Return whether a directory holds nothing; a run that was killed before its first record has claimed `checkpoints`, no more."""
+    return all(path == paths.checkpoints and path.is_dir() and not any(path.iterdir()) for path in paths.root.iterdir())
 
 
 def _existing(path: Path) -> Path:

@@ -6,7 +6,7 @@ A run of the earlier system wasted 35,000 steps because nothing refused a toy co
 import math
 from collections.abc import Sequence
 
-from nsa_train.config import RunConfig, listed
+from nsa_train.config import MOST_ROWS, RunConfig, listed
 from nsa_train.machine import Machine
 from nsa_train.preflight.findings import Preflight
 from nsa_train.rules import nearest_multiples
@@ -42,20 +42,25 @@ def unequal_shares(config: RunConfig, world_sizes: Sequence[int]) -> list[str]:
     unequal = [size for size in world_sizes if train.batch_size % size]
     if not unequal:
         return []
-    sizes = f"; there may be {listed(map(str, world_sizes))}" if len(world_sizes) > 1 else ""
+    multiple = math.lcm(*world_sizes)
+    mend = f"--set train.batch_size={nearest_multiples(train.batch_size, multiple)}" if multiple < MOST_ROWS else "fewer numbers of hosts"
+    sizes = f"; there may be {_few(world_sizes)}" if len(world_sizes) > 1 else ""
     return [
-        f"train.batch_size={train.batch_size} does not divide among {unequal[0]} processes (each takes as many rows{sizes}); "
-        f"use --set train.batch_size={nearest_multiples(train.batch_size, math.lcm(*world_sizes))}"
+        f"train.batch_size={train.batch_size} does not divide among {unequal[0]} processes (each takes as many rows{sizes}); use {mend}"
     ]
+
+
+def _few(sizes: Sequence[int]) -> str:
+    return listed(map(str, sizes if len(sizes) <= 6 else [*sizes[:3], "...", sizes[-1]]))
 
 
 def _long_run(config: RunConfig, machine: Machine) -> list[str]:
     train, found = config.train, []
     if train.steps < LONG_STEPS:
         return []
-    if not 0 < train.save_every < train.steps:
+    if train.save_every == 0:
         found.append(
-            f"train.save_every={train.save_every} with train.steps={train.steps} (a run of {LONG_STEPS} steps or more is saved on its way); "
+            f"train.save_every={train.save_every} with train.steps={train.steps} (a run of {LONG_STEPS} steps or more saves as it goes); "
             f"use --set train.save_every={train.steps // 10}"
         )
     if machine.device_type == "cuda" and train.precision != "bf16":
@@ -70,7 +75,7 @@ def _warnings(config: RunConfig, machine: Machine, parameters: int) -> list[str]
     train, model, found = config.train, config.model, []
     if train.steps >= LONG_STEPS and parameters < TOY_PARAMETERS:
         found.append(f"model: {parameters:,} parameters for {train.steps:,} steps is a toy; see model.dim and model.n_layers")
-    if train.steps >= LONG_STEPS and train.steps // 2 < train.save_every < train.steps:
+    if train.steps >= LONG_STEPS and train.steps // 2 < train.save_every:
         found.append(
             f"train.save_every={train.save_every} with train.steps={train.steps} saves nothing before the run is half over; "
             f"use --set train.save_every={train.steps // 10}"

@@ -5,6 +5,7 @@ Counted are training calls of eager steps; a compiled graph asks for its route o
 Evaluation and sampling route by their own shapes and are not counted.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,8 +34,9 @@ class FallbackCounts:
         return {**self.by_operation, "total": sum(self.by_operation.values())}
 
     def restore(self, row: Mapping[str, float]) -> None:
-        """Go on from `row` of the table."""
-        self.by_operation = {name: int(row[name]) for name in self.by_operation}
+        """Go on from `row` of the table; a count that it lacks (NaN) stays."""
+        known = {name: int(row[name]) for name in self.by_operation if not math.isnan(row[name])}
+        self.by_operation |= known
 
 
 class CountingRegistry(BackendRegistry):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from nsa_train.errors import ConfigError
 from nsa_train.run_dir import RunDirectory
@@ -19,6 +19,7 @@ BRANCH_NAMES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 INK = "#24292f"
 COLUMNS = 3
 ACCENT = "#b6403b"
+MEMORY = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")
 
 
 @frozen
@@ -28,7 +29,9 @@ class History:
     training: dict[str, list[float]]
     validation: dict[str, list[float]]
     progress: list[dict[str, Any]]
-    """Heartbeat events of logged steps."""
+    """Heartbeat events of logged steps; the dense twin has none."""
+    memory: list[dict[str, Any]] = field(factory=list)
+    """What of every step's event tells of memory, where there is a GPU."""
 
 
 def read_history(paths: RunDirectory) -> History:
@@ -46,8 +49,14 @@ def read_history(paths: RunDirectory) -> History:
     if not training:
         raise ConfigError(f"DIR={str(paths.root)!r} took no step yet, or stopped before its first; there is nothing to draw")
     # a step that was done again after a resume counts once, as it was done last
-    progress = {event["step"]: event for event in read_events(paths.heartbeat) if event.get("msg") == "progress"}
-    return History(training, _read_columns(paths.validation), [progress[step] for step in sorted(progress)])
+    progress, memory = {}, {}
+    for event in read_events(paths.heartbeat):
+        if event["msg"] == "progress":
+            progress[event["step"]] = event
+        elif event["msg"] == "step_end" and event.get(MEMORY[0]) is not None:
+            memory[event["step"]] = {name: event.get(name) for name in ("step", *MEMORY)}
+    by_step = ([events[step] for step in sorted(events)] for events in (progress, memory))
+    return History(training, _read_columns(paths.validation), *by_step)
 
 
 def draw_curves(history: History, path: Path) -> None:
@@ -60,9 +69,9 @@ def figure_of(history: History) -> "Figure":
     from matplotlib.figure import Figure
 
     drawings: list[Callable[[Any, History], None]] = [_draw_loss, _draw_gradients, _draw_throughput]
-    if _has(history, "gpu_mem_alloc_gib"):
+    if history.memory:
         drawings.append(_draw_memory)
-    if _has(history, "gate_branch_shares"):
+    if any(event.get("gate_branch_shares") for event in history.progress):
         drawings += [_draw_shares, _draw_entropy, _draw_selection]
     rows = -(-len(drawings) // COLUMNS)
     figure = Figure(figsize=(13, 3.6 * rows), dpi=110, layout="constrained")
@@ -111,8 +120,8 @@ def _draw_throughput(axis: Any, history: History) -> None:
 
 
 def _draw_memory(axis: Any, history: History) -> None:
-    _draw_field(axis, history.progress, "gpu_mem_alloc_gib", BRANCH_COLOURS["cmp"], "allocated")
-    _draw_field(axis, history.progress, "gpu_mem_reserved_gib", BRANCH_COLOURS["slc"], "reserved")
+    for name, branch, label in zip(MEMORY, ("cmp", "slc"), ("allocated", "reserved"), strict=True):
+        _draw_field(axis, history.memory, name, BRANCH_COLOURS[branch], label)
     axis.set_ylim(bottom=0)
     axis.set_title("GPU memory, GiB")
     axis.legend(frameon=False)
@@ -150,14 +159,10 @@ def _draw_selection(axis: Any, history: History) -> None:
     axis.legend(frameon=False)
 
 
-def _draw_field(axis: Any, progress: list[dict[str, Any]], name: str, colour: str, label: str) -> None:
-    points = [(event["step"], event[name]) for event in progress if event.get(name) is not None]
+def _draw_field(axis: Any, events: list[dict[str, Any]], name: str, colour: str, label: str) -> None:
+    points = [(event["step"], event[name]) for event in events if event.get(name) is not None]
     if points:
         axis.plot(*zip(*points, strict=True), color=colour, label=label)
-
-
-def _has(history: History, name: str) -> bool:
-    return any(event.get(name) is not None for event in history.progress)
 
 
 def _read_columns(path: Path) -> dict[str, list[float]]:

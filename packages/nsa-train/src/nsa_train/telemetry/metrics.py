@@ -16,7 +16,7 @@ from nsa_train.telemetry.records import read_events, read_rows
 
 
 def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, world_size: int) -> dict[str, Any]:
-    """Return the content of metrics.json for a run that took at least one step; memory is this process's peak."""
+    """Return the content of metrics.json of a run, null for what no step was taken of; memory is this process's peak."""
     steps, evaluations = list(read_rows(paths.training)), list(read_rows(paths.validation))
     parameters, chip = count_parameters(config), chip_of(device)
     events = list(read_events(paths.heartbeat))
@@ -27,22 +27,22 @@ def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, w
         "parameters_nsa": parameters.nsa,
         "parameters_dense": parameters.dense,
         **data_marks(config),
-        "data_first_tokens": next((event["data_first_tokens"] for event in events if event["msg"] == "data"), None),
+        "data_first_tokens": next((event.get("data_first_tokens") for event in events if event["msg"] == "data"), None),
         "data_consumed_hash": next((event.get("data_consumed_hash") for event in reversed(events) if event["msg"] == "step_end"), None),
         "precision": config.train.precision,
         "device": device.type,
         "world_size": world_size,
-        "steps": int(steps[-1]["step"]),
-        "tokens": int(sum(row["tokens"] for row in steps)),
+        "steps": int(steps[-1]["step"]) if steps else 0,
+        "tokens": int(sum(_known(row["tokens"] for row in steps))),
         "seconds": seconds_alive(events),
-        "first_loss": steps[0]["loss"],
-        "last_loss": steps[-1]["loss"],
+        "first_loss": steps[0]["loss"] if steps else None,
+        "last_loss": steps[-1]["loss"] if steps else None,
         "first_val_loss": evaluations[0]["val_loss"] if evaluations else None,
         "val_loss": evaluations[-1]["val_loss"] if evaluations else None,
         "val_ppl": evaluations[-1]["ppl"] if evaluations else None,
         "toks_per_s_median": _median(row["toks_per_s"] for row in steps),
         "step_ms_median": _median(row["step_ms"] for row in steps),
-        "fetch_ms_p95": _quantile([row["fetch_ms"] for row in steps], 0.95),
+        "fetch_ms_p95": _quantile((row["fetch_ms"] for row in steps), 0.95),
         "mfu": _median(row["mfu"] for row in steps),
         "mfu_reason": reason_without_peak(device),
         "peak_dense_bf16_tflops": chip.dense_bf16_tflops if chip else None,
@@ -50,7 +50,7 @@ def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, w
         "peak_memory_gib": peak_mib / 2**10,
         "clipped_steps": sum(row["is_clipped"] == 1 for row in steps),
         "skipped_steps": sum(event["msg"] == "skip" for event in events),
-        "fallbacks_total": next((int(row["total"]) for row in reversed(list(read_rows(paths.fallbacks)))), None),
+        "fallbacks_total": next((int(total) for total in reversed(_known(row["total"] for row in read_rows(paths.fallbacks)))), None),
     }
 
 
@@ -75,9 +75,15 @@ def seconds_alive(events: Iterable[dict[str, Any]]) -> float:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
+    known = _known(values)
     return statistics.median(known) if known else None
 
 
-def _quantile(values: list[float], share: float) -> float:
-    return sorted(values)[int(share * (len(values) - 1))]
+def _quantile(values: Iterable[float], share: float) -> float | None:
+    known = sorted(_known(values))
+    return known[int(share * (len(known) - 1))] if known else None
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    """Return `values` without those that a damaged table lacks."""
+    return [value for value in values if not math.isnan(value)]

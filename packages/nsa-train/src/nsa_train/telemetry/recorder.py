@@ -5,7 +5,6 @@ tables after the resumed step are cut off, the heartbeat keeps everything that h
 """
 
 import contextlib
-import json
 import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from nsa_train.telemetry.records import (
     CsvTable,
     Heartbeat,
     perplexity,
+    read_json,
     read_rows,
     write_json,
 )
@@ -222,14 +222,15 @@ class Recorder:
 
     def _open_tables(self, routing: dict[str, str]) -> _Tables:
         paths, at = self.paths, self.resumed_at
-        # what was wrong before is in the heartbeats; the file tells of this start
+        # what was wrong before is in the heartbeats; the files tell of this start
         paths.anomaly_type.unlink(missing_ok=True)
+        paths.metrics.unlink(missing_ok=True)
         paths.config.write_text(to_toml(self.config), encoding="utf-8")
         environment = describe_environment(
             self.device, routing, world_size=self.world_size, routes=self.fallbacks.preferred, **data_marks(self.config)
         )
-        before = json.loads(paths.environment.read_text(encoding="utf-8")) if at is not None and paths.environment.is_file() else None
-        if before is not None:
+        before = read_json(paths.environment) if at is not None else {}
+        if before:
             # the machine of the first start stays on top
             environment = {**before, "resumed": [*before.get("resumed", []), {"step": at, **environment}]}
         write_json(paths.environment, environment)

@@ -25,6 +25,20 @@ SELECTION_COLUMNS = (
     "overlap_with_previous_query",
 )
 FALLBACK_COLUMNS = ("step", "cmp", "select", "slc", "win", "nsa", "total")
+TABLES = {
+    "training.csv": TRAINING_COLUMNS,
+    "val.csv": VALIDATION_COLUMNS,
+    "k_stats.csv": SELECTION_COLUMNS,
+    "fallback_counters.csv": FALLBACK_COLUMNS,
+}
+"""File in a run directory -> its columns."""
+COUNTS = ("step", "rank", "pid", "world_size", "restarts_left", "tokens", "fallbacks_total")
+FIGURES = ("loss", "lr", "toks_per_s", "grad_norm", "step_ms", "mfu", "pct_at_max", "free_block_share_mean", "overlap_with_previous_query")
+FIGURE_FAMILIES = ("gate_", "contribution_", "k_", "reads_", "gpu_mem_")
+TABLES_OF_EVENTS = ("gate_branch_shares", "routes")
+"""Fields of an event with which its readers compute: whole numbers, numbers, numbers that begin so, tables."""
+MOST = 2**53
+"""Beyond it lies no count and no second."""
 
 
 def perplexity(loss: float) -> float:
@@ -38,7 +52,8 @@ class CsvTable:
     def __init__(self, path: Path, columns: Sequence[str], *, resumed_at: int | None = None) -> None:
         """Start `path` anew, or with `resumed_at` keep the rows up to that step, which end the resumed run's past."""
         self.path, self.columns = path, tuple(columns)
-        kept = [] if resumed_at is None else [row for row in _whole_rows(path) if int(row["step"]) <= resumed_at]
+        rows = () if resumed_at is None else scan_rows(path)
+        kept = [row for _, row in rows if row is not None and int(row["step"]) <= (resumed_at or 0)]
         aside = path.with_name(f".{path.name}.aside")
         with aside.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n", extrasaction="ignore")
@@ -54,31 +69,73 @@ class CsvTable:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
-    """Give the rows of a CSV table of numbers, an empty field as NaN; a row that was cut off while written is left out."""
-    for row in _whole_rows(path):
-        yield {name: float(value) if value else math.nan for name, value in row.items()}
+    """Give the rows of a CSV table of numbers, empty and missing fields as NaN; rows that cannot be read are left out."""
+    missing = dict.fromkeys(TABLES.get(path.name, ()), math.nan)
+    for _, row in scan_rows(path):
+        if row is not None:
+            yield missing | {name: float(value) if value else math.nan for name, value in row.items()}
 
 
-def _whole_rows(path: Path) -> Iterator[dict[str, str]]:
-    if not path.is_file():
-        return
-    with path.open(newline="", encoding="utf-8") as file:
-        # the line's end is written last
-        yield from csv.DictReader(line for line in file if line.endswith("\n"))
+def scan_rows(path: Path) -> Iterator[tuple[int, dict[str, str] | None]]:
+    """Give the number and the fields of each line below a table's header, None for one that cannot be read.
+
+    A header that cannot be read comes as line 1; its rows are then those of the run directory's table of that name. A last
+    line without an end is being written, or its process was killed: it is left out.
+    """
+    names = known = TABLES.get(path.name, ())
+    for number, line in _whole_lines(path):
+        if number > 1:
+            yield number, _fields_of(line, names)
+            continue
+        found = tuple(line.decode("utf-8", errors="replace").split(","))
+        # columns come and go with versions
+        if not known or ("step" in found and (set(found) <= set(known) or set(known) <= set(found))):
+            names = found
+        else:
+            yield number, None
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Give the events of a heartbeat file; a line that was cut off while written is left out."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+    """Give the events of a heartbeat file; lines that are none are left out."""
+    return (event for _, event in scan_events(path) if event is not None)
+
+
+def scan_events(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Give the number and the event of each line of a heartbeat, None for one that cannot be read; as `scan_rows`."""
+    return ((number, as_event(line)) for number, line in _whole_lines(path))
+
+
+def as_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event that a heartbeat's line spells; None where it is none, or lacks what every reader relies on."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and _is_event(event) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the table that a JSON file holds; an empty one where the file is missing or damaged."""
+    try:
+        return load_json(path)
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """Return the table that a JSON file holds.
+
+    Raises:
+        ValueError: when it holds none.
+        OSError: when it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{type(content).__name__} in place of a table")
+    return content
 
 
 class Heartbeat:
@@ -126,3 +183,48 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _shortened(item) for name, item in value.items()}
     return value
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            # the line's end is written last
+            if line.endswith(b"\n"):
+                yield number, line.rstrip(b"\r\n")
+
+
+def _fields_of(line: bytes, names: Sequence[str]) -> dict[str, str] | None:
+    try:
+        row = dict(zip(names, line.decode("ascii").split(","), strict=True))
+        for value in row.values():
+            float(value or "nan")
+        is_row = 0 <= int(row.get("step", "0")) < MOST
+    except ValueError:
+        return None
+    return row if is_row else None
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    shares = event.get("gate_branch_shares") or {}
+    figures = {name: value for name, value in event.items() if name in FIGURES or name.startswith(FIGURE_FAMILIES)}
+    figures = {name: value for name, value in figures.items() if name not in TABLES_OF_EVENTS}
+    return (
+        isinstance(event.get("msg"), str)
+        and _is_number(event.get("ts"))
+        and abs(event["ts"]) < MOST
+        and _is_count(event.get("step"))
+        and all(event.get(name) is None or _is_count(event[name]) for name in COUNTS)
+        and all(isinstance(event.get(name) or {}, dict) for name in TABLES_OF_EVENTS)
+        and all(value is None or _is_number(value) for value in (*figures.values(), *shares.values()))
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
+
+
+def _is_number(value: object) -> bool:
+    # a float's range, which an integer of JSON may leave
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300

@@ -1,15 +1,17 @@
 """report.html: one page that needs no other file, rendered from a run's directory alone."""
 
 import base64
-import json
 import statistics
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from nsa_train.errors import ConfigError
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.figures import draw_curves, read_history
 from nsa_train.telemetry.health import judge
+from nsa_train.telemetry.records import read_json
 
 CARDS = (
     ("val_loss", "held-out loss, nats per token", "{:.3f}"),
@@ -50,7 +52,7 @@ RECENT_SHARE = 5
 
 
 def write_report(paths: RunDirectory) -> None:
-    """Draw curves.png and write report.html of a run.
+    """Draw curves.png and write report.html of a run; what of its records is damaged is left out.
 
     Raises:
         ConfigError: when the directory holds no records of a run.
@@ -59,36 +61,36 @@ def write_report(paths: RunDirectory) -> None:
 
     history = read_history(paths)
     draw_curves(history, paths.curves)
-    environment = _read_json(paths.environment)
+    environment, metrics = read_json(paths.environment), _read_metrics(paths.metrics)
     template = (files("nsa_train.telemetry") / "report.html.j2").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    metrics = _read_json(paths.metrics)
     last = history.progress[-1] if history.progress else {}
     content = page.render(
         title=paths.root.name,
         metrics=metrics,
-        cards=[(form.format(metrics[key]), caption) for key, caption, form in CARDS if metrics.get(key) is not None],
+        has_metrics=paths.metrics.exists(),
+        cards=_figures(CARDS, metrics),
         curves=base64.b64encode(paths.curves.read_bytes()).decode(),
         checks=judge({**last, "toks_per_s_of_median": steadiness(history.training)}),
-        speed=[(caption, form.format(metrics[key])) for key, caption, form in SPEED_ROWS if metrics.get(key) is not None],
+        speed=_figures(SPEED_ROWS, metrics),
         mfu_reason=metrics.get("mfu_reason"),
         is_synthetic=environment.get("data_synthetic", False),
         gates=_gate_rows(last),
-        selection=[(caption, form.format(last[key])) for key, caption, form in SELECTION_ROWS if last.get(key) is not None],
-        routes=last.get("routes", {}),
+        selection=_figures(SELECTION_ROWS, last),
+        routes=last.get("routes") or {},
         last_step=last.get("step"),
-        settings=read_toml(paths.config),
-        samples={path.stem: path.read_text(encoding="utf-8") for path in sorted(paths.samples.glob("*.txt"), reverse=True)},
+        settings=_read_settings(paths.config),
+        samples={path.stem: _read_text(path) for path in sorted(paths.samples.glob("*.txt"), reverse=True)},
         environment={key: value for key, value in environment.items() if key not in ("routing", "packages")},
-        packages=environment.get("packages", {}),
-        routing=environment.get("routing", {}),
+        packages=_table(environment, "packages"),
+        routing=_table(environment, "routing"),
     )
     paths.report.write_text(content, encoding="utf-8")
 
 
 def steadiness(training: dict[str, list[float]]) -> float | None:
     """Return the median throughput of the last steps over that of the whole run; None without steps."""
-    speeds = training.get("toks_per_s", [])
+    speeds = [speed for speed in training.get("toks_per_s", []) if speed > 0]
     if not speeds:
         return None
     return statistics.median(speeds[-max(1, len(speeds) // RECENT_SHARE) :]) / statistics.median(speeds)
@@ -104,9 +106,34 @@ def _gate_rows(event: dict[str, Any]) -> list[dict[str, Any]]:
             "std": event.get(f"gate_std_{branch}"),
             "contribution": event.get(f"contribution_{branch}"),
         }
-        for branch, share in event.get("gate_branch_shares", {}).items()
+        for branch, share in (event.get("gate_branch_shares") or {}).items()
     ]
 
 
-def _read_json(path: Any) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+def _figures(rows: tuple[tuple[str, str, str], ...], found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return caption and formatted value of each of `rows` that `found` has."""
+    return [(caption, form.format(found[key])) for key, caption, form in rows if isinstance(found.get(key), int | float)]
+
+
+def _read_metrics(path: Path) -> dict[str, Any]:
+    """Return metrics.json, or nothing where it lacks what the head of the page says."""
+    metrics = read_json(path)
+    counts = ("parameters_nsa", "parameters_dense", "steps", "tokens")
+    is_whole = metrics.get("attention") in ("nsa", "dense") and all(isinstance(metrics.get(name), int) for name in counts)
+    return metrics if is_whole else {}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        return {name: table for name, table in read_toml(path).items() if isinstance(table, dict)}
+    except ConfigError:
+        return {}
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _table(environment: dict[str, Any], name: str) -> dict[str, Any]:
+    found = environment.get(name)
+    return found if isinstance(found, dict) else {}

@@ -15,6 +15,7 @@ SYNTHETIC_TOKENS = 8
 TEMPERATURE = 0.8
 SEED = 0
 SYNTHETIC_NOTE = "--- synthetic data: random ids, for throughput alone ---"
+CUT_NOTE = "--- ends here: the model's logits are not finite ---\n"
 
 
 def write_samples(
@@ -28,8 +29,8 @@ def write_samples(
     drawn = generate(model, prompts, tokenizer=tokenizer, num_tokens=num_tokens, temperature=TEMPERATURE, seed=SEED)
     texts = [
         f"--- prompt ---\n{tokenizer.decode(prompt)}\n"
-        f"--- continuation (temperature {TEMPERATURE}, seed {SEED}) ---\n{tokenizer.decode(ids)}\n"
-        for prompt, ids in zip(prompts, drawn, strict=True)
+        f"--- continuation (temperature {TEMPERATURE}, seed {SEED}) ---\n{tokenizer.decode(found.ids)}\n{CUT_NOTE if found.is_cut else ''}"
+        for prompt, found in zip(prompts, drawn, strict=True)
     ]
     if path is None:
         return

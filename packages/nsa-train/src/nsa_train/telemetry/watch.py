@@ -1,6 +1,5 @@
 """`nsa-train watch DIR`: looks at the heartbeats of a run until it ends or something is wrong."""
 
-import json
 import os
 import platform
 import signal
@@ -9,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nsa_train.errors import ConfigError
+from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, TerminatedError, TrainError
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import KINDS, RESTART_GRACE_S, RISING_FALLBACKS, Finding, RankWatch, rising
 from nsa_train.telemetry.health import Check, judge
-from nsa_train.telemetry.records import read_rows
+from nsa_train.telemetry.records import as_event, read_rows
 
-ANOMALY_CODE = 4
-"""Exit code where something is wrong, that of a run which its guards stopped."""
+FAILED_CODE, ANOMALY_CODE = TrainError.exit_code, GuardError.exit_code
+"""Exit codes: the run ended by an error; something is wrong, or its own guards stopped the run."""
+ON_REQUEST = (HaltedError.exit_code, TerminatedError.exit_code, INTERRUPTED)
+"""Codes of a run that a person ended, or a scheduler."""
 
 
 class Watcher:
@@ -42,7 +43,7 @@ class Watcher:
             for event in self._new_events(path):
                 # another process goes on with the run: its pace is its own
                 if path not in self.ranks or event.get("msg") == "boot":
-                    self.ranks[path] = RankWatch(int(event.get("rank", 0)))
+                    self.ranks[path] = RankWatch(event.get("rank") or 0)
                 self.ranks[path].observe(event)
         grace_s = RESTART_GRACE_S if self.awaits_restart(now) else 0.0
         found = [finding for rank in self.members for finding in rank.findings(now, grace_s=grace_s)]
@@ -64,7 +65,7 @@ class Watcher:
     @property
     def has_ended(self) -> bool:
         """Return True where every rank said that it ended."""
-        return bool(self.ranks) and all(rank.has_ended for rank in self.members)
+        return bool(self.members) and all(rank.has_ended for rank in self.members)
 
     def awaits_restart(self, now: float) -> bool:
         """Return True where a rank died, or may have died on another host, and torchrun has a start left for all of them."""
@@ -76,16 +77,8 @@ class Watcher:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-        events = []
-        for line in whole.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                # what a killed process left unfinished
-                continue
-            if isinstance(event, dict):
-                events.append(event)
-        return events
+        # what a killed process left unfinished is no event
+        return [event for event in map(as_event, whole.splitlines()) if event is not None]
 
     def _rising_in_table(self) -> list[Finding]:
         rows = list(read_rows(self.paths.fallbacks))[-2:]
@@ -102,9 +95,9 @@ def watch(
     say: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Look until the run ends (0) or something is wrong (4); then `.anomaly_type` is written, and `.HALT` if `is_halting`.
+    """Look until the run ends (0; by an error: 1) or something is wrong (4).
 
-    A stalled rank is asked for a stack dump. `is_once`: look once.
+    Then `.anomaly_type` is written, and `.HALT` if `is_halting`; a stalled rank is asked for a stack dump. `is_once`: look once.
     """
     watcher = Watcher(paths)
     while True:
@@ -128,14 +121,20 @@ def request_stack_dump(pid: int | None, host: str | None) -> str:
 
 
 def _conclude(watcher: Watcher, now: float, say: Callable[[str], None]) -> int:
-    """Tell how a run without anomalies stands, and return 4 where its own guards stopped it."""
+    """Tell how a run without anomalies stands, and return 4 where its own guards stopped it, 1 where an error did."""
     for check in watcher.unhealthy():
         say(f"watch: {check.name} is {check.found} (healthy: {check.band})")
     halts = [(rank.rank, rank.last) for rank in watcher.members if rank.last.get("msg") == "halt"]
     for number, event in halts:
         say(f"watch: rank {number} stopped with exit code {event.get('code')}: {event.get('reason')}")
-    if any(event.get("code") == ANOMALY_CODE for _, event in halts):
+    failures = [event.get("code") for _, event in halts if event.get("code") not in ON_REQUEST]
+    if ANOMALY_CODE in failures:
         return ANOMALY_CODE
+    if watcher.has_ended and failures:
+        return FAILED_CODE
+    if not watcher.members:
+        say("watch: nothing is wrong; no rank has written an event yet")
+        return 0
     state = "ended" if watcher.has_ended else "waits to be started again" if watcher.awaits_restart(now) else "goes on"
     say(f"watch: nothing is wrong; the run {state} at step {max(rank.step for rank in watcher.members)}")
     return 0

@@ -13,6 +13,8 @@ from nsa_train.errors import DataError
 TEXT_FIELD = "text"
 """The field of a JSONL record, and the column of a Parquet file, that holds the text."""
 
+_NEWLINE = b"\n"
+
 
 class Document(NamedTuple):
     """One document: its name, for messages, and its text as UTF-8."""
@@ -27,6 +29,8 @@ class Bad(NamedTuple):
     where: str
     why: str
     lost: int = 1
+    is_passing: bool = False
+    """Of the way to it, not of the record: read again, it may be whole"""
 
     def __str__(self) -> str:
         records = f" ({self.lost} records)" if self.lost > 1 else ""
@@ -108,13 +112,13 @@ def files_of(patterns: Iterable[str]) -> list[Path]:
     return list(found)
 
 
-def decoded_problem(text: bytes) -> str | None:
-    """Return what stands against `text` as UTF-8, with byte and line; None if nothing does."""
+def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
+    """Return what stands against `text` as UTF-8, with the byte, and of a file the line; None if nothing does."""
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = text.count(b"\n", 0, error.start) + 1
-        return f"is not UTF-8 (byte 0x{text[error.start]:02x} at offset {error.start}, line {line})"
+        line = f", line {text.count(_NEWLINE, 0, error.start) + 1}" if is_file else ""
+        return f"is not UTF-8 (byte 0x{text[error.start]:02x} at offset {error.start}{line})"
     return None
 
 

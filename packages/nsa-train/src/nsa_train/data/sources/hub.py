@@ -5,7 +5,7 @@ shuffle buffer loses rows on resume.
 """
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,14 @@ DEFAULT_SUBSET = "sample-10BT"
 REACH_TIMEOUT_S = 10
 """Longest wait for the hub's first answer."""
 
-_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "parquet": ("parquet", {}),
-    # lines, byte for byte, that our own reader judges: arrow's JSON reader gives up a shard at its first bad line, and crashed on some
-    "jsonl": ("text", {"encoding": "latin-1", "chunksize": 2**20}),
-}
-
 
 class HubBlocks:
     """The shards of a streaming dataset."""
 
     size_bytes = 0
 
-    def __init__(self, dataset: Any, names: list[str], reading: Reading, *, is_lines: bool = False) -> None:
-        """`names`: of the shards, where they are known; `is_lines`: rows are lines of JSONL."""
-        self._dataset, self._names, self._reading, self._is_lines = dataset, names, reading, is_lines
+    def __init__(self, dataset: Any, reading: Reading) -> None:
+        self._dataset, self._reading = dataset, reading
         self._shards = max(1, int(dataset.num_shards))
 
     def __len__(self) -> int:
@@ -41,20 +34,58 @@ class HubBlocks:
 
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
         """Yield the records of shard `block` from number `start` on; one that breaks off ends with a bad record."""
-        name = self._names[block] if self._names else f"{REPOSITORY} shard {block} of {self._shards}"
+        name = f"{REPOSITORY} shard {block} of {self._shards}"
         self._reading.shard = name
-        where = f"data.path: {name}" if self._names else name
-        row = start
-        try:
-            for values in self._dataset.shard(num_shards=self._shards, index=block).skip(start):
-                yield _record_of_line(name, row, values) if self._is_lines else _record_of(where, name, row, values)
-                row += 1
-        except Exception as error:  # noqa: BLE001
-            # datasets has no common error: reading raises those of pyarrow, fsspec, httpx and its own
-            yield Bad(f"{where} from row {row} on", f"cannot be read ({_first_line(error)})")
+        # a network that failed once may serve the same rows the next time
+        for record in _until_broken(name, start, lambda: self._dataset.shard(num_shards=self._shards, index=block).skip(start)):
+            if isinstance(record, Bad):
+                yield record._replace(is_passing=True)
+            else:
+                yield _record_of(name, name, *record)
 
 
-def open_hub(data: DataTable, reading: Reading) -> HubBlocks:
+class LocalShards:
+    """Local files in place of the hub's shards, each opened by itself: what one of them holds says nothing of the others."""
+
+    size_bytes = 0
+
+    def __init__(self, kind: str, paths: list[Path], reading: Reading) -> None:
+        """`kind`: "parquet" or "jsonl"."""
+        self._kind, self._paths, self._reading = kind, paths, reading
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, block: int, start: int = 0) -> Iterator[Record]:
+        """Yield the records of file `block` from number `start` on; one that breaks off ends with a bad record."""
+        path = self._paths[block]
+        self._reading.shard = str(path)
+        if path.stat().st_size == 0:
+            yield from [_empty(path)][start:]
+            return
+        where = f"data.path: {path}"
+        for record in _until_broken(where, start, lambda: self._opened(path).skip(start)):
+            if isinstance(record, Bad):
+                yield record
+            elif self._kind == "jsonl":
+                yield _record_of_line(path, *record)
+            else:
+                yield _record_of(where, str(path), *record)
+
+    def _opened(self, path: Path) -> Any:
+        # the readers below load_dataset, which first tells the hub of every call, and waits where there is no network
+        from datasets.io.parquet import ParquetDatasetReader
+        from datasets.io.text import TextDatasetReader
+
+        # it takes names for globs
+        name = glob.escape(str(path))
+        if self._kind == "parquet":
+            return ParquetDatasetReader(name, streaming=True).read()
+        # lines, byte for byte, that our own reader judges: arrow's JSON reader gives up a shard at its first bad line, and crashed on some
+        return TextDatasetReader(name, streaming=True, encoding="latin-1", chunksize=2**20).read()
+
+
+def open_hub(data: DataTable, reading: Reading) -> HubBlocks | LocalShards:
     """Return the shards of FineWeb-Edu, or of the local files that stand in for it.
 
     Raises:
@@ -68,9 +99,7 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks:
             "or --set data.source=stdlib"
         ) from None
     if data.path is not None:
-        paths = [str(path) for path in files_of(data.paths)]
-        reading.shard = paths[0]
-        return _local(datasets, paths, reading)
+        return _local(data, reading)
     reading.shard = f"https://huggingface.co/datasets/{REPOSITORY}"
     subset = data.subset or DEFAULT_SUBSET
     _require_hub(subset)
@@ -78,7 +107,7 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks:
         dataset = datasets.load_dataset(REPOSITORY, name=subset, split="train", streaming=True)
         dataset = dataset.select_columns([TEXT_FIELD])
         # a shard per row group where this version of datasets can do it: more of them to shuffle
-        return HubBlocks(dataset.reshard() if hasattr(dataset, "reshard") else dataset, [], reading)
+        return HubBlocks(dataset.reshard() if hasattr(dataset, "reshard") else dataset, reading)
     except Exception as error:  # noqa: BLE001
         raise unreachable(subset, error) from None
 
@@ -93,28 +122,36 @@ def unreachable(subset: str, error: BaseException) -> DataError:
     )
 
 
-def _local(datasets: Any, paths: list[str], reading: Reading) -> HubBlocks:
+def _local(data: DataTable, reading: Reading) -> LocalShards:
+    paths = files_of(data.paths)
     kinds = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl"}
-    found = {kinds.get(Path(path).suffix) for path in paths}
+    found = {kinds.get(path.suffix) for path in paths}
     if len(found) != 1 or None in found:
         raise DataError(
-            f"data.path={paths[0]!r} and its like are not all .parquet or all .jsonl (data.source='fineweb_edu' reads shards of one kind); "
+            f"data.path={str(paths[0])!r} and its like are not all .parquet or all .jsonl (data.source='fineweb_edu' reads shards of one kind); "
             "use a glob such as 'fineweb/**/*.parquet'"
         )
-    kind = str(found.pop())
-    empty = [path for path in paths if Path(path).stat().st_size == 0]
-    if empty:
-        raise DataError(f"data.path: {empty[0]} is empty (a shard holds at least one record); remove it")
+    empty = [path for path in paths if path.stat().st_size == 0]
+    if empty and data.on_bad_record == "fail":
+        # sooner than where the order of the shards would meet it
+        raise DataError(str(_empty(empty[0])))
+    return LocalShards(str(found.pop()), paths, reading)
+
+
+def _empty(path: Path) -> Bad:
+    return Bad(f"data.path: {path}", "is empty (a shard holds at least one record)")
+
+
+def _until_broken(where: str, start: int, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any]] | Bad]:
+    """Yield number and values of each of the `rows`, which begin at number `start`, and a bad record where they break off."""
+    number = start
     try:
-        # it takes names for globs
-        files = [glob.escape(path) for path in paths]
-        dataset = datasets.load_dataset(_BUILDERS[kind][0], data_files=files, split="train", streaming=True, **_BUILDERS[kind][1])
+        for values in rows():
+            yield number, values
+            number += 1
     except Exception as error:  # noqa: BLE001
-        raise DataError(
-            f"data.path: {paths[0]} and its like cannot be opened as {kind} ({_first_line(error)}); mend or remove it"
-        ) from None
-    # one shard per file, so that a message can name it
-    return HubBlocks(dataset, paths, reading, is_lines=kind == "jsonl")
+        # datasets has no common error: opening and reading raise those of pyarrow, fsspec, httpx and its own
+        yield Bad(f"{where} from row {number} on", f"cannot be read ({_first_line(error)})")
 
 
 def _require_hub(subset: str) -> None:
@@ -127,8 +164,8 @@ def _require_hub(subset: str) -> None:
         raise unreachable(subset, error) from None
 
 
-def _record_of_line(name: str, row: int, values: dict[str, Any]) -> Record:
-    return record_of_line(Path(name), row + 1, values["text"].encode("latin-1"))
+def _record_of_line(path: Path, row: int, values: dict[str, Any]) -> Record:
+    return record_of_line(path, row + 1, values["text"].encode("latin-1"))
 
 
 def _record_of(where: str, name: str, row: int, values: dict[str, Any]) -> Record:

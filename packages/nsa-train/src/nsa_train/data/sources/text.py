@@ -28,7 +28,7 @@ class TextBlocks:
         path = self.paths[block]
         self._reading.shard = str(path)
         text = read_bytes(path)
-        problem = decoded_problem(text) if text else "is empty (a document holds at least one byte)"
+        problem = decoded_problem(text, is_file=True) if text else "is empty (a document holds at least one byte)"
         yield Bad(f"data.path: {path}", problem) if problem else Document(str(path), text)
 
 
