@@ -136,16 +136,21 @@ def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, mon
 
 @pytest.mark.parametrize("attend", [compressed_attention, sliding_window_attention])
 def test_queries_that_do_not_count_give_zero_whatever_they_hold(attend: Any) -> None:
-    inputs = inputs_of(Shape(num_queries=40))
+    # so many that tiles of keys exist which every row sees
+    inputs = inputs_of(Shape(num_queries=200))
     k, v = (inputs.k_cmp, inputs.v_cmp) if attend is compressed_attention else (inputs.k_win, inputs.v_win)
-    start, count = (torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in (30, 4))
-    q = inputs.q[:, 30:].clone()
+    start, count = (torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in (180, 4))
+    q = inputs.q[:, 180:].clone()
     q[:, 4:] = math.nan
     out, lse = attend(q, k, v, geometry=SMALL, query_start=start, query_count=count, **OPTIONS)
     whole = attend(inputs.q, k, v, geometry=SMALL, **OPTIONS)
     assert not out[:, 4:].any()
     assert bool((lse[:, 4:] == -math.inf).all())
-    torch.testing.assert_close(out[:, :4], whole.out[:, 30:34])
+    torch.testing.assert_close(out[:, :4], whole.out[:, 180:184])
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    gradients = torch.autograd.grad(attend(*leaves, geometry=SMALL, query_start=start, query_count=count, **OPTIONS).out.sum(), leaves)
+    assert all(bool(x.isfinite().all()) for x in gradients)
+    assert not gradients[0][:, 4:].any()
     # a NaN that counts is not hidden
     q[:, 0] = math.nan
     assert bool(attend(q, k, v, geometry=SMALL, query_start=start, query_count=count, **OPTIONS).out[:, 0].isnan().all())
@@ -335,6 +340,17 @@ def test_any_scale_is_a_scale(scale: float) -> None:
         gradients = torch.autograd.grad(out.square().sum(), found)
         for ours_gradient, exact_gradient in zip(gradients, torch.autograd.grad(expected.square().sum(), truth), strict=True):
             assert_close(ours_gradient, exact_gradient)
+
+
+def test_a_negative_scale_serves_the_whole_operation() -> None:
+    inputs = inputs_of(Shape(num_queries=60))
+    leaves, exact = inputs.with_grad().tensors, inputs.to(torch.float64).with_grad().tensors
+    out = nsa_attention(*leaves, geometry=SMALL, scale=-0.7, **OPTIONS)
+    expected = naive.nsa_attention(*exact, geometry=SMALL, scale=-0.7)
+    assert_close(out, expected)
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    for ours, truth in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
+        assert_close(ours, truth)
 
 
 @pytest.mark.parametrize("lengths", [None, (5, 40, 0, 70)])

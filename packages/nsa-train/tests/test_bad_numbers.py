@@ -176,6 +176,18 @@ def test_a_run_that_took_no_step_ends_in_a_message(
     assert "step 3: no gradient ever reached embedding.weight, " in capsys.readouterr().err
 
 
+def test_a_run_that_stops_early_without_a_step_names_what_no_gradient_reached(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The scale is so high that every step runs over, and no validation is better than the one before the first."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: scaler(device, init_scale=2.0**60))
+    code, run = train("train.precision=fp16", "train.steps=9", "train.eval_every=1", "train.early_stop_patience=1")
+    assert code == 4
+    assert "step 1: no gradient ever reached embedding.weight, " in capsys.readouterr().err
+    assert not run.metrics.exists()
+
+
 def _overflow_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the update of `step` run over in one weight."""
     original, count = Trainer._update, 0

@@ -15,7 +15,7 @@ import pytest
 from nsa_train import cli
 from nsa_train.cli import run_command
 from nsa_train.errors import LostContactError
-from nsa_train.parallel.outcomes import FOLDER, joint_code, reported
+from nsa_train.parallel.outcomes import FOLDER, STOP, joint_code, reported
 from nsa_train.run_dir import RunDirectory
 from nsa_train.signals import ending_by_signals
 from nsa_train.telemetry.recorder import Recorder
@@ -64,6 +64,24 @@ def test_a_signal_before_the_loop_ends_the_run_with_its_code(
     assert line.startswith(f"nsa-train: {WORDS[number]}")
     assert [signal.getsignal(one) for one in SIGNALS] == before
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+@pytest.mark.parametrize(("is_stop_of_all", "code", "left"), [(True, 0, ["code-1"]), (False, 1, [])])
+def test_sigterm_to_one_rank_alone_is_no_end_of_the_run(
+    is_stop_of_all: bool, code: int, left: list[str], tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun sends it where another rank failed, and must see a failure to end the others."""
+    outcomes = tmp_path / "outcomes"
+    outcomes.mkdir()
+    if is_stop_of_all:
+        (outcomes / STOP).touch()
+    monkeypatch.setenv(FOLDER, str(outcomes))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    _swallowing.number = signal.SIGTERM
+    monkeypatch.setattr("nsa_train.running.check_start", _swallowing)
+    assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "run")]) == code
+    assert [path.name for path in outcomes.glob("code-*")] == left
+    assert joint_code(outcomes) == (75 if is_stop_of_all else 0)
 
 
 def test_a_stack_dump_is_written_before_the_loop_too(

@@ -118,7 +118,7 @@ class Sequences(NamedTuple):
     def tiling(self, length: int, per_unit: int, block: int, *, of_keys: bool, limit: int | None = None) -> "Tiling":
         """Return the tiles of `block` rows, `per_unit` to each of `length` queries or keys a sequence (packed: in all).
 
-        `limit`: of the first so many of a sequence alone.
+        `limit`: only the first `limit` of each sequence.
         """
         if limit is not None:
             length = min(length, limit * (self.num_sequences if self.is_packed else 1))

@@ -17,7 +17,7 @@ from nsa_train.__about__ import __version__
 from nsa_train.config import RunConfig
 from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, PeerError, SignalledError, TerminatedError, TrainError
 from nsa_train.options import check_sampling, check_seconds
-from nsa_train.parallel.outcomes import note_worker, reported
+from nsa_train.parallel.outcomes import is_stop_of_all, note_worker, reported
 from nsa_train.recipe import load_config, to_toml
 from nsa_train.signals import ending_by_signals
 
@@ -268,7 +268,8 @@ def export(
 
 def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
-    note_worker()
+    if not note_worker():
+        sys.exit(reported(TerminatedError.exit_code, is_own=True))
     sys.exit(run_command(sys.argv[1:] if tokens is None else tokens))
 
 
@@ -291,12 +292,22 @@ def _run_app(tokens: list[str]) -> tuple[int, bool]:
         print(f"nsa-train: {error}; mend it and start again", file=sys.stderr)
         return TrainError.exit_code, True
     except SignalledError as error:
-        # torchrun ends with SIGTERM whoever is still on the way out of an error
-        return _told(error.__context__ if isinstance(error.__context__, TrainError) else error)
+        return _ended(error)
     except KeyboardInterrupt:
         print("nsa-train: interrupted by Ctrl-C", file=sys.stderr)
         return INTERRUPTED, True
     return result or 0, True
+
+
+def _ended(error: SignalledError) -> tuple[int, bool]:
+    """Return what `_run_app` does of a command that a signal ended."""
+    # torchrun ends with SIGTERM whoever is still on the way out of an error
+    if isinstance(error.__context__, TrainError):
+        return _told(error.__context__)
+    if error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
+        # no end of the run: torchrun is to end the others, or has a failure of another to tell
+        return TrainError.exit_code, False
+    return _told(error)
 
 
 def _told(error: TrainError | SignalledError) -> tuple[int, bool]:

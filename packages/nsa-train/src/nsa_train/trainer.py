@@ -164,11 +164,12 @@ class Trainer:
 
     def _after_step(self, step: int) -> None:
         train, is_last = self.config.train, step == self.config.train.steps
-        if is_last:
-            self.watch.ended(step)
         if step % train.eval_every == 0 or is_last:
             self._evaluate(step)
-        if is_last or self.patience.is_over or (train.save_every and step % train.save_every == 0):
+        is_over = is_last or self.patience.is_over
+        if is_over:
+            self.watch.ended(step)
+        if is_over or (train.save_every and step % train.save_every == 0):
             self._save(step)
 
     def _fetch(self, step: int) -> tuple[Fetched, float, float, int]:

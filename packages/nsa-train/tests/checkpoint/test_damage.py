@@ -147,7 +147,7 @@ def _with_manifest(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schema_version": 1}, "has schema_version=1 (this version reads 2)"),
+        ({"schema_version": 2}, "has schema_version=2 (this version reads 3)"),
         ({"files": {}}, "lists []"),
         ({"files": {"../../outside": {"size": 1, "sha256": ""}}}, "lists ['../../outside']"),
         ({"files": dict.fromkeys(FILES, 1)}, "lacks the size or SHA-256"),

@@ -18,7 +18,7 @@ import pytest
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
 from nsa_train.parallel.launch import Hosts, must_launch, num_processes
-from nsa_train.parallel.outcomes import FOLDER, joint_code, note_worker, reported, worker_pids
+from nsa_train.parallel.outcomes import FOLDER, STOP, joint_code, note_worker, reported, worker_pids
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.watch import watch
 
@@ -211,8 +211,10 @@ def test_a_worker_reports_a_deliberate_end_as_success(tmp_path: Path, monkeypatc
     assert reported(75, is_own=True) == 75
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    note_worker()
+    assert note_worker()
     assert worker_pids(tmp_path) == [os.getpid()]
+    (tmp_path / STOP).touch()
+    assert not note_worker(), "the launcher was told to stop before it could signal this process"
     assert joint_code(tmp_path) == 0
     for code, seen in ((1, 1), (0, 0), (2, 0), (3, 0), (4, 0), (75, 0)):
         assert reported(code, is_own=True) == seen

@@ -126,7 +126,7 @@ def _multiply(
             q2.permute((1, 0)).store((dq2 * scale).to(dtype))
         dq1 = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dv, dk1, dq1 = warpgroup_mma_wait(0, deps=[dv, dk1, dq1])
-        # the next tile's first products are computed while this one's results leave; after the last tile, any rows' are
+        # the next tile's scores are computed while this one's results leave; after the last tile, those of an old stage, in vain
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
         fence_async_shared()
@@ -330,7 +330,7 @@ def _attend(
         row_sum = gl.sum(weights, 1)
         left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
         acc = warpgroup_mma(left, v_smem, gl.zeros([ROWS, D_V], gl.float32, ACC), use_acc=False, is_async=True)
-        # the next tile's scores are computed while this one's results leave; after the last tile, any rows' are
+        # the next tile's scores are computed while this one's results leave; after the last tile, those of an old stage, in vain
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
         fence_async_shared()

@@ -273,12 +273,14 @@ def dq_kernel(
             acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
             factor, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
         )  # fmt: skip
-    acc1 *= (scale * gate)[:, None]
+    # what a row holds that does not count may be NaN
+    counts = (t >= 0)[:, None]
+    acc1 = tl.where(counts, acc1 * (scale * gate)[:, None], 0.0)
     if ADD:
         acc1 += load_columns(dq_ptr, heads * D_K, exists, 0, K1, D_K, True).to(tl.float32)
     store_columns(dq_ptr, heads * D_K, exists, acc1, 0, K1, D_K)
     if K2 > 0:
-        acc2 *= (scale * gate)[:, None]
+        acc2 = tl.where(counts, acc2 * (scale * gate)[:, None], 0.0)
         if ADD:
             acc2 += load_columns(dq_ptr, heads * D_K, exists, K1, K2, D_K, True).to(tl.float32)
         store_columns(dq_ptr, heads * D_K, exists, acc2, K1, K2, D_K)

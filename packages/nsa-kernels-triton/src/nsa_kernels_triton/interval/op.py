@@ -255,7 +255,7 @@ def backward_into(
 ) -> None:
     """Add to dq, and write to dk and dv, float32, what the first `limit` queries of each sequence give, a window as wide as that.
 
-    Tiles of rows end at `limit`: it is a multiple of `tile_queries`. Later keys are left alone.
+    Tiles of rows end at `limit`: it is a multiple of the first of `tile_sizes`. Later keys are left alone.
     """
     _add_dq(dq, True, dout, delta, None, lse, q, k, v, gates, gate, True, geometry, scale, sequences, limit)
     tiling, ring, tiles = _key_tiling(q, k, v, dout, sequences, limit)
@@ -263,9 +263,10 @@ def backward_into(
     _launch_dkdv(results, 1, limit, tiling, ring, tiles, dout, delta, lse, q, k, v, gates, gate, True, geometry, scale, sequences)
 
 
-def tile_queries(q: Tensor, v: Tensor) -> int:
-    """Return a number of queries whose rows fill tiles of the dQ kernel, whatever H/G is."""
-    return tiles_for("interval_dq", q, q.shape[3], v.shape[3]).block_rows
+def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Return a number of queries whose rows fill tiles of the dQ kernel, whatever H/G is, and the keys of a tile of dK and dV."""
+    ring, tiles = _key_tiles(q, k, v, k)
+    return tiles_for("interval_dq", q, q.shape[3], v.shape[3]).block_rows, (ring or tiles).block_keys
 
 
 def _add_dq(
@@ -297,11 +298,14 @@ def _add_dq(
     )  # fmt: skip
 
 
+def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Ring | None, Tiles]:
+    return ring_for("interval_dkdv", q, v, k, dout), tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
+
+
 def _key_tiling(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sequences: Sequences, limit: int | None
 ) -> tuple[Tiling, Ring | None, Tiles]:
-    ring = ring_for("interval_dkdv", q, v, k, dout)
-    tiles = tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
+    ring, tiles = _key_tiles(q, k, v, dout)
     return sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True, limit=limit), ring, tiles
 
 

@@ -49,7 +49,7 @@ def mark_kernel(
 ):  # fmt: skip
     """Write slot + 1 at (group, piece, row - first_row) of every piece that a row chose, and the piece's first key row.
 
-    The slot is the piece's place in the row's choice. Rows before `first_position` are left out. Grid (tiles of rows, G).
+    The slot is the piece's place in the row's choice. Rows whose position is below `first_position` are left out. Grid (tiles of rows, G).
     """
     group = tl.program_id(1)
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

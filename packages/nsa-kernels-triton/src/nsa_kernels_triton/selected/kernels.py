@@ -110,7 +110,7 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well.
 
-    The outputs of rows before `first_position` stand where they belong.
+    The outputs of rows whose position is below `first_position` stand where they belong.
     """
     HG: tl.constexpr = H // G
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

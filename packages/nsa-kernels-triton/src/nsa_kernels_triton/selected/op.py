@@ -158,15 +158,22 @@ def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
     return chunk.items, chunk.ends[1, -1:], chunk.entries
 
 
-def early_queries(q: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> int:
+PROGRAMS_WANTED = 512
+"""Tiles of early keys that keep a GPU busy: their dK and dV are not split by queries."""
+
+
+def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> int:
     """Return how many queries at the start of each sequence are attended to densely: those that choose all of their blocks.
 
-    What one of them sees is a window from its sequence's first token. 0 with a cache, whose queries stand anywhere.
+    What one of them sees is a window from its sequence's first token. 0 with a cache, whose queries stand anywhere, and where
+    too few sequences begin for it to pay.
     """
     if sequences.is_cached:
         return 0
-    step = interval.tile_queries(q, v)
-    return geometry.num_selected_blocks * geometry.selection_block_size // step * step
+    step, block_keys = interval.tile_sizes(q, k, v)
+    early = geometry.num_selected_blocks * geometry.selection_block_size // step * step
+    programs = sequences.num_sequences * k.shape[2] * -(-early // block_keys)
+    return early if programs >= PROGRAMS_WANTED or not q.is_cuda else 0
 
 
 def _merge_rows(width: int) -> int:
@@ -200,7 +207,7 @@ def forward(
         return out, lse, exact, total
     tiles = tiles_for("selected_forward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, v.shape[3])
-    early = 0 if others is None else early_queries(q, v, geometry, sequences)
+    early = 0 if others is None else early_queries(q, k, v, geometry, sequences)
     index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, early)
     if early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
@@ -256,10 +263,10 @@ def backward(
         return dq, dk.to(k.dtype), dv.to(v.dtype)
     tiles = tiles_for("selected_backward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, q.shape[3])
-    early = 0 if gates is None else early_queries(q, v, geometry, sequences)
+    early = 0 if gates is None else early_queries(q, k, v, geometry, sequences)
     index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, early)
     if early:
-        assert gates is not None
+        assert gates is not None and adds
         window = evolve(geometry, window_size=early)
         interval.backward_into(dq, dk, dv, dout, delta, lse, q, k, v, gates, GATE, window, scale, sequences, early)
     constants = _constants(q, k, v, index)

@@ -13,7 +13,7 @@ from typing import Any
 from nsa_train.checkpoint.layout import FILES, MANIFEST
 from nsa_train.errors import CheckpointError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of the files together; 1 had weights and moments alone."""
 OTHERS = "take another step-* of this run (`nsa-train ckpt verify` names the whole ones)"
 

@@ -20,7 +20,7 @@ from attrs import frozen
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError, TerminatedError, TrainError
 from nsa_train.machine import Machine, processes_of
-from nsa_train.parallel.outcomes import FOLDER, joint_code, worker_pids
+from nsa_train.parallel.outcomes import FOLDER, STOP, joint_code, worker_pids
 from nsa_train.parallel.world import is_under_torchrun
 
 MOST_HOSTS = 1024
@@ -61,7 +61,10 @@ class Hosts:
             ConfigError: a line for each option that stands against it.
         """
         problems = []
-        self.counts()
+        try:
+            self.counts()
+        except ConfigError as error:
+            problems.append(str(error))
         host, _, port = self.rdzv_endpoint.rpartition(":")
         if self.nnodes != "1" and not self.rdzv_endpoint:
             problems.append(f"--nnodes={self.nnodes} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
@@ -131,6 +134,8 @@ def _forwarding(folder: Path) -> Iterator[list[int]]:
     def forward(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
             heard.append(number)
+            # those that are not up yet stop when they are
+            (folder / STOP).touch()
         pids = worker_pids(folder)
         if number == signal.SIGTERM and not pids:
             raise TerminatedError("stopped by SIGTERM before the processes were up; nothing was done")

@@ -11,13 +11,24 @@ DELIBERATE = (*(kind.exit_code for kind in (ConfigError, HaltedError, GuardError
 """Codes that torchrun must not answer with a new start."""
 
 
-def note_worker() -> None:
-    """Leave this process's id where the launcher finds it, if there is one."""
+STOP = "stop"
+"""The file by which the launcher says that SIGTERM came to it."""
+
+
+def note_worker() -> bool:
+    """Leave this process's id where the launcher finds it, if there is one; False where that one was told to stop before."""
     folder = os.environ.get(FOLDER)
     if folder:
         aside = Path(folder) / f"aside-{os.environ['LOCAL_RANK']}"
         aside.write_text(str(os.getpid()))
         aside.replace(Path(folder) / f"pid-{os.environ['LOCAL_RANK']}")
+    return not folder or not is_stop_of_all()
+
+
+def is_stop_of_all() -> bool:
+    """Return whether SIGTERM came to the whole run; else torchrun sent it, for another rank has failed, or somebody to this rank alone."""
+    folder = os.environ.get(FOLDER)
+    return not folder or (Path(folder) / STOP).exists()
 
 
 def worker_pids(folder: Path) -> list[int]:

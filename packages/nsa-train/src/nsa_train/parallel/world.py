@@ -134,13 +134,14 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     rank, store = _rendezvous(alone=not environment)
-    dist.init_process_group(
-        "nccl" if place.type == "cuda" else "gloo",
-        store=PrefixStore("run", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=TIMEOUT,
-    )
+    with contact_kept(rank):
+        dist.init_process_group(
+            "nccl" if place.type == "cuda" else "gloo",
+            store=PrefixStore("run", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=TIMEOUT,
+        )
     try:
         with contact_kept(rank):
             yield World(

@@ -140,7 +140,7 @@ class Recorder:
         )
 
     def consumed_first(self, step: int, tokens: Sequence[int]) -> None:
-        """Record the first tokens of the data, after the first `step` of this process."""
+        """Record the first tokens of the data, once those of the first `step` of this process are fetched."""
         self.heartbeat.beat("data", step, data_first_tokens=list(tokens))
 
     def began(self, what: str, step: int) -> None:
@@ -232,7 +232,8 @@ class Recorder:
         before = read_json(paths.environment) if at is not None else {}
         if before:
             # the machine of the first start stays on top
-            environment = {**before, "resumed": [*before.get("resumed", []), {"step": at, **environment}]}
+            earlier = before.get("resumed")
+            environment = {**before, "resumed": [*(earlier if isinstance(earlier, list) else []), {"step": at, **environment}]}
         write_json(paths.environment, environment)
         tables = _Tables(
             training=CsvTable(paths.training, TRAINING_COLUMNS, resumed_at=at),
