@@ -117,8 +117,7 @@ def test_a_compressed_block_that_lies_across_tiles_counts_for_both_selection_blo
     assert torch.equal(chosen[is_clear], expected[is_clear])
 
 
-@pytest.mark.parametrize("tile", [64, 128])
-@pytest.mark.parametrize("num_heads", [1, 3, 16])
+@pytest.mark.parametrize(("num_heads", "tile"), [(16, 64), (1, 128), (3, 128), (16, 128)])
 def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # a matrix unit's tile holds them in an order of its own
     monkeypatch.setattr(policy, "INTERPRETED", policy.Tiles(16, tile, 4, 1))

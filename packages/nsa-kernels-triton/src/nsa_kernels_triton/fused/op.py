@@ -118,8 +118,10 @@ def triton_nsa_attention_backward(
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
     deltas = _branch_deltas(dout, out_cmp, out_slc, out_win)
-    dq, dk_cmp, dv_cmp = interval.backward(dout, deltas[0], None, lse_cmp, q, k_cmp, v_cmp, gates, 0, None, False, sizes, scale, blocks)
-    dq, dk_win, dv_win = interval.backward(dout, deltas[2], None, lse_win, q, k_win, v_win, gates, 2, dq, True, sizes, scale, tokens)
+    cmp = interval.Operands(dout, deltas[0], None, lse_cmp, q, k_cmp, v_cmp, gates, 0, False, sizes, scale, blocks)
+    win = interval.Operands(dout, deltas[2], None, lse_win, q, k_win, v_win, gates, 2, True, sizes, scale, tokens)
+    dq, dk_cmp, dv_cmp = interval.backward(cmp)
+    dq, dk_win, dv_win = interval.backward(win, dq)
     dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], lse_slc, q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
     dgates = deltas.movedim(0, -1).to(gates_dtype).contiguous()
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates

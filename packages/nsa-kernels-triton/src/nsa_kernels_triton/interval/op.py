@@ -1,6 +1,6 @@
 """Custom ops of attention over an interval of keys, and the compressed and sliding operations made of them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import Sequences, Tiling, exact_out, is_exact, on_its_device, optional, ring_for, score_factor, tiles_for
+from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, on_its_device, optional, ring_for, score_factor, tiles_for
 from nsa_kernels_triton.policy import Ring, Tiles, parts_of
 
 PROGRAMS_WANTED = 2048
@@ -86,7 +86,7 @@ def interval_attention_backward(
     sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
     delta = row_delta(out, dout, dlse)
-    return backward(dout, delta, dlse, lse, q, k, v, None, -1, None, is_window, BlockGeometry(*geometry), scale, sequences)
+    return backward(Operands(dout, delta, dlse, lse, q, k, v, None, -1, is_window, BlockGeometry(*geometry), scale, sequences))
 
 
 @interval_attention_backward.register_fake
@@ -207,60 +207,53 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return delta
 
 
-def backward(
-    dout: Tensor,
-    delta: Tensor,
-    dlse: Tensor | None,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor | None,
-    gate: int,
-    dq: Tensor | None,
-    is_window: bool,
-    geometry: BlockGeometry,
-    scale: float,
-    sequences: Sequences,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; with `gates` the output counts gates[..., gate] times, and delta is that of the ungated output.
+class Operands(NamedTuple):
+    """What the backward pass of a branch reads. q, k, v and dout are contiguous."""
 
-    `dq` holds what dQ is to be added to, in place.
-    """
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if not k.shape[1] or not q.numel():
-        return torch.zeros_like(q) if dq is None else dq, torch.zeros_like(k), torch.zeros_like(v)
+    dout: Tensor
+    delta: Tensor
+    """Of the ungated output."""
+    dlse: Tensor | None
+    lse: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    gate: int
+    """With `gates` the output counts gates[..., gate] times."""
+    is_window: bool
+    geometry: BlockGeometry
+    scale: float
+    sequences: Sequences
+
+    @property
+    def heads_per_group(self) -> int:
+        """Return H / G."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    def constants(self) -> dict[str, Any]:
+        """Return the kernels' constants."""
+        return _constants(self.q, self.k, self.v, self.is_window, self.geometry, self.sequences) | {"GATE": self.gate}
+
+
+def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place."""
+    x = x._replace(q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous())
+    if not x.k.shape[1] or not x.q.numel():
+        return torch.zeros_like(x.q) if dq is None else dq, torch.zeros_like(x.k), torch.zeros_like(x.v)
     adds = dq is not None
-    dq = torch.empty_like(q) if dq is None else dq
-    _add_dq(dq, adds, dout, delta, dlse, lse, q, k, v, gates, gate, is_window, geometry, scale, sequences, None)
-    return dq, *_dkdv(dout, delta, lse, q, k, v, gates, gate, is_window, geometry, scale, sequences)
+    dq = torch.empty_like(x.q) if dq is None else dq
+    _launch_dq(x, dq, adds=adds)
+    return dq, *_dkdv(x)
 
 
-def backward_into(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dout: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor,
-    gate: int,
-    geometry: BlockGeometry,
-    scale: float,
-    sequences: Sequences,
-    limit: int,
-) -> None:
+def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int) -> None:
     """Add to dq, and write to dk and dv, float32, what the first `limit` queries of each sequence give, a window as wide as that.
 
     Tiles of rows end at `limit`: it is a multiple of the first of `tile_sizes`. Later keys are left alone.
     """
-    _add_dq(dq, True, dout, delta, None, lse, q, k, v, gates, gate, True, geometry, scale, sequences, limit)
-    tiling, ring, tiles = _key_tiling(q, k, v, dout, sequences, limit)
-    results = (dk.unsqueeze(0), dv.unsqueeze(0))
-    _launch_dkdv(results, 1, limit, tiling, ring, tiles, dout, delta, lse, q, k, v, gates, gate, True, geometry, scale, sequences)
+    _launch_dq(x, dq, adds=True, limit=limit)
+    _launch_dkdv(x, dk.unsqueeze(0), dv.unsqueeze(0), split_queries=limit, limit=limit)
 
 
 def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
@@ -269,111 +262,57 @@ def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     return tiles_for("interval_dq", q, q.shape[3], v.shape[3]).block_rows, (ring or tiles).block_keys
 
 
-def _add_dq(
-    dq: Tensor,
-    adds: bool,
-    dout: Tensor,
-    delta: Tensor,
-    dlse: Tensor | None,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor | None,
-    gate: int,
-    is_window: bool,
-    geometry: BlockGeometry,
-    scale: float,
-    sequences: Sequences,
-    limit: int | None,
-) -> None:
-    tiles = tiles_for("interval_dq", q, q.shape[3], v.shape[3])
-    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False, limit=limit)
-    kernels.dq_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
-        q, k, v, dout, lse, delta, dlse, gates, dq,
-        *sequences.arguments(tiling),
-        sequences.num_sequences, q.shape[1], k.shape[1], sequences.search_steps, scale, score_factor(q, scale),
-        **_constants(q, k, v, is_window, geometry, sequences), GATE=gate, ADD=adds,
-        BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
-
-
 def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Ring | None, Tiles]:
     return ring_for("interval_dkdv", q, v, k, dout), tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
 
 
-def _key_tiling(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sequences: Sequences, limit: int | None
-) -> tuple[Tiling, Ring | None, Tiles]:
-    ring, tiles = _key_tiles(q, k, v, dout)
-    return sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True, limit=limit), ring, tiles
+def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None) -> None:
+    tiles = tiles_for("interval_dq", x.q, x.q.shape[3], x.v.shape[3])
+    tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, tiles.block_rows, of_keys=False, limit=limit)
+    kernels.dq_kernel[(tiling.num_tiles, tiling.num_sequences, x.k.shape[2])](
+        x.q, x.k, x.v, x.dout, x.lse, x.delta, x.dlse, x.gates, dq,
+        *x.sequences.arguments(tiling),
+        x.sequences.num_sequences, x.q.shape[1], x.k.shape[1], x.sequences.search_steps, x.scale, score_factor(x.q, x.scale),
+        **x.constants(), ADD=adds,
+        BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
 
 
-def _dkdv(
-    dout: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor | None,
-    gate: int,
-    is_window: bool,
-    geometry: BlockGeometry,
-    scale: float,
-    sequences: Sequences,
-) -> tuple[Tensor, Tensor]:
-    tiling, ring, tiles = _key_tiling(q, k, v, dout, sequences, None)
-    splits, split_queries = 1, q.shape[1]
-    if not is_window:
+def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
+    k, v, num_queries = x.k, x.v, x.q.shape[1]
+    splits, split_queries = 1, num_queries
+    if not x.is_window:
+        ring, tiles = _key_tiles(x.q, k, v, x.dout)
+        tiling = x.sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True)
         programs = tiling.num_tiles * tiling.num_sequences * k.shape[2]
         wanted = min(MAX_SPLITS, -(-PROGRAMS_WANTED // programs))
-        split_queries = max(MIN_SPLIT_QUERIES, -(-q.shape[1] // wanted))
-        splits = -(-q.shape[1] // split_queries)
+        split_queries = max(MIN_SPLIT_QUERIES, -(-num_queries // wanted))
+        splits = -(-num_queries // split_queries)
     # packed: rows beyond the last sequence's keys belong to no tile
-    make = torch.zeros if sequences.is_packed else torch.empty
+    make = torch.zeros if x.sequences.is_packed else torch.empty
     dtype = k.dtype if splits == 1 else torch.float32
     dk = make((splits, *k.shape), dtype=dtype, device=k.device)
     dv = make((splits, *v.shape), dtype=dtype, device=v.device)
-    operands = (dout, delta, lse, q, k, v, gates, gate, is_window, geometry, scale, sequences)
-    _launch_dkdv((dk, dv), splits, split_queries, tiling, ring, tiles, *operands)
+    _launch_dkdv(x, dk, dv, split_queries=split_queries)
     if splits == 1:
         return dk[0], dv[0]
     return dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
 
 
-def _launch_dkdv(
-    results: tuple[Tensor, Tensor],
-    splits: int,
-    split_queries: int,
-    tiling: Tiling,
-    ring: Ring | None,
-    tiles: Tiles,
-    dout: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Tensor | None,
-    gate: int,
-    is_window: bool,
-    geometry: BlockGeometry,
-    scale: float,
-    sequences: Sequences,
-) -> None:
+def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, *, split_queries: int, limit: int | None = None) -> None:
     """Write dK and dV `(splits, B, T, G, D)`; each split has `split_queries` of every sequence."""
-    dk, dv = results
-    constants = _constants(q, k, v, is_window, geometry, sequences) | {"GATE": gate}
-    grid = (tiling.num_tiles * splits, tiling.num_sequences, k.shape[2])
+    q, k, v, sequences = x.q, x.k, x.v, x.sequences
+    ring, tiles = _key_tiles(q, k, v, x.dout)
+    tiling = sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True, limit=limit)
+    grid = (tiling.num_tiles * dk.shape[0], tiling.num_sequences, k.shape[2])
     numbers = (
         *sequences.arguments(tiling), sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1],
-        tiling.num_tiles, split_queries, sequences.search_steps, scale, score_factor(q, scale),
+        tiling.num_tiles, split_queries, sequences.search_steps, x.scale, score_factor(q, x.scale),
     )  # fmt: skip
     if ring is not None:
-        hopper.interval_dkdv(grid, q, k, v, dout, lse, delta, gates, dk, dv, numbers, constants, ring)
+        hopper.interval_dkdv(grid, q, k, v, x.dout, x.lse, x.delta, x.gates, dk, dv, numbers, x.constants(), ring)
         return
     kernels.dkdv_kernel[grid](
-        q, k, v, dout, lse, delta, gates, dk, dv, *numbers, **constants,
+        q, k, v, x.dout, x.lse, x.delta, x.gates, dk, dv, *numbers, **x.constants(),
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

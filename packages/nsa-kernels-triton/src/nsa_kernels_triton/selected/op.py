@@ -268,7 +268,8 @@ def backward(
     if early:
         assert gates is not None and adds
         window = evolve(geometry, window_size=early)
-        interval.backward_into(dq, dk, dv, dout, delta, lse, q, k, v, gates, GATE, window, scale, sequences, early)
+        operands = interval.Operands(dout, delta, None, lse, q, k, v, gates, GATE, True, window, scale, sequences)
+        interval.backward_into(dq, dk, dv, operands, limit=early)
     constants = _constants(q, k, v, index)
     width = triton.next_power_of_2(q.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
