@@ -68,9 +68,11 @@ def test_the_twins_differ_in_one_key(name: str) -> None:
 
 
 def _train_environment() -> dict[str, Any]:
+    """Return the settings of the hatch environment `train`, those that it inherits from `default` included."""
     text = (Path(__file__).resolve().parents[3] / "hatch.toml").read_text(encoding="utf-8")
-    environment: dict[str, Any] = tomllib.loads(text)["envs"]["train"]
-    return environment
+    environments: dict[str, Any] = tomllib.loads(text)["envs"]
+    settings: dict[str, Any] = environments["default"] | environments["train"]
+    return settings
 
 
 @pytest.mark.parametrize("script", ["demo", "showcase", "a100"])
