@@ -1,5 +1,7 @@
 """Fixtures of the nsa-train tests: a tiny recipe, a small text, and one finished run that many tests read."""
 
+import csv
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,29 @@ save_every = 3
 """
 
 
+class RecordedRun(RunDirectory):
+    """A run's directory and its records, read strictly: a line that cannot be read is an error."""
+
+    def table(self, path: Path) -> list[dict[str, str]]:
+        """Return the rows of one of its tables, such as `training`."""
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def beats(self, rank: int = 0) -> list[dict[str, Any]]:
+        """Return the events of `rank`."""
+        return [json.loads(line) for line in self.heartbeat_of(rank).read_text().splitlines()]
+
+    def losses(self) -> list[float]:
+        """Return the training loss of each recorded step."""
+        return [float(row["loss"]) for row in self.table(self.training)]
+
+
+@pytest.fixture(scope="session")
+def recorded() -> Callable[[Path], RecordedRun]:
+    """A function from a run's directory to its records."""
+    return RecordedRun
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Tiny tensors run faster on one thread, and the machine may be shared."""
@@ -83,11 +108,11 @@ def tiny_config(tiny_recipe: Path) -> Callable[..., RunConfig]:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Path) -> RunDirectory:
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Path) -> RecordedRun:
     """The directory of a finished run through the command line; do not write to it."""
     out = tmp_path_factory.mktemp("runs") / "tiny"
     assert run_command(["run", str(tiny_recipe), "--out", str(out)]) == 0
-    return RunDirectory(out)
+    return RecordedRun(out)
 
 
 @pytest.fixture
@@ -100,11 +125,11 @@ def train(tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     count = 0
 
-    def run(*overrides: str) -> tuple[int, RunDirectory]:
+    def run(*overrides: str) -> tuple[int, RecordedRun]:
         nonlocal count
         count += 1
         out = tmp_path / f"run-{count}"
         sets = [word for override in overrides for word in ("--set", override)]
-        return run_command(["run", str(tiny_recipe), "--out", str(out), *sets]), RunDirectory(out)
+        return run_command(["run", str(tiny_recipe), "--out", str(out), *sets]), RecordedRun(out)
 
     return run

@@ -72,9 +72,9 @@ def test_a_value_of_the_wrong_kind_is_named_with_one_that_works(
         assert "use " in message, message
 
 
-def _is_number(key: str) -> bool:
+def _is_number(key: str, *kinds: type) -> bool:
     table, _, name = key.partition(".")
-    return attrs.fields_dict(TABLES[table])[name].type in (int, float)
+    return attrs.fields_dict(TABLES[table])[name].type in (kinds or (int, float))
 
 
 @pytest.mark.parametrize("key", [key for key in _keys() if _is_number(key)])
@@ -88,6 +88,30 @@ def test_a_number_without_measure_is_refused_with_the_limit(
         assert re.search(rf"^nsa-train: {key}=\S+ is not .*( to | at most )\d", message), message
         assert "use " in message, message
     assert key in _complaint(tiny_recipe, tmp_path / "out", capsys, f"{key}={'9' * 5000}")
+
+
+@pytest.mark.parametrize("key", [key for key in _keys() if _is_number(key, float)])
+def test_a_fraction_too_small_to_mean_anything_is_refused_with_the_limit(
+    tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    for wrong in ("1e-300", "5e-324", "1e-30", "-5e-324"):
+        message = _complaint(tiny_recipe, tmp_path / "out", capsys, f"{key}={wrong}")
+        assert re.search(rf"^nsa-train: {key}=\S+ is not .*from [0-9]\S* to \d", message), message
+        assert "use " in message, message
+
+
+SMALL = [
+    # as small as a person may want them, and exact zeros of either sign
+    *("train.lr=1e-12", "train.lr=1e-8", "train.weight_decay=1e-12", "train.weight_decay=0", "train.weight_decay=-0.0"),
+    *("train.grad_clip=1e-9", "nsa.gate_temperature=1e-6", "nsa.gate_temperature=0.01", "nsa.rope_theta=1", "nsa.rope_theta=1.0"),
+    *("data.timeout_s=0.001", "data.in_memory_mib=0", "data.in_memory_mib=-0.0", "data.in_memory_mib=1e-6"),
+    "nsa.rope_scaling={kind='yarn', factor=2.0, beta_slow=1e-6, attention_factor=1e-6}",
+]
+
+
+@pytest.mark.parametrize("override", SMALL)
+def test_a_small_number_with_a_meaning_is_taken(tiny_recipe: Path, capsys: pytest.CaptureFixture[str], override: str) -> None:
+    assert run_command(["run", str(tiny_recipe), "--set", override, "--print-config"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", _keys())
@@ -107,7 +131,7 @@ PAIRS = [
     (("model.n_heads=4", "model.n_kv_heads=3"), ["model.n_kv_heads=3", "model.n_heads=4", "use 2"]),
     (("model.head_dim_qk=15",), ["model.head_dim_qk=15", "use 16"]),
     (("train.nproc_per_node=2",), ["train.nproc_per_node=2", "train.strategy='single'", "train.strategy=ddp"]),
-    (("train.strategy=ddp", "train.nproc_per_node=3"), ["train.batch_size=2", "train.nproc_per_node=3", "use 3"]),
+    (("train.strategy=ddp", "train.nproc_per_node=3"), ["train.batch_size=2", "train.nproc_per_node=3", "use --set train.batch_size=3"]),
     (("model.attention=dense", "train.profile=branches"), ["train.profile='branches'", "model.attention='dense'", "train.profile=none"]),
     (("model.vocab_size=257",), ["model.vocab_size=257", "258 ids", "data.tokenizer='byte'", "use 320"]),
     (("data.source=stdlib",), ["data.path", "data.source='stdlib'", "use"]),

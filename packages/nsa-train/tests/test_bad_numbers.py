@@ -1,9 +1,7 @@
 """Numbers that are not finite, spikes and missing gradients: what a run does, says, counts and saves."""
 
-import csv
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +11,6 @@ from nsa_train.cli import run_command
 from nsa_train.model.generate import Continuation
 from nsa_train.run_dir import RunDirectory
 from nsa_train.trainer import Trainer
-
-
-def _table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _beats(run: RunDirectory) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.heartbeat.read_text().splitlines()]
-
-
-def _losses(run: RunDirectory) -> list[float]:
-    return [float(row["loss"]) for row in _table(run.training)]
 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
@@ -49,8 +34,8 @@ def test_a_loss_that_is_not_finite_is_skipped_and_its_batch_named(
     assert code == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "skipped" in line)
     assert line.startswith("step 0003 | skipped, the weights stay as they were: the loss of rank 0, micro-batch 0 is not finite; rank 0, ")
-    assert [int(row["step"]) for row in _table(run.training)] == [1, 2, 4, 5]
-    [beat] = [beat for beat in _beats(run) if beat["msg"] == "skip"]
+    assert [int(row["step"]) for row in run.table(run.training)] == [1, 2, 4, 5]
+    [beat] = [beat for beat in run.beats() if beat["msg"] == "skip"]
     assert beat["step"] == 3
     assert "sha256" in beat["batch"]
 
@@ -69,9 +54,9 @@ def test_a_loss_spike_is_skipped_on_request(
     monkeypatch.setattr(Trainer, "_summed_loss", spiking)
     _, skipping = train("train.skip_loss_spikes=true", "train.steps=8")
     assert "step 0006 | skipped, the weights stay as they were: loss=" in capsys.readouterr().out
-    assert [int(row["step"]) for row in _table(skipping.training)] == [1, 2, 3, 4, 5, 7, 8]
+    assert [int(row["step"]) for row in skipping.table(skipping.training)] == [1, 2, 3, 4, 5, 7, 8]
     _, taking = train("train.steps=8")
-    assert len(_losses(taking)) == 8
+    assert len(taking.losses()) == 8
 
 
 def test_float16_that_runs_over_finds_its_scale_and_is_no_anomaly(
@@ -84,8 +69,8 @@ def test_float16_that_runs_over_finds_its_scale_and_is_no_anomaly(
     skipped = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
     assert 1 <= len(skipped) < 12
     assert all("is not finite, in " in line for line in skipped)
-    assert len(_losses(run)) == 12 - len(skipped)
-    assert _losses(run)[-1] < _losses(run)[0]
+    assert len(run.losses()) == 12 - len(skipped)
+    assert run.losses()[-1] < run.losses()[0]
 
 
 @pytest.mark.parametrize("max_skips", [1, 0])
@@ -96,7 +81,7 @@ def test_float16_counts_a_loss_that_is_not_finite_and_keeps_its_scale(
     code, run = train("train.precision=fp16", f"train.max_skips={max_skips}")
     assert code == (0 if max_skips else 4)
     assert "step 0003 | skipped, the weights stay as they were: the loss of rank 0, micro-batch 0 is not finite" in capsys.readouterr().out
-    assert [int(row["step"]) for row in _table(run.training)] == ([1, 2, 4, 5] if max_skips else [1, 2])
+    assert [int(row["step"]) for row in run.table(run.training)] == ([1, 2, 4, 5] if max_skips else [1, 2])
     state = json.loads((run.checkpoints / "latest" / "state.json").read_text())
     assert state["scaler"]["scale"] == 2.0**16
     assert state["counters"]["guard"]["num_skipped"] == 1
@@ -141,7 +126,7 @@ def test_a_first_gradient_that_is_not_finite_stops_the_run_and_is_named(
     assert "with grad_norm=nan is not finite, in norm.weight; the first gradient of every parameter must be finite" in printed.err
     assert "step 0001 | skipped, the weights stay as they were: loss=" in printed.out
     assert "rank 0, micro-batch 0 (sha256 of its ids " in printed.out
-    assert _losses(run) == []
+    assert run.losses() == []
     assert [*run.checkpoints.iterdir()] == []
 
 
@@ -158,7 +143,7 @@ def test_a_first_step_that_is_skipped_leaves_whole_records(train: Callable[..., 
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device: scaler(device, init_scale=2.0**26))
     code, run = train("train.precision=fp16", "train.steps=12")
     assert code == 0
-    beats = _beats(run)
+    beats = run.beats()
     assert [beat["msg"] for beat in beats].index("data") < [beat["msg"] for beat in beats].index("skip")
     [first] = [beat for beat in beats if beat["msg"] == "data"]
     assert first["step"] == 1
@@ -188,8 +173,8 @@ def test_a_run_that_stops_early_without_a_step_names_what_no_gradient_reached(
     assert not run.metrics.exists()
 
 
-def _overflow_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the update of `step` run over in one weight."""
+def _overflow_after(step: int, monkeypatch: pytest.MonkeyPatch, *, moment: str = "", bad: float = torch.inf) -> None:
+    """Let the update of `step` run over in one weight, or in its `moment`."""
     original, count = Trainer._update, 0
 
     def overflowing(self: Trainer, grad_norm: float, rate: float) -> None:
@@ -197,7 +182,8 @@ def _overflow_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, grad_norm, rate)
         count += 1
         if count == step:
-            self.model.norm.weight.data[3] = torch.inf
+            weight = self.model.norm.weight
+            (self.optimizer.state[weight][moment] if moment else weight.data)[3] = bad
 
     monkeypatch.setattr(Trainer, "_update", overflowing)
 
@@ -211,6 +197,22 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert (
         "step 5: the weights are not finite in norm.weight (an update ran over); they are not saved, step-3 is the newest checkpoint; "
         "go on with --resume and a lower train.lr"
+    ) in capsys.readouterr().err
+    assert (run.checkpoints / "latest").readlink().name == "step-3"
+    assert not (run.checkpoints / "step-5").exists()
+
+
+@pytest.mark.parametrize(("moment", "bad"), [("exp_avg", torch.nan), ("exp_avg_sq", torch.inf)])
+def test_moments_that_are_not_finite_are_never_saved(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moment: str, bad: float
+) -> None:
+    """The weights are finite still: the next update would spoil them, or never move one of them again."""
+    _overflow_after(5, monkeypatch, moment=moment, bad=bad)
+    code, run = train()
+    assert code == 4
+    assert (
+        f"step 5: the optimizer's moments are not finite in norm.weight/{moment} (an update ran over); they are not saved, "
+        "step-3 is the newest checkpoint; go on with --resume and a lower train.grad_clip"
     ) in capsys.readouterr().err
     assert (run.checkpoints / "latest").readlink().name == "step-3"
     assert not (run.checkpoints / "step-5").exists()
@@ -254,8 +256,8 @@ def test_too_many_skipped_steps_stop_the_run_saved_with_code_4(
     assert code == 4
     message = capsys.readouterr().err
     assert "step 4: the loss of rank 0, micro-batch 0 is not finite; 2 of the last 100 steps were skipped" in message
-    assert len(_losses(run)) == 2
-    assert _beats(run)[-1]["msg"] == "halt"
+    assert len(run.losses()) == 2
+    assert run.beats()[-1]["msg"] == "halt"
     checkpoint = open_checkpoint(run.root)
     assert checkpoint.step == 4
     assert all(weight.isfinite().all() for weight in load_model(checkpoint).parameters())

@@ -20,13 +20,13 @@ BAD = [
     ("train.eval_batches=0", ["train.eval_batches=0", "an integer from 1 to ", "use 16"]),
     ("train.eval_batches=1.5", ["train.eval_batches=1.5", "an integer from 1 to "]),
     ("train.eval_batch=1", ["train.eval_batch is unknown", "did you mean train.eval_batches?"]),
-    ("train.lr=-1", ["train.lr=-1", "a number above 0 and at most 100", "use 0.003"]),
-    ("train.lr=inf", ["train.lr=inf", "a number above 0 and at most 100"]),
-    ("train.lr=nan", ["train.lr=nan", "a number above 0 and at most 100"]),
-    ("train.grad_clip=0", ["train.grad_clip=0", "above 0"]),
-    ("train.weight_decay=inf", ["train.weight_decay=inf", "a number from 0 to 100", "use 0.1"]),
-    ("train.grad_clip=1e10", ["train.grad_clip=1", "at most 1,000,000,000, or inf (no limit)"]),
-    ("train.weight_decay=-0.1", ["train.weight_decay=-0.1", "a number from 0 to 100"]),
+    ("train.lr=-1", ["train.lr=-1", "a number from 1e-12 to 100", "use 0.003"]),
+    ("train.lr=inf", ["train.lr=inf", "a number from 1e-12 to 100"]),
+    ("train.lr=nan", ["train.lr=nan", "a number from 1e-12 to 100"]),
+    ("train.grad_clip=0", ["train.grad_clip=0", "a number from 1e-09 to"]),
+    ("train.weight_decay=inf", ["train.weight_decay=inf", "0 or a number from 1e-12 to 100", "use 0.1"]),
+    ("train.grad_clip=1e10", ["train.grad_clip=1", "from 1e-09 to 1,000,000,000, or inf (no limit)"]),
+    ("train.weight_decay=-0.1", ["train.weight_decay=-0.1", "0 or a number from 1e-12 to 100"]),
     ("train.compile=yes", ["train.compile='yes'", "true or false", "use true"]),
     ("train.precision=bf61", ["train.precision='bf61'", "'fp32', 'bf16'", "use 'bf16'"]),
     ("train.activation_checkpointing=ful", ["activation_checkpointing='ful'", "use 'full'"]),
@@ -52,6 +52,15 @@ BAD = [
     ("nsa.rope_scaling={kind='yran'}", ["nsa.rope_scaling.kind='yran'", "use 'linear'"]),
     ("nsa.rope_scaling={kind='linear', factor=nan}", ["nsa.rope_scaling.factor=nan", "use 1.0"]),
     ("nsa.rope_scaling={kind='linear', factor=1e300}", ["nsa.rope_scaling.factor=1e+300", "more than 2,147,483,647", "factor = 2.0"]),
+    (
+        "nsa.rope_scaling={kind='yarn', factor=2.0, beta_slow=5e-324}",
+        ["nsa.rope_scaling.beta_slow=5e-324 is less than 1e-06", "factor = 2.0"],
+    ),
+    (
+        "nsa.rope_scaling={kind='yarn', factor=2.0, attention_factor=1e-40}",
+        ["nsa.rope_scaling.attention_factor=1e-40 is less than 1e-06", "factor = 2.0"],
+    ),
+    ("nsa.rope_scaling={kind='yarn', factor=0}", ["nsa.rope_scaling.factor=0 is not a finite number above 0", "use 1.0"]),
     (
         "nsa.rope_scaling={kind='linear', attention_factor=2.0}",
         ["nsa.rope_scaling.attention_factor=2.0", "leave it away, or use kind='yarn'"],
@@ -125,7 +134,7 @@ def test_every_key_is_documented_by_the_contract() -> None:
 
 
 def test_tables_are_checked_when_built_in_code() -> None:
-    with pytest.raises(ConfigError, match=r"train.lr='fast' is not a number above 0 and at most 100; use 0.003"):
+    with pytest.raises(ConfigError, match=r"train.lr='fast' is not a number from 1e-12 to 100; use 0.003"):
         TrainTable(steps=1, seq_len=2, batch_size=1, lr="fast")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"data.path=None does not name a file"):
         DataTable(source="text")

@@ -118,7 +118,7 @@ def test_a_new_start_of_torchruns_finishes_what_failed_after_the_last_step(
 
 def test_a_run_that_stopped_early_takes_no_step_more(start: Start, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run.root)
-    words = [word for key in ("early_stop_patience=1", "eval_every=1", "lr=1e-30", "steps=30") for word in ("--set", f"train.{key}")]
+    words = [word for key in ("early_stop_patience=1", "eval_every=1", "lr=1e-12", "steps=30") for word in ("--set", f"train.{key}")]
     assert start(*words) == 0
     before, last = _content(run), _steps(run.training)[-1]
     assert last < 30

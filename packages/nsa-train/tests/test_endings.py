@@ -1,6 +1,8 @@
 """How a run that ends before its last step leaves its records, and which of two requests to stop counts."""
 
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_train.cli import run_command
 from nsa_train.errors import GuardError
 from nsa_train.parallel.world import World
 from nsa_train.run_dir import RunDirectory
@@ -38,6 +41,42 @@ def test_what_an_error_stopped_has_none(train: Callable[..., Any], monkeypatch: 
     code, run = train()
     assert code == 1
     assert not run.anomaly_type.exists()
+
+
+@pytest.mark.parametrize("lost", [["training.csv"], ["training.csv", "val.csv", "heartbeat_rank0.jsonl", "env.json", "config.toml"]])
+def test_a_finished_run_whose_records_were_deleted_says_so_and_has_not_failed(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: list[str]
+) -> None:
+    original = Trainer._write_samples
+
+    def deleting(self: Trainer, name: str) -> None:
+        original(self, name)
+        for record in lost if name == "after.txt" else ():
+            (tmp_path / "run" / record).unlink()
+
+    monkeypatch.setattr(Trainer, "_write_samples", deleting)
+    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr()
+    [line] = [line for line in said.out.splitlines() if line.startswith("report: ")]
+    assert f"not drawn: DIR='{tmp_path}/run' has no training.csv " in line
+    assert said.out.splitlines()[-1].endswith(f"see {tmp_path}/run")
+    run = RunDirectory(tmp_path / "run")
+    assert json.loads(run.heartbeat.read_text().splitlines()[-1])["msg"] == "finish"
+    assert run.metrics.is_file()
+    assert run_command(["report", str(run.root)]) == 2
+    assert "has no training.csv (the curves come from it)" in capsys.readouterr().err
+
+
+def test_a_run_resumed_to_record_its_end_needs_no_rows(
+    tiny_run: RunDirectory, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(Path(shutil.copytree(tiny_run.root, tmp_path / "run", symlinks=True)))
+    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    run.metrics.unlink()
+    run.training.unlink()
+    assert run_command(["run", str(tiny_recipe), "--out", str(run.root), "--resume"]) == 0
+    assert f"report: not drawn: {run.training} has no row that can be read" in capsys.readouterr().out
 
 
 def _heard(stops: StopRequests, wanted: Stop) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 from nsa_train.config import TrainTable
 from nsa_train.errors import GuardError
-from nsa_train.guards import Cause, GradientWatch, StepGuard, StepNumbers, gradients_of, not_finite, opening_lengths, weights_of
+from nsa_train.guards import Cause, GradientWatch, StepGuard, StepNumbers, opening_lengths
 from nsa_train.model.decoder import build_model
 
 
@@ -46,22 +46,6 @@ def test_a_loss_that_is_not_finite_names_rank_and_micro_batch() -> None:
 def test_a_gradient_that_is_not_finite_on_any_rank_is_no_step(norm: float) -> None:
     found = _guard().judge(1.0, [_row(), _row(grad_norm=norm)])
     assert found == (Cause.GRADIENT, f"loss=1.0000 with grad_norm={norm} is not finite")
-
-
-def test_parameters_with_such_gradients_are_named() -> None:
-    model = Halves()
-    model.give([1.0, 2.0], [float("inf"), 0.0])
-    assert not_finite(gradients_of(model)) == ["second"]
-    model.give(None, None)
-    assert not_finite(gradients_of(model)) == []
-
-
-def test_parameters_that_are_not_finite_are_named() -> None:
-    model = Halves()
-    assert not_finite(weights_of(model)) == []
-    model.first.data[1] = -math.inf
-    model.second.data[0] = math.nan
-    assert not_finite(weights_of(model)) == ["first", "second"]
 
 
 def test_the_run_stops_after_more_skips_than_allowed() -> None:

@@ -37,8 +37,9 @@ def test_all_that_is_wrong_with_a_sample_is_said_at_once() -> None:
     check_sampling("x", tokens=1, temperature=1e-3, seed=0)
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e300, 86_401])
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e300, 86_401, 1e-300, 5e-324])
 def test_a_time_that_cannot_be_waited_for_is_refused(seconds: float) -> None:
-    with pytest.raises(ConfigError, match=r"--interval=\S+ is not a number of seconds above 0 and at most 86,400; use 5"):
+    with pytest.raises(ConfigError, match=r"--interval=\S+ is not a number of seconds from 0.001 to 86,400; use 5"):
         check_seconds("--interval", seconds, example=5)
-    check_seconds("--interval", 86_400, example=5)
+    for fitting in (0.001, 86_400):
+        check_seconds("--interval", fitting, example=5)

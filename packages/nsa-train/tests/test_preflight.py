@@ -202,7 +202,7 @@ def test_rows_divide_among_processes(tiny_config, tmp_path: Path) -> None:
     two = ("train.strategy=ddp", "train.nproc_per_node=2")
     machine = described_machine("h200", num_gpus=2)
     assert _failures(tiny_config(*two, "train.batch_size=4"), tmp_path / "out", machine=machine) == []
-    with pytest.raises(ConfigError, match=r"train\.batch_size=3 .* use 2 or 4"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size=3 .* use --set train\.batch_size=2 or 4"):
         tiny_config(*two, "train.batch_size=3")
 
 

@@ -6,8 +6,11 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.config import RunConfig
+from nsa_train.data.stream import lanes_of
+from nsa_train.errors import ConfigError
 from nsa_train.machine import described_machine
 from nsa_train.preflight import run_preflight
+from nsa_train.preflight.schedule import unequal_shares
 from nsa_train.recipe import load_config
 
 
@@ -28,6 +31,17 @@ def test_rows_divide_among_the_processes_of_all_hosts(tiny_config, tmp_path: Pat
         "use --set train.batch_size=24"
     )
     assert failures(tiny_config("train.strategy=fsdp", "train.batch_size=24"), tmp_path / "out", machine=machine, world_sizes=[8, 12]) == []
+
+
+def test_rows_that_do_not_divide_are_told_in_the_same_words_everywhere(tiny_config) -> None:
+    keys = ("train.strategy=ddp", "train.batch_size=6")
+    [of_preflight] = unequal_shares(tiny_config(*keys), [4])
+    with pytest.raises(ConfigError) as of_stream:
+        lanes_of(tiny_config(*keys), 0, 4)
+    with pytest.raises(ConfigError) as of_recipe:
+        tiny_config(*keys, "train.nproc_per_node=4")
+    assert str(of_stream.value) == of_preflight
+    assert str(of_recipe.value) == of_preflight.replace("4 processes", "train.nproc_per_node=4 processes")
 
 
 def test_many_numbers_of_hosts_are_told_in_short(tiny_config, tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """A run from end to end: what it writes, that it repeats, and that its switches change only what they say."""
 
-import csv
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,21 +10,7 @@ from attrs import evolve
 from nsa_train.errors import GuardError
 from nsa_train.feed import Feed
 from nsa_train.optim import gradient_norm
-from nsa_train.run_dir import RunDirectory
 from nsa_train.trainer import Trainer
-
-
-def _table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _beats(run: RunDirectory) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.heartbeat.read_text().splitlines()]
-
-
-def _losses(run: RunDirectory) -> list[float]:
-    return [float(row["loss"]) for row in _table(run.training)]
 
 
 def test_the_dense_twin_runs_by_one_key(train: Callable[..., Any]) -> None:
@@ -35,15 +18,15 @@ def test_the_dense_twin_runs_by_one_key(train: Callable[..., Any]) -> None:
     assert code == 0
     assert not run.selection.exists()
     assert not run.fallbacks.exists()
-    assert all("gate_branch_shares" not in beat for beat in _beats(run))
-    assert _losses(run)[-1] < _losses(run)[0]
+    assert all("gate_branch_shares" not in beat for beat in run.beats())
+    assert run.losses()[-1] < run.losses()[0]
 
 
-def test_equal_seeds_repeat_a_run_exactly(train: Callable[..., Any], tiny_run: RunDirectory) -> None:
+def test_equal_seeds_repeat_a_run_exactly(train: Callable[..., Any], tiny_run: Any) -> None:
     _, again = train("train.deterministic=true")
     _, other = train("train.seed=1")
-    assert _losses(again) == _losses(tiny_run)
-    assert _losses(other) != _losses(tiny_run)
+    assert again.losses() == tiny_run.losses()
+    assert other.losses() != tiny_run.losses()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -65,19 +48,19 @@ def test_every_update_takes_the_rate_of_its_step(train: Callable[..., Any], monk
     assert [len(rates) for rates in taken] == [1] * 5
     expected = [0.005, 0.01, 0.01 * (0.1 + 0.9 * 0.75), 0.01 * (0.1 + 0.9 * 0.25), 0.001]
     assert [rate for rates in taken for rate in rates] == pytest.approx(expected)
-    assert [float(row["lr"]) for row in _table(run.training)] == pytest.approx(expected, rel=1e-5)
+    assert [float(row["lr"]) for row in run.table(run.training)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_gradients_are_clipped_to_the_norm_that_was_asked_for(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     taken = _after_updates(monkeypatch, lambda trainer: float(gradient_norm(trainer.model)))
     _, run = train("train.grad_clip=0.5")
-    rows = _table(run.training)
+    rows = run.table(run.training)
     assert min(float(row["grad_norm"]) for row in rows) > 0.5
     assert taken == pytest.approx([0.5] * 5, rel=1e-4)
     assert {row["is_clipped"] for row in rows} == {"1"}
     taken.clear()
     _, free = train("train.grad_clip=inf")
-    assert taken == pytest.approx([float(row["grad_norm"]) for row in _table(free.training)], rel=1e-4)
+    assert taken == pytest.approx([float(row["grad_norm"]) for row in free.table(free.training)], rel=1e-4)
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -99,35 +82,35 @@ def test_the_heartbeat_tells_of_the_recent_waits_in_ms(train: Callable[..., Any]
 
     monkeypatch.setattr(Feed, "fetch", slow)
     _, run = train()
-    ends = [beat for beat in _beats(run) if beat["msg"] == "step_end"]
+    ends = [beat for beat in run.beats() if beat["msg"] == "step_end"]
     assert [beat["dt_fetch_s"] for beat in ends] == [0.001, 0.002, 0.003, 0.004, 0.005]
     assert [beat["fetch_p50_ms"] for beat in ends] == [1, 1.5, 2, 2.5, 3]
     assert [beat["fetch_p95_ms"] for beat in ends] == [1, 1, 2, 3, 4]
-    assert [float(row["fetch_ms"]) for row in _table(run.training)] == [1, 2, 3, 4, 5]
+    assert [float(row["fetch_ms"]) for row in run.table(run.training)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_accumulation_is_one_larger_batch(train: Callable[..., Any], attention: str) -> None:
     _, whole = train("train.batch_size=4", f"model.attention={attention}")
     _, halves = train("train.batch_size=2", "train.accumulate=2", f"model.attention={attention}")
-    assert _losses(halves) == pytest.approx(_losses(whole), rel=1e-4)
-    assert [float(row["grad_norm"]) for row in _table(halves.training)] == pytest.approx(
-        [float(row["grad_norm"]) for row in _table(whole.training)], rel=1e-3
+    assert halves.losses() == pytest.approx(whole.losses(), rel=1e-4)
+    assert [float(row["grad_norm"]) for row in halves.table(halves.training)] == pytest.approx(
+        [float(row["grad_norm"]) for row in whole.table(whole.training)], rel=1e-3
     )
 
 
-def test_activation_checkpointing_changes_no_loss(train: Callable[..., Any], tiny_run: RunDirectory) -> None:
+def test_activation_checkpointing_changes_no_loss(train: Callable[..., Any], tiny_run: Any) -> None:
     _, run = train("train.activation_checkpointing=full")
-    assert _losses(run) == _losses(tiny_run)
+    assert run.losses() == tiny_run.losses()
 
 
-def test_bf16_is_autocast_over_float32_weights(train: Callable[..., Any], tiny_run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_is_autocast_over_float32_weights(train: Callable[..., Any], tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_train.checkpoint import load_model, open_checkpoint
 
     code, run = train("train.precision=bf16")
     assert code == 0
-    assert _losses(run) != _losses(tiny_run)
-    assert _losses(run) == pytest.approx(_losses(tiny_run), rel=0.02)
+    assert run.losses() != tiny_run.losses()
+    assert run.losses() == pytest.approx(tiny_run.losses(), rel=0.02)
     assert {weight.dtype for weight in load_model(open_checkpoint(run.root)).parameters()} == {torch.float32}
 
 
@@ -161,7 +144,7 @@ def test_plain_lines_elsewhere_than_on_a_terminal(train: Callable[..., Any], cap
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch 2.13 imports its own deprecated parts
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # and looks at what it warns of
-def test_a_compiled_run_has_the_losses_of_an_eager_one(train: Callable[..., Any], tiny_run: RunDirectory) -> None:
+def test_a_compiled_run_has_the_losses_of_an_eager_one(train: Callable[..., Any], tiny_run: Any) -> None:
     code, run = train("train.compile=true", "train.log_every=100")
     assert code == 0
-    assert _losses(run) == pytest.approx(_losses(tiny_run), rel=1e-4)
+    assert run.losses() == pytest.approx(tiny_run.losses(), rel=1e-4)

@@ -3,10 +3,8 @@
 Torch is imported after the configuration was read, so that a mistyped key is reported at once.
 """
 
-import os
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -15,10 +13,10 @@ from cyclopts import App, CycloptsError, Parameter
 
 from nsa_train.__about__ import __version__
 from nsa_train.config import RunConfig
-from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, PeerError, SignalledError, TerminatedError, TrainError
+from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
 from nsa_train.options import check_sampling, check_seconds
-from nsa_train.parallel.outcomes import is_stop_of_all, note_worker, reported
-from nsa_train.recipe import load_config, to_toml
+from nsa_train.parallel.outcomes import Ending, ending_of, note_worker, reported
+from nsa_train.recipe import load_config, settled, to_toml
 from nsa_train.signals import ending_by_signals
 
 app = App(
@@ -28,8 +26,6 @@ app = App(
     version=__version__,
     suppress_keyboard_interrupt=False,
 )
-SHARED_ERRORS = (PeerError, HaltedError, GuardError, TerminatedError, SignalledError)
-"""What every rank raises, and one prints."""
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
 SyntheticOnFail = Annotated[
     bool, Parameter(negative="", help="Use random ids where the data cannot be had; the run is renamed and every record says so.")
@@ -57,7 +53,7 @@ def run(
     synthetic_on_fail: SyntheticOnFail = False,
 ) -> int:
     """Train what RECIPE describes: a shipped name (demo, showcase) or the path of a TOML file."""
-    overrides = _settled([*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])])
+    overrides = settled([*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])], say=_warn)
     config = load_config(recipe, overrides)
     if print_config:
         print(to_toml(config), end="")
@@ -66,12 +62,15 @@ def run(
         raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
     from nsa_train.machine import target_machine
     from nsa_train.parallel.launch import Hosts, launch, must_launch, num_processes
-    from nsa_train.running import check_shares, check_start, train
+    from nsa_train.running import check_place, check_shares, check_start, train
 
     place = out or _default_out(recipe)
     if synthetic_on_fail:
         from nsa_train.data.fallback import Start, or_synthetic
 
+        if not dry_run:
+            # opening the data may take long, and what does not open moves the run to another directory
+            check_place(place)
         config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place), resuming=resume is not None)
         print(note, end="\n" if note else "", file=sys.stderr)
     hosts = Hosts(nnodes="1" if nnodes is None else nnodes, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id, max_restarts=max_restarts)
@@ -102,7 +101,7 @@ def preflight(
     nnodes: Annotated[str | None, Parameter(help="Hosts like that, or LEAST:MOST; by default as many as give WORLD_SIZE, or 1.")] = None,
 ) -> int:
     """Judge every rule that a run of RECIPE must meet, without running it."""
-    return _judge(load_config(recipe, _settled(set_ or ())), out or _default_out(recipe), machine=machine, nnodes=nnodes)
+    return _judge(load_config(recipe, settled(set_ or (), say=_warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
 
 
 def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> int:
@@ -150,7 +149,7 @@ def loader_check(
 ) -> int:
     """Read batches of RECIPE without a model: time to the first, shape, tokens/s, waits, first tokens. Exit 2 with the cause."""
     check_seconds("--timeout", timeout, example=60)
-    config = load_config(recipe, _settled(set_ or ()))
+    config = load_config(recipe, settled(set_ or (), say=_warn))
     from nsa_train.data.fallback import Start, or_synthetic
     from nsa_train.data.loader_check import check_loader
 
@@ -275,45 +274,25 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
 
 def run_command(tokens: Iterable[str]) -> int:
     """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
-    code, is_own = _run_app(list(tokens))
-    return reported(code, is_own=is_own)
+    ending = _run_app(list(tokens))
+    if ending.line:
+        _warn(ending.line)
+    return reported(ending.code, is_own=ending.is_own)
 
 
-def _run_app(tokens: list[str]) -> tuple[int, bool]:
-    """Return the exit code, and whether it is this process's own and not the echo of another rank's."""
+def _run_app(tokens: list[str]) -> Ending:
     try:
         result: int | None = app(_with_steps(tokens), exit_on_error=False, result_action="return_value")
     except CycloptsError:
         # cyclopts has printed what is wrong
-        return ConfigError.exit_code, True
-    except TrainError as error:
-        return _told(error)
+        return Ending(ConfigError.exit_code)
+    except (TrainError, SignalledError) as error:
+        return ending_of(error)
     except OSError as error:
-        print(f"nsa-train: {error}; mend it and start again", file=sys.stderr)
-        return TrainError.exit_code, True
-    except SignalledError as error:
-        return _ended(error)
+        return Ending(TrainError.exit_code, f"{error}; mend it and start again")
     except KeyboardInterrupt:
-        print("nsa-train: interrupted by Ctrl-C", file=sys.stderr)
-        return INTERRUPTED, True
-    return result or 0, True
-
-
-def _ended(error: SignalledError) -> tuple[int, bool]:
-    """Return what `_run_app` does of a command that a signal ended."""
-    # torchrun ends with SIGTERM whoever is still on the way out of an error
-    if isinstance(error.__context__, TrainError):
-        return _told(error.__context__)
-    if error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
-        # no end of the run: torchrun is to end the others, or has a failure of another to tell
-        return TrainError.exit_code, False
-    return _told(error)
-
-
-def _told(error: TrainError | SignalledError) -> tuple[int, bool]:
-    if os.environ.get("RANK", "0") == "0" or not isinstance(error, SHARED_ERRORS):
-        _warn(str(error))
-    return error.exit_code, not isinstance(error, PeerError)
+        return Ending(INTERRUPTED, "interrupted by Ctrl-C")
+    return Ending(result or 0)
 
 
 def _with_steps(tokens: list[str]) -> list[str]:
@@ -322,26 +301,8 @@ def _with_steps(tokens: list[str]) -> list[str]:
     return ["--resume=-1" if word == "--resume" and not after.isdigit() else word for word, after in zip(tokens, following, strict=False)]
 
 
-def _settled(overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` with the last one of each key, and say where there were several."""
-    last: dict[str, str] = {}
-    counts = Counter(_key_of(override) for override in overrides)
-    for override in overrides:
-        # where the last one stands, so does the key
-        last.pop(_key_of(override), None)
-        last[_key_of(override)] = override
-    for key, count in counts.items():
-        if count > 1:
-            _warn(f"--set {key} is given {count} times; the last one counts: {last[key].strip()}")
-    return list(last.values())
-
-
 def _warn(line: str) -> None:
     print(f"nsa-train: {line}", file=sys.stderr)
-
-
-def _key_of(override: str) -> str:
-    return ".".join(name.strip() for name in override.partition("=")[0].split("."))
 
 
 def _default_out(recipe: str) -> Path:

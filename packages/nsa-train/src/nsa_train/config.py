@@ -14,7 +14,7 @@ from attrs import field, fields, frozen
 
 from nsa_train.data_table import DataTable
 from nsa_train.errors import ConfigError
-from nsa_train.rules import MOST_SEED, MOST_STEPS, Table, above_zero, flag, integer, limited, nearest_multiples, not_negative, one_of
+from nsa_train.rules import MOST_ROWS, MOST_SEED, MOST_STEPS, Table, flag, integer, limited, number, one_of, undivided_rows
 
 if TYPE_CHECKING:
     from nsa_core import NSAConfig
@@ -60,9 +60,7 @@ def _tuple_of_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-MOST_ROWS = 2**16
-"""Of one micro-batch, on all processes together."""
-MOST_SCALED = 2**31 - 1
+LEAST_SCALED, MOST_SCALED = 1e-6, 2**31 - 1
 """Of any number in `nsa.rope_scaling`."""
 _ADVICE = {
     "rope_scaling": "use {kind = 'linear', factor = 2.0}",
@@ -92,9 +90,9 @@ class NSATable(Table):
     compressor: str = "mlp"
     gate: str = "sigmoid"
     gate_hidden_size: int = limited(64, at_most=65_536)
-    gate_temperature: float = limited(1.0, at_most=10**6)
-    rope_theta: float = limited(10000.0, at_most=10**12)
-    """Read by the dense twin too."""
+    gate_temperature: float = limited(1.0, at_least=1e-6, at_most=10**6)
+    rope_theta: float = limited(10000.0, at_least=1, at_most=10**12)
+    """Read by the dense twin too. Below 1 the pairs would turn faster and faster, beyond what float32 can tell apart."""
     rope_scaling: Any = None
     """None or a table such as {kind = "linear", factor = 2.0}; read by the dense twin too."""
     compressed_rope: str = "block_end"
@@ -108,11 +106,10 @@ class NSATable(Table):
             return []
         if not isinstance(self.rope_scaling, Mapping):
             return [f"nsa.rope_scaling={self.rope_scaling!r} is not a table; {_ADVICE['rope_scaling']}, or leave it away"]
-        return [
-            f"nsa.rope_scaling.{name}={value!r} is more than {MOST_SCALED:,} (no position is that large); {_ADVICE['rope_scaling']}"
-            for name, value in self.rope_scaling.items()
-            if isinstance(value, int | float) and value > MOST_SCALED
-        ]
+        numbers = {name: value for name, value in self.rope_scaling.items() if isinstance(value, int | float)}
+        large = [f"{name}={value!r} is more than {MOST_SCALED:,}" for name, value in numbers.items() if value > MOST_SCALED]
+        small = [f"{name}={value!r} is less than {LEAST_SCALED:g}" for name, value in numbers.items() if 0 < value < LEAST_SCALED]
+        return [f"nsa.rope_scaling.{what} (no position is scaled by that much); {_ADVICE['rope_scaling']}" for what in (*large, *small)]
 
 
 @frozen(kw_only=True)
@@ -127,12 +124,12 @@ class TrainTable(Table):
     """Rows of one micro-batch; a step consumes batch_size * accumulate * seq_len tokens."""
     accumulate: int = integer(at_least=1, at_most=2**16, example=1, default=1)
     """Micro-batches per step."""
-    lr: float = above_zero(at_most=100, example=3e-3)
+    lr: float = number(at_least=1e-12, at_most=100, example=3e-3)
     """Peak learning rate; the cosine ends at a tenth of it."""
     warmup_steps: int = integer(at_least=0, at_most=MOST_STEPS, example=20, default=0)
-    weight_decay: float = not_negative(at_most=100, example=0.1, default=0.1)
+    weight_decay: float = number(at_least=1e-12, at_most=100, example=0.1, default=0.1, or_zero=True)
     """On matrices only: never on norms, biases, embeddings."""
-    grad_clip: float = above_zero(at_most=10**9, example=1.0, default=1.0, or_inf=True)
+    grad_clip: float = number(at_least=1e-9, at_most=10**9, example=1.0, default=1.0, or_inf=True)
     """Largest global gradient norm; inf: no clipping."""
     log_every: int = integer(at_least=1, at_most=MOST_STEPS, example=10, default=10)
     eval_every: int = integer(at_least=1, at_most=MOST_STEPS, example=100, default=100)
@@ -183,11 +180,8 @@ class TrainTable(Table):
                 f"train.nproc_per_node={self.nproc_per_node} needs a strategy that shares the work (train.strategy='single' is one process); "
                 "use --set train.strategy=ddp"
             )
-        if self.nproc_per_node > 1 and self.batch_size % self.nproc_per_node:
-            found.append(
-                f"train.batch_size={self.batch_size} cannot be shared by train.nproc_per_node={self.nproc_per_node} (equal shares); "
-                f"use {nearest_multiples(self.batch_size, self.nproc_per_node)}"
-            )
+        if self.nproc_per_node:
+            found += undivided_rows(self.batch_size, [self.nproc_per_node], key="train.nproc_per_node")
         return found
 
 

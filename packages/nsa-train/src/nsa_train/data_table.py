@@ -5,7 +5,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from nsa_train.rules import MOST_SECONDS, MOST_SEED, MOST_STEPS, Table, above_zero, flag, integer, not_negative, one_of, optional_text
+from nsa_train.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, MOST_STEPS, Table, flag, integer, number, one_of, optional_text
 
 FILE_SOURCES = ("text", "jsonl", "parquet")
 """Sources that read local files, and nothing else."""
@@ -37,9 +37,9 @@ class DataTable(Table):
     prefetch: int = integer(at_least=1, at_most=1024, example=4, default=4)
     """Batches made ready ahead of the trainer by each worker."""
     shuffle_seed: int = integer(at_least=0, at_most=MOST_SEED, example=0, default=0)
-    timeout_s: float = above_zero(at_most=MOST_SECONDS, example=120, default=300)
+    timeout_s: float = number(at_least=LEAST_SECONDS, at_most=MOST_SECONDS, example=120, default=300)
     """Longest wait for a batch; then the run ends and names the shard that was being read."""
-    in_memory_mib: float = not_negative(at_most=2**24, example=64, default=64)
+    in_memory_mib: float = number(at_least=1e-6, at_most=2**24, example=64, default=64, or_zero=True)
     """Local files of at most this size are read whole, and their rows are shuffled; of larger ones, blocks of documents are."""
     progress_every: int = integer(at_least=0, at_most=MOST_STEPS, example=1000, default=0)
     """Print a line after every so many documents; 0: none."""

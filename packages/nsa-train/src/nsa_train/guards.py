@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import nn
 
 from nsa_core import NativeSparseAttention, NSAConfig
 from nsa_train.config import TrainTable
 from nsa_train.errors import GuardError
+from nsa_train.finite import some
 from nsa_train.parallel.strategy import local_part
 from nsa_train.parallel.world import World
 
@@ -224,27 +224,3 @@ def _opening_lengths_by_prefix(config: NSAConfig) -> dict[str, int]:
     if config.branches == ("cmp",):
         lengths |= {"gate": size, "o_proj": size}
     return lengths
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the `tensors` that are not finite throughout, this rank's shards where they are shared; one wait."""
-    if not tensors:
-        return []
-    flags = torch.stack([local_part(tensor).isfinite().all() for tensor in tensors.values()]).tolist()
-    return [name for name, is_finite in zip(tensors, flags, strict=True) if not is_finite]
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of `model` by name, detached."""
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameter -> gradient, where there is one."""
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def some(names: list[str]) -> str:
-    """Return the first three of `names`, and how many more there are."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,7 +1,7 @@
 """Rules that options of the command line obey, where no key of a recipe stands behind them. Imports no torch."""
 
 from nsa_train.errors import ConfigError
-from nsa_train.rules import MOST_SECONDS, MOST_SEED, is_number
+from nsa_train.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_number
 
 MOST_SAMPLED = 100_000
 """Tokens of one sample: each takes a step of the model, and the cache is made for all."""
@@ -15,8 +15,8 @@ def check_seconds(option: str, seconds: float, *, example: float) -> None:
     Raises:
         ConfigError: naming `option`.
     """
-    if not (seconds > 0 and is_number(seconds, at_least=0, at_most=MOST_SECONDS)):
-        raise ConfigError(f"{option}={seconds} is not a number of seconds above 0 and at most {MOST_SECONDS:,}; use {example:g}")
+    if not is_number(seconds, at_least=LEAST_SECONDS, at_most=MOST_SECONDS):
+        raise ConfigError(f"{option}={seconds} is not a number of seconds from {LEAST_SECONDS:g} to {MOST_SECONDS:,}; use {example:g}")
 
 
 def check_sampling(prompt: str, *, tokens: int, temperature: float, seed: int) -> None:

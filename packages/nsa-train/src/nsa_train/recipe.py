@@ -3,7 +3,8 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,20 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as TOML ({error}); mend the file or use a shipped recipe") from None
 
 
+def settled(overrides: Sequence[str], *, say: Callable[[str], None]) -> list[str]:
+    """Return `overrides` with the last one of each key; where there were several, that is said."""
+    last: dict[str, str] = {}
+    counts = Counter(map(_key_of, overrides))
+    for override in overrides:
+        # where the last one stands, so does the key
+        last.pop(_key_of(override), None)
+        last[_key_of(override)] = override
+    for key, count in counts.items():
+        if count > 1:
+            say(f"--set {key} is given {count} times; the last one counts: {last[key].strip()}")
+    return list(last.values())
+
+
 def apply_override(tables: dict[str, Any], override: str) -> None:
     """Put `table.key=value` into `tables`; the value is TOML, and a bare word is a string.
 
@@ -100,6 +115,10 @@ def to_toml(config: RunConfig) -> str:
         nested = {f"{name}.{key}": value for key, value in table.items() if isinstance(value, dict) and value}
         sections += [_section(title, items) for title, items in {name: plain, **nested}.items()]
     return "\n".join(sections)
+
+
+def _key_of(override: str) -> str:
+    return ".".join(name.strip() for name in override.partition("=")[0].split("."))
 
 
 def _section(title: str, items: dict[str, Any]) -> str:

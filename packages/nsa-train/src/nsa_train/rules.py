@@ -1,7 +1,8 @@
 """Rules that the keys of a recipe's tables obey, as data: a test, its noun phrase for messages, a value that passes."""
 
 import difflib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import attrs
@@ -36,9 +37,11 @@ class Choice(Rule):
 
 MOST_STEPS = 10**9
 """Of steps and of what is counted in them."""
+MOST_ROWS = 2**16
+"""Of one micro-batch, on all processes together."""
 MOST_SEED = 2**63 - 1
 """What every generator takes, and TOML holds."""
-MOST_SECONDS = 24 * 3600
+LEAST_SECONDS, MOST_SECONDS = 1e-3, 24 * 3600
 """Of a wait."""
 
 
@@ -56,29 +59,27 @@ def integer(*, at_least: int, at_most: int, example: int, default: Any = attrs.N
     return _key(Rule(holds, f"an integer from {at_least} to {at_most:,}", str(example)), default)
 
 
-def above_zero(*, at_most: float, example: float, default: Any = attrs.NOTHING, or_inf: bool = False) -> Any:
-    """Return a field that holds a number above 0 and at most `at_most`, or inf with `or_inf`."""
+def number(
+    *, at_least: float, at_most: float, example: float, default: Any = attrs.NOTHING, or_zero: bool = False, or_inf: bool = False
+) -> Any:
+    """Return a field that holds a number in these bounds, both inclusive; also 0 with `or_zero`, and inf with `or_inf`."""
+    ranges = [(at_least, at_most), *([(0.0, 0.0)] if or_zero else []), *([(math.inf, math.inf)] if or_inf else [])]
 
     def holds(value: Any) -> bool:
-        return (is_number(value, at_least=0, at_most=at_most) and value > 0) or (or_inf and value == float("inf"))
+        return any(is_number(value, at_least=low, at_most=high) for low, high in ranges)
 
-    text = f"a number above 0 and at most {at_most:,}"
-    return _key(Rule(holds, f"{text}, or inf (no limit)" if or_inf else text, str(example)), default)
-
-
-def not_negative(*, at_most: float, example: float, default: Any = attrs.NOTHING) -> Any:
-    """Return a field that holds a number from 0 to `at_most`."""
-    text = f"a number from 0 to {at_most:,}"
-    return _key(Rule(lambda value: is_number(value, at_least=0, at_most=at_most), text, str(example)), default)
+    text = f"{'0 or ' if or_zero else ''}a number from {at_least:g} to {at_most:,}{', or inf (no limit)' if or_inf else ''}"
+    return _key(Rule(holds, text, str(example)), default)
 
 
-def limited(default: float, *, at_most: float) -> Any:
-    """Return a field of a key that nsa-core judges: a number above `at_most` is refused here, all else there."""
+def limited(default: float, *, at_most: float, at_least: float = -math.inf) -> Any:
+    """Return a field of a key that nsa-core judges: a number beyond these bounds is refused here, all else there."""
 
     def holds(value: Any) -> bool:
-        return not isinstance(value, int | float) or not value > at_most
+        return not isinstance(value, int | float) or not (value < at_least or value > at_most)
 
-    return _key(Rule(holds, f"a number up to {at_most:,}", str(default)), default)
+    text = f"a number up to {at_most:,}" if at_least == -math.inf else f"a number from {at_least:g} to {at_most:,}"
+    return _key(Rule(holds, text, str(default)), default)
 
 
 def one_of(*names: str, default: Any = attrs.NOTHING) -> Any:
@@ -105,6 +106,22 @@ def nearest_multiples(value: int, of: int) -> str:
     """Return the multiples of `of` next to `value`, 0 left out, for a message: "4 or 8"."""
     below = value // of * of
     return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
+
+
+def undivided_rows(rows: int, world_sizes: Sequence[int], *, key: str = "") -> list[str]:
+    """Return what stands against sharing the `rows` of a micro-batch among each of `world_sizes` processes, which `key` asks for."""
+    unequal = [size for size in world_sizes if rows % size]
+    if not unequal:
+        return []
+    multiple = math.lcm(*world_sizes)
+    mend = f"--set train.batch_size={nearest_multiples(rows, multiple)}" if multiple < MOST_ROWS else "fewer numbers of hosts"
+    asked = f"{key}={unequal[0]}" if key else f"{unequal[0]}"
+    sizes = f"; there may be {_few(world_sizes)}" if len(world_sizes) > 1 else ""
+    return [f"train.batch_size={rows} does not divide among {asked} processes (each takes as many rows{sizes}); use {mend}"]
+
+
+def _few(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes if len(sizes) <= 6 else [*sizes[:3], "...", sizes[-1]]))
 
 
 class Table:

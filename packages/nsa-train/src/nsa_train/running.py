@@ -68,6 +68,17 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         return metrics
 
 
+def check_place(out: Path) -> None:
+    """Let a run pass into whose directory no other process writes, and in which no .HALT lies. Looks at neither machine nor data.
+
+    Raises:
+        ConfigError: where one writes, or a .HALT lies.
+    """
+    if problem := claimed_by_another(RunDirectory(out).checkpoints):
+        raise ConfigError(problem)
+    refuse_stale_halt(RunDirectory(out))
+
+
 def check_start(
     config: RunConfig, out: Path, *, resuming: bool, say: Callable[[str], None], world_sizes: Sequence[int] | None = None
 ) -> None:
@@ -76,10 +87,7 @@ def check_start(
     Raises:
         ConfigError: a line for each that does not.
     """
-    # what needs no look at machine and data comes first
-    if problem := claimed_by_another(RunDirectory(out).checkpoints):
-        raise ConfigError(problem)
-    refuse_stale_halt(RunDirectory(out))
+    check_place(out)
     findings = run_preflight(config, out, resuming=resuming, world_sizes=world_sizes)
     findings.require()
     for line in findings.warned:
@@ -157,7 +165,8 @@ def nothing_left(checkpoint: Checkpoint, config: RunConfig, paths: RunDirectory)
 def _summary(metrics: Mapping[str, Any], out: Path) -> str:
     before, after, speed = (metrics[name] for name in ("first_val_loss", "val_loss", "toks_per_s_median"))
     losses = "val_loss unknown" if before is None or after is None else f"val_loss {before:.3f} -> {after:.3f} nats per token"
-    return f"done: {losses}, {speed or 0:.0f} toks/s, {metrics['seconds']:.0f} s; see {out / 'report.html'}"
+    report = RunDirectory(out).report
+    return f"done: {losses}, {speed or 0:.0f} toks/s, {metrics['seconds']:.0f} s; see {report if report.is_file() else out}"
 
 
 def _introduce(config: RunConfig, out: Path, display: ProgressDisplay) -> None:

@@ -15,7 +15,8 @@ from nsa_train.config import RunConfig
 from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
 from nsa_train.errors import GuardError, PeerError, TrainError
 from nsa_train.feed import Feed, Fetched
-from nsa_train.guards import Cause, GradientWatch, Skip, StepGuard, StepNumbers, gradients_of, not_finite, some, weights_of
+from nsa_train.finite import gradients_of, not_finite, require_finite_state, some
+from nsa_train.guards import Cause, GradientWatch, Skip, StepGuard, StepNumbers
 from nsa_train.model.decoder import build_model
 from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
 from nsa_train.parallel.contact import contact_kept
@@ -95,8 +96,8 @@ class Trainer:
         """Train to the last step and return the content of metrics.json.
 
         Raises:
-            GuardError: when too many steps had to be skipped, a parameter gets no gradient, or the weights are not finite;
-                records up to then are kept.
+            GuardError: when too many steps had to be skipped, a parameter gets no gradient, or the weights or their moments
+                are not finite; records up to then are kept.
             HaltedError: when .HALT was found, after saving.
             TerminatedError: when SIGTERM came, after saving.
             PeerError: when another rank could not go on.
@@ -128,7 +129,7 @@ class Trainer:
                 self._after_step(step)
             self._write_samples("after.txt")
         self.writer.wait()
-        return self.recorder.finished()
+        return self.recorder.finished(say=self.display.note)
 
     def _step(self, step: int) -> None:
         train, started = self.config.train, time.perf_counter()
@@ -246,7 +247,7 @@ class Trainer:
 
         Raises:
             GuardError: when it was the first gradient of the run, when too many steps were skipped, and when the weights
-                themselves are not finite.
+                themselves, or their moments, are not finite.
         """
         reason, batch = self._described(skip, fetched, everyone)
         self.optimizer.zero_grad(set_to_none=True)
@@ -254,7 +255,7 @@ class Trainer:
         self.display.note(f"step {step:04d} | skipped, the weights stay as they were: {reason}; {batch}")
         if self._is_overflow(skip.cause):
             return
-        self._require_finite_weights(step)
+        self._require_finite_state(step)
         if self.watch.num_observed == 0:
             raise GuardError(
                 f"step {step}: {reason}; the first gradient of every parameter must be finite; look at the batch that the log names"
@@ -286,20 +287,8 @@ class Trainer:
         self.scaler.update(scale * self.scaler.get_backoff_factor() if ran_over else scale)
         return ran_over
 
-    def _require_finite_weights(self, step: int) -> None:
-        """Let the ranks go on whose weights are finite, all of them.
-
-        Raises:
-            GuardError: on all ranks, naming parameters that are not.
-        """
-        told = self.world.gather(not_finite(weights_of(self.model)))
-        names = list(dict.fromkeys(name for part in told for name in part))
-        if names:
-            kept = "there is no checkpoint yet" if self.saved_at is None else f"step-{self.saved_at} is the newest checkpoint"
-            raise GuardError(
-                f"step {step}: the weights are not finite in {some(names)} (an update ran over); they are not saved, {kept}; "
-                "go on with --resume and a lower train.lr"
-            )
+    def _require_finite_state(self, step: int) -> None:
+        require_finite_state(self.model, self.optimizer, self.world, step=step, saved_at=self.saved_at)
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
@@ -323,7 +312,7 @@ class Trainer:
         self.display.note(f"step {step:04d} | val_loss {mean:.4f} nats per token, on held-out documents")
 
     def _save(self, step: int) -> None:
-        self._require_finite_weights(step)
+        self._require_finite_state(step)
         self.recorder.began("save", step)
         snapshot = capture(
             model=self.model,

@@ -36,9 +36,12 @@ from nsa_train.recipe import load_config, to_toml
         ({"source": "stdlib", "on_bad_record": "ignore"}, "data.on_bad_record='ignore' is not one of 'fail', 'skip'"),
         ({"source": "stdlib", "workers": -1}, "data.workers=-1 is not an integer from 0 to 256; use 2"),
         ({"source": "stdlib", "prefetch": 0}, "data.prefetch=0 is not an integer from 1 to 1,024; use 4"),
-        ({"source": "stdlib", "timeout_s": 0}, "data.timeout_s=0 is not a number above 0 and at most 86,400; use 120"),
-        ({"source": "stdlib", "in_memory_mib": float("inf")}, "data.in_memory_mib=inf is not a number from 0 to 16,777,216; use 64"),
-        ({"source": "stdlib", "in_memory_mib": -1}, "data.in_memory_mib=-1 is not a number from 0 to 16,777,216; use 64"),
+        ({"source": "stdlib", "timeout_s": 0}, "data.timeout_s=0 is not a number from 0.001 to 86,400; use 120"),
+        (
+            {"source": "stdlib", "in_memory_mib": float("inf")},
+            "data.in_memory_mib=inf is not 0 or a number from 1e-06 to 16,777,216; use 64",
+        ),
+        ({"source": "stdlib", "in_memory_mib": -1}, "data.in_memory_mib=-1 is not 0 or a number from 1e-06 to 16,777,216; use 64"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_with_a_mend(keys: dict[str, object], message: str) -> None:

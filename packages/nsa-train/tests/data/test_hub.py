@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nsa_train.checkpoint import CheckpointWriter
 from nsa_train.cli import run_command
 from nsa_train.config import RunConfig
 from nsa_train.data import open_dataset, open_training_stream
@@ -199,6 +200,23 @@ def test_a_run_that_began_with_synthetic_ids_goes_on_with_them(tmp_path: Path) -
     (tmp_path / "run-synthetic/config.toml").touch()
     for out in (start.out, tmp_path / "run-synthetic"):
         assert or_synthetic(start._replace(out=out), resuming=True).out == tmp_path / "run-synthetic"
+
+
+def test_synthetic_on_fail_opens_no_data_for_a_directory_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def opened(config: RunConfig) -> None:
+        raise AssertionError("the data were opened")
+
+    monkeypatch.setattr("nsa_train.data.fallback.open_dataset", opened)
+    words = ["run", "demo", "--set", "data.source=fineweb_edu", "--synthetic-on-fail", "--out", str(tmp_path / "run")]
+    with CheckpointWriter(tmp_path / "run" / "checkpoints"):
+        assert run_command(words) == 2
+    assert "belongs to another process that still runs" in capsys.readouterr().err
+    (tmp_path / "run" / ".HALT").touch()
+    assert run_command(words) == 2
+    assert ".HALT is left from before" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_synthetic_on_fail_changes_nothing_where_data_opens(tmp_path: Path) -> None:

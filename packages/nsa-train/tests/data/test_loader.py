@@ -96,10 +96,10 @@ def test_the_first_batch_has_what_opening_left_of_the_time(
     assert given == [13]
 
 
-@pytest.mark.parametrize("timeout", ["0", "-1", "inf", "nan", "1e300"])
+@pytest.mark.parametrize("timeout", ["0", "-1", "inf", "nan", "1e300", "1e-300"])
 def test_a_time_limit_that_is_none_is_refused(timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["loader-check", "demo", f"--timeout={timeout}"]) == 2
-    assert "is not a number of seconds above 0 and at most 86,400; use 60" in capsys.readouterr().err
+    assert "is not a number of seconds from 0.001 to 86,400; use 60" in capsys.readouterr().err
 
 
 @pytest.fixture

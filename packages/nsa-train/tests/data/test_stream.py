@@ -192,7 +192,7 @@ def test_labels_do_not_cross_documents_in_a_streamed_corpus(corpora: Any, data_c
 
 
 def test_ranks_that_cannot_share_a_micro_batch_are_refused_with_a_mend(data_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(ConfigError, match=r"train\.batch_size=8 cannot be shared by 3 processes .*; use 6 or 9"):
+    with pytest.raises(ConfigError, match=r"train\.batch_size=8 does not divide among 3 processes .*; use --set train\.batch_size=6 or 9"):
         lanes_of(data_config(), 0, 3)
 
 

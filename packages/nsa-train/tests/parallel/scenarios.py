@@ -147,19 +147,21 @@ def spoiled(recipe: str, folder: Path, world: World) -> dict[str, Any]:
 
 
 def overflown(recipe: str, folder: Path, world: World) -> dict[str, Any]:
-    """Let the update of step 4 run over in a part of a weight that rank 1 alone holds; a checkpoint is saved after 3, and at 4."""
+    """Let the update of step 4 run over on rank 1 alone, in a part of a weight or of its moment; a checkpoint is saved after 3, and at 4."""
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp"):
-        overrides = (*FAST, f"train.strategy={strategy}", "train.save_every=3", "train.steps=4", "train.batch_size=4")
-        trainer, listener = quietly(recipe, folder / strategy, world, *overrides)
-        if world.rank == 1:
-            overflow(trainer, step=4)
-        found[strategy] = ending_of(trainer, listener)
+        for moment in ("", "exp_avg_sq"):
+            name = f"{strategy}-{moment}"
+            overrides = (*FAST, f"train.strategy={strategy}", "train.save_every=3", "train.steps=4", "train.batch_size=4")
+            trainer, listener = quietly(recipe, folder / name, world, *overrides)
+            if world.rank == 1:
+                overflow(trainer, step=4, moment=moment)
+            found[name] = ending_of(trainer, listener)
     return found
 
 
-def overflow(trainer: Trainer, *, step: int) -> None:
-    """Put Inf into this rank's part of the last weight, in the update of `step`."""
+def overflow(trainer: Trainer, *, step: int, moment: str) -> None:
+    """Put Inf into this rank's part of the last weight, or of its `moment`, in the update of `step`."""
     update, count = trainer._update, 0
 
     def overflowing(grad_norm: float, rate: float) -> None:
@@ -167,7 +169,8 @@ def overflow(trainer: Trainer, *, step: int) -> None:
         update(grad_norm, rate)
         count += 1
         if count == step:
-            local_part(trainer.model.norm.weight.data)[-1] = torch.inf
+            weight = trainer.model.norm.weight
+            local_part(trainer.optimizer.state[weight][moment] if moment else weight.data)[-1] = torch.inf
 
     trainer._update = overflowing
 

@@ -38,13 +38,12 @@ def test_one_spoiled_rank_reaches_no_weight_on_any(found: list[Any], strategy: s
         assert "rank 0, micro-batch" not in line
 
 
+@pytest.mark.parametrize("moment", ["", "exp_avg_sq"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_weights_that_ran_over_on_one_rank_are_saved_by_none(ranks: Callable[..., Any], strategy: str) -> None:
+def test_a_state_that_ran_over_on_one_rank_is_saved_by_none(ranks: Callable[..., Any], strategy: str, moment: str) -> None:
     _, findings = ranks("overflown")
-    first, second = (found[strategy] for found in findings)
+    first, second = (found[f"{strategy}-{moment}"] for found in findings)
     assert first == second
     assert (first["code"], first["steps"], first["saved"]) == (4, 4, "step-3")
-    assert (
-        "step 4: the weights are not finite in norm.weight (an update ran over); they are not saved, step-3 is the newest"
-        in first["message"]
-    )
+    what = f"the optimizer's moments are not finite in norm.weight/{moment}" if moment else "the weights are not finite in norm.weight"
+    assert f"step 4: {what} (an update ran over); they are not saved, step-3 is the newest" in first["message"]

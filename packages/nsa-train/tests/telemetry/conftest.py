@@ -16,12 +16,12 @@ CPU = torch.device("cpu")
 
 
 class Session:
-    """One process of a run: a recorder and the model that it watches."""
+    """One process of a run: a recorder, the model that it watches, and what the recorder wrote."""
 
-    def __init__(self, config: RunConfig, out: Path, device: torch.device = CPU, **options: int | None) -> None:
-        self.config, self.device = config, device
+    def __init__(self, config: RunConfig, records: Any, device: torch.device = CPU, **options: int | None) -> None:
+        self.config, self.records, self.device = config, records, device
         self.model: Decoder = build_model(config).to(device)
-        self.recorder = Recorder(config, out, device, **options)  # type: ignore[arg-type]
+        self.recorder = Recorder(config, records.root, device, **options)  # type: ignore[arg-type]
         self.recorder.attach(self.model.sparse_layers)
         self.recorder.booted(data_hash="abc")
 
@@ -43,10 +43,10 @@ class Session:
 
 
 @pytest.fixture
-def session(tmp_path: Path, tiny_config: Callable[..., RunConfig]) -> Callable[..., Session]:
+def session(tmp_path: Path, tiny_config: Callable[..., RunConfig], recorded: Callable[[Path], Any]) -> Callable[..., Session]:
     """A function from overrides, a device and the recorder's options to a session in one directory, tmp_path / "run"."""
 
     def start(*overrides: str, device: torch.device = CPU, **options: int | None) -> Session:
-        return Session(tiny_config(*overrides), tmp_path / "run", device, **options)
+        return Session(tiny_config(*overrides), recorded(tmp_path / "run"), device, **options)
 
     return start

@@ -1,6 +1,5 @@
 """Events become records: all documented fields, every rank its heartbeat, a resumed run one history."""
 
-import csv
 import json
 import time
 from pathlib import Path
@@ -30,22 +29,13 @@ def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
 
 
-def _beats(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_a_logged_step_has_every_documented_field(session) -> None:
     run = session()
     run.step(1)
-    [progress] = [beat for beat in _beats(run.recorder.paths.heartbeat) if beat["msg"] == "progress"]
+    [progress] = [beat for beat in run.records.beats() if beat["msg"] == "progress"]
     assert set(progress) >= EVERY_EVENT | EVERY_STEP | LOGGED_STEP
     assert progress["k_mean"] == progress["k_mean_expected"]
-    [end] = [beat for beat in _beats(run.recorder.paths.heartbeat) if beat["msg"] == "step_end"]
+    [end] = [beat for beat in run.records.beats() if beat["msg"] == "step_end"]
     assert set(end) >= EVERY_EVENT | EVERY_STEP
     assert end["dt_fetch_s"] == pytest.approx(end["fetch_p50_ms"] / 1e3)
 
@@ -54,7 +44,7 @@ def test_waits_for_data_are_told_by_median_and_95th_percentile_in_ms(session) ->
     run = session()
     run.step(1, fetches=[float(ms) for ms in range(101)])
     run.step(2, fetches=[7.0])
-    first, second = (beat for beat in _beats(run.recorder.paths.heartbeat) if beat["msg"] == "step_end")
+    first, second = (beat for beat in run.records.beats() if beat["msg"] == "step_end")
     assert (first["fetch_p50_ms"], first["fetch_p95_ms"]) == (50, 95)
     assert (second["fetch_p50_ms"], second["fetch_p95_ms"]) == (7, 7)
 
@@ -67,7 +57,7 @@ def test_every_event_has_its_word(session, tmp_path: Path) -> None:
     run.recorder.skipped(2, "loss=nan", "documents 3..9")
     run.recorder.saved(2, tmp_path / "step-2")
     run.recorder.halted("asked by .HALT", code=3)
-    beats = _beats(run.recorder.paths.heartbeat)
+    beats = run.records.beats()
     assert [beat["msg"] for beat in beats] == ["boot", "val_begin", "val", "step_end", "skip", "save", "halt"]
     assert (beats[4]["reason"], beats[4]["batch"]) == ("loss=nan", "documents 3..9")
     assert beats[-1]["code"] == 3
@@ -99,7 +89,7 @@ def test_another_rank_writes_its_heartbeat_and_nothing_else(session) -> None:
     assert run.recorder.finished() == {}
     root = run.recorder.paths.root
     assert [path.name for path in root.iterdir()] == ["heartbeat_rank1.jsonl"]
-    assert {beat["rank"] for beat in _beats(root / "heartbeat_rank1.jsonl")} == {1}
+    assert {beat["rank"] for beat in run.records.beats(rank=1)} == {1}
 
 
 def test_a_resumed_run_has_one_history(session) -> None:
@@ -108,7 +98,7 @@ def test_a_resumed_run_has_one_history(session) -> None:
     for step in (1, 2, 3, 4):
         first.step(step, loss=5.0 - step, is_clipped=True)
     first.recorder.validated(4, 1.0)
-    paths = first.recorder.paths
+    paths = first.records
     # killed inside a row, and inside an event
     with paths.training.open("a") as file:
         file.write("5,0.1")
@@ -121,13 +111,13 @@ def test_a_resumed_run_has_one_history(session) -> None:
     second.recorder.validated(4, 2.0)
     metrics = second.recorder.finished()
 
-    rows = _table(paths.training)
+    rows = paths.table(paths.training)
     assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
     assert [row["loss"] for row in rows] == ["4.0", "3.0", "9.0", "9.0"]
     assert paths.training.read_text().count("step,loss,ppl,lr,toks_per_s,grad_norm,fetch_ms") == 1
-    assert [(row["step"], row["val_loss"]) for row in _table(paths.validation)] == [("0", "5.5"), ("4", "2.0")]
-    assert [row["step"] for row in _table(paths.selection)] == ["1", "2", "3", "4"]
-    assert [row["step"] for row in _table(paths.fallbacks)] == ["1", "2", "3", "4"]
+    assert [(row["step"], row["val_loss"]) for row in paths.table(paths.validation)] == [("0", "5.5"), ("4", "2.0")]
+    assert [row["step"] for row in paths.table(paths.selection)] == ["1", "2", "3", "4"]
+    assert [row["step"] for row in paths.table(paths.fallbacks)] == ["1", "2", "3", "4"]
     lines = paths.heartbeat.read_text().splitlines()
     assert [json.loads(line)["msg"] for line in lines if not line.endswith('"ms')].count("boot") == 2
     assert json.loads(lines[-1])["msg"] == "finish"
@@ -153,7 +143,7 @@ def test_mfu_is_model_flops_over_the_peak(session, monkeypatch: pytest.MonkeyPat
     run.step(1, toks_per_s=64.0)
     # a step of 2 rows of 32 tokens took a second
     expected = model_flops(run.config).of_step((32, 20, 12)) / 989e12
-    [row] = _table(run.recorder.paths.training)
+    [row] = run.records.table(run.records.training)
     assert float(row["mfu"]) == pytest.approx(expected, rel=1e-5)
     assert float(row["step_ms"]) == pytest.approx(1000)
     assert run.recorder.finished()["mfu"] == pytest.approx(expected, rel=1e-5)
@@ -164,12 +154,12 @@ def test_a_step_of_short_rows_has_its_own_tokens_and_time(session) -> None:
     run = session(world_size=2)
     run.step(1, toks_per_s=64.0, lengths=(16, 10, 6))
     run.step(2, toks_per_s=64.0)
-    first, second = _table(run.recorder.paths.training)
+    first, second = run.records.table(run.records.training)
     # the other rank's rows are as wide
     assert (first["tokens"], second["tokens"]) == ("64", "128")
     assert (float(first["step_ms"]), float(second["step_ms"])) == (1000, 2000)
     assert run.recorder.finished()["tokens"] == 192
-    [end, _] = [beat for beat in _beats(run.recorder.paths.heartbeat) if beat["msg"] == "step_end"]
+    [end, _] = [beat for beat in run.records.beats() if beat["msg"] == "step_end"]
     assert (end["tokens"], end["step_ms"]) == (64, 1000)
 
 
@@ -243,12 +233,12 @@ def test_branch_times_come_on_request(session) -> None:
     run = session("train.profile=branches")
     run.step(1)
     run.step(2, is_logged=False)
-    [progress] = [beat for beat in _beats(run.recorder.paths.heartbeat) if beat["msg"] == "progress"]
+    [progress] = [beat for beat in run.records.beats() if beat["msg"] == "progress"]
     assert set(progress["branch_forward_ms"]) == {"cmp", "select", "slc", "win"}
     assert all(0 < spent < 10_000 for spent in progress["branch_forward_ms"].values())
     plain = session()
     plain.step(1)
-    assert "branch_forward_ms" not in _beats(plain.recorder.paths.heartbeat)[-2]
+    assert "branch_forward_ms" not in plain.records.beats()[-2]
 
 
 def test_ranges_come_on_request(session, monkeypatch: pytest.MonkeyPatch) -> None:

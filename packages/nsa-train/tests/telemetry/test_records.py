@@ -28,6 +28,15 @@ def test_a_table_starts_with_its_header(tmp_path: Path) -> None:
     assert (tmp_path / "t.csv").read_text().splitlines() == ["a,b", "1,0.123457"]
 
 
+def test_a_table_that_was_deleted_begins_again_with_its_header(tmp_path: Path) -> None:
+    table = CsvTable(tmp_path / "t.csv", ["a", "b"])
+    table.append({"a": 1, "b": 2})
+    table.path.unlink()
+    table.append({"a": 2, "b": 3})
+    table.append({"a": 3})
+    assert table.path.read_text() == "a,b\n2,3\n3,\n"
+
+
 def test_a_row_with_an_unknown_column_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not in fieldnames"):
         CsvTable(tmp_path / "t.csv", ["a"]).append({"a": 1, "c": 2})

@@ -1,5 +1,6 @@
 """The report is one file that needs no other."""
 
+import json
 import random
 import re
 import shutil
@@ -36,6 +37,24 @@ def test_the_report_has_every_part(tiny_run: RunDirectory) -> None:
     assert "blocks that a query reads" in page
     assert "compression_stride" in page
     assert "after training" in page
+
+
+def test_the_page_says_up_to_where_it_was_drawn(run: RunDirectory) -> None:
+    iso = json.loads(run.heartbeat.read_text().splitlines()[-1])["iso"]
+    assert f"Drawn from the records up to step 5, {iso};" in run.report.read_text()
+
+
+def test_the_page_of_a_run_that_goes_on_says_so(run: RunDirectory) -> None:
+    """A resumed run removes metrics.json, and its newest event is no end."""
+    run.metrics.unlink()
+    event = json.loads(run.heartbeat.read_text().splitlines()[-1])
+    for msg, words in {"step_end": "The run goes on, or was killed", "halt": "The run did not reach its last step"}.items():
+        with run.heartbeat.open("a") as file:
+            file.write(json.dumps({**event, "msg": msg, "iso": "<now>"}) + "\n")
+        write_report(run)
+        page = run.report.read_text()
+        assert f"{words}: " in page
+        assert "Drawn from the records up to step 5, &lt;now&gt;;" in page
 
 
 def test_samples_are_escaped(run: RunDirectory) -> None:

@@ -1,31 +1,16 @@
 """What a finished run leaves in its directory: every file, every column and field, units in the names."""
 
-import csv
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nsa_train.run_dir import RunDirectory
 
-
-def _table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _beats(run: RunDirectory) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.heartbeat.read_text().splitlines()]
-
-
-def _losses(run: RunDirectory) -> list[float]:
-    return [float(row["loss"]) for row in _table(run.training)]
-
-
-def test_a_run_leaves_the_documented_files(tiny_run: RunDirectory) -> None:
+def test_a_run_leaves_the_documented_files(tiny_run: Any) -> None:
     names = {path.relative_to(tiny_run.root).as_posix() for path in tiny_run.root.rglob("*") if path.is_file()}
     assert {name for name in names if not name.startswith(("checkpoints/", "tb/"))} == {
         *("config.toml", "env.json", "training.csv", "val.csv", "metrics.json", "heartbeat_rank0.jsonl"),
@@ -35,12 +20,12 @@ def test_a_run_leaves_the_documented_files(tiny_run: RunDirectory) -> None:
     assert any(name.startswith("tb/events.out.tfevents") for name in names)
 
 
-def test_training_csv_has_a_header_and_a_real_gradient_norm(tiny_run: RunDirectory) -> None:
+def test_training_csv_has_a_header_and_a_real_gradient_norm(tiny_run: Any) -> None:
     assert (
         tiny_run.training.read_text().splitlines()[0]
         == "step,loss,ppl,lr,toks_per_s,grad_norm,fetch_ms,step_ms,tokens,mfu,is_clipped,data_synthetic"
     )
-    rows = _table(tiny_run.training)
+    rows = tiny_run.table(tiny_run.training)
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
         # a CPU has no peak that MFU could be a share of
@@ -53,27 +38,27 @@ def test_training_csv_has_a_header_and_a_real_gradient_norm(tiny_run: RunDirecto
     assert len({row["grad_norm"] for row in rows}) == 5
 
 
-def test_val_csv_starts_at_step_0_and_ends_at_the_last(tiny_run: RunDirectory) -> None:
+def test_val_csv_starts_at_step_0_and_ends_at_the_last(tiny_run: Any) -> None:
     assert tiny_run.validation.read_text().splitlines()[0] == "step,val_loss,ppl"
-    rows = _table(tiny_run.validation)
+    rows = tiny_run.table(tiny_run.validation)
     assert [int(row["step"]) for row in rows] == [0, 3, 5]
     assert float(rows[0]["val_loss"]) == pytest.approx(math.log(258), abs=0.2)
     assert float(rows[-1]["val_loss"]) < float(rows[0]["val_loss"])
 
 
-def test_metrics_sum_the_run_up(tiny_run: RunDirectory) -> None:
+def test_metrics_sum_the_run_up(tiny_run: Any) -> None:
     metrics = json.loads(tiny_run.metrics.read_text())
-    losses = _losses(tiny_run)
+    losses = tiny_run.losses()
     assert (metrics["first_loss"], metrics["last_loss"]) == (losses[0], losses[-1])
-    assert metrics["val_loss"] == float(_table(tiny_run.validation)[-1]["val_loss"])
+    assert metrics["val_loss"] == float(tiny_run.table(tiny_run.validation)[-1]["val_loss"])
     assert metrics["tokens"] == 5 * 2 * 32
     assert metrics["parameters_nsa"] > metrics["parameters_dense"] > 0
     # a Python process with torch holds hundreds of MiB, neither KiB nor GiB
     assert 100 < metrics["peak_memory_mib"] < 20_000
 
 
-def test_the_heartbeat_names_every_event_and_its_units(tiny_run: RunDirectory) -> None:
-    beats = _beats(tiny_run)
+def test_the_heartbeat_names_every_event_and_its_units(tiny_run: Any) -> None:
+    beats = tiny_run.beats()
     assert {"boot", "progress", "step_end", "val", "save", "finish"} <= {beat["msg"] for beat in beats}
     assert all({"ts", "iso", "pid", "rank", "step", "msg"} <= set(beat) for beat in beats)
     assert [beat["step"] for beat in beats if beat["msg"] == "step_end"] == [1, 2, 3, 4, 5]
@@ -83,8 +68,8 @@ def test_the_heartbeat_names_every_event_and_its_units(tiny_run: RunDirectory) -
     assert all(names <= set(beat) for beat in beats if beat["msg"] in ("step_end", "progress"))
 
 
-def test_logged_steps_tell_of_gates_selection_reads_and_routes(tiny_run: RunDirectory) -> None:
-    for beat in (beat for beat in _beats(tiny_run) if beat["msg"] == "progress"):
+def test_logged_steps_tell_of_gates_selection_reads_and_routes(tiny_run: Any) -> None:
+    for beat in (beat for beat in tiny_run.beats() if beat["msg"] == "progress"):
         shares = beat["gate_branch_shares"]
         assert set(shares) == {"cmp", "slc", "win"}
         assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
@@ -99,8 +84,8 @@ def test_logged_steps_tell_of_gates_selection_reads_and_routes(tiny_run: RunDire
         assert beat["routes"] == {"cmp": "sdpa", "select": "sdpa", "slc": "sdpa", "win": "sdpa"}
 
 
-def test_k_stats_count_the_chosen_blocks(tiny_run: RunDirectory) -> None:
-    rows = _table(tiny_run.selection)
+def test_k_stats_count_the_chosen_blocks(tiny_run: Any) -> None:
+    rows = tiny_run.table(tiny_run.selection)
     assert list(rows[0]) == [
         *("step", "k_mean", "k_max", "rows", "pct_at_max", "free_block_share_mean", "overlap_with_previous_query"),
     ]
@@ -111,14 +96,14 @@ def test_k_stats_count_the_chosen_blocks(tiny_run: RunDirectory) -> None:
     assert [float(row["pct_at_max"]) for row in rows] == pytest.approx([62.5] * 4)
 
 
-def test_env_json_says_where_and_with_what(tiny_run: RunDirectory) -> None:
+def test_env_json_says_where_and_with_what(tiny_run: Any) -> None:
     environment = json.loads(tiny_run.environment.read_text())
     assert {"time", "python", "torch", "machine", "device", "commit", "packages", "routing"} <= set(environment)
     assert environment["torch"] == torch.__version__
     assert environment["routing"]["slc"].startswith("slc: sdpa (asked for: auto)")
 
 
-def test_samples_show_prompts_of_held_out_text(tiny_run: RunDirectory, tiny_text: Path) -> None:
+def test_samples_show_prompts_of_held_out_text(tiny_run: Any, tiny_text: Path) -> None:
     before, after = ((tiny_run.samples / f"{name}.txt").read_text() for name in ("before", "after"))
     opening = tiny_text.read_text()[len(tiny_text.read_bytes()) * 90 // 100 :][:32]
     assert before.startswith(f"--- prompt ---\n{opening}\n--- continuation")
@@ -126,18 +111,20 @@ def test_samples_show_prompts_of_held_out_text(tiny_run: RunDirectory, tiny_text
     assert before != after
 
 
-def test_synthetic_data_say_so_in_every_artifact(tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_data_say_so_in_every_artifact(
+    tmp_path: Path, tiny_recipe: Path, recorded: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nsa_train.cli import run_command
 
     monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 4)
     recipe = tmp_path / "synthetic.toml"
     recipe.write_text("\n".join("source = 'synthetic'" if line.startswith("source") else line for line in _without_path(tiny_recipe)))
     assert run_command(["run", str(recipe), "--out", str(tmp_path / "run")]) == 0
-    run = RunDirectory(tmp_path / "run")
+    run = recorded(tmp_path / "run")
     assert json.loads(run.environment.read_text())["data_synthetic"] is True
     assert json.loads(run.metrics.read_text())["data_synthetic"] is True
-    assert {row["data_synthetic"] for row in _table(run.training)} == {"1"}
-    assert {beat["data_synthetic"] for beat in _beats(run)} == {1}
+    assert {row["data_synthetic"] for row in run.table(run.training)} == {"1"}
+    assert {beat["data_synthetic"] for beat in run.beats()} == {1}
     assert "synthetic data</span>" in run.report.read_text()
     assert (run.samples / "after.txt").read_text().startswith("--- synthetic data")
 
@@ -146,15 +133,15 @@ def _without_path(recipe: Path) -> list[str]:
     return [line for line in recipe.read_text().splitlines() if not line.startswith("path")]
 
 
-def test_other_data_do_not(tiny_run: RunDirectory) -> None:
-    assert {beat["data_synthetic"] for beat in _beats(tiny_run)} == {0}
+def test_other_data_do_not(tiny_run: Any) -> None:
+    assert {beat["data_synthetic"] for beat in tiny_run.beats()} == {0}
     assert "synthetic" not in (tiny_run.samples / "after.txt").read_text()
     assert "synthetic data</span>" not in tiny_run.report.read_text()
 
 
-def test_the_first_tokens_and_a_hash_of_what_was_consumed_are_recorded(tiny_run: RunDirectory) -> None:
+def test_the_first_tokens_and_a_hash_of_what_was_consumed_are_recorded(tiny_run: Any) -> None:
     metrics = json.loads(tiny_run.metrics.read_text())
-    [event] = [beat for beat in _beats(tiny_run) if beat["msg"] == "data"]
+    [event] = [beat for beat in tiny_run.beats() if beat["msg"] == "data"]
     assert event["data_first_tokens"] == metrics["data_first_tokens"] != []
     assert all(0 <= token < 258 for token in metrics["data_first_tokens"])
-    assert metrics["data_consumed_hash"] == [beat for beat in _beats(tiny_run) if beat["msg"] == "step_end"][-1]["data_consumed_hash"]
+    assert metrics["data_consumed_hash"] == [beat for beat in tiny_run.beats() if beat["msg"] == "step_end"][-1]["data_consumed_hash"]

@@ -11,7 +11,7 @@ from nsa_train.data.packing import Batch
 from nsa_train.data.pipeline import Batches, LaneGroup, ReadAhead
 from nsa_train.data.state import check_state, consumed_hash, state_of
 from nsa_train.errors import ConfigError
-from nsa_train.rules import nearest_multiples
+from nsa_train.rules import undivided_rows
 
 
 def open_training_stream(
@@ -44,11 +44,8 @@ def lanes_of(config: RunConfig, rank: int, world_size: int) -> range:
         ConfigError: when `world_size` does not divide `train.batch_size`.
     """
     rows = config.train.batch_size
-    if rows % world_size:
-        raise ConfigError(
-            f"train.batch_size={rows} cannot be shared by {world_size} processes (each takes as many rows of a micro-batch); "
-            f"use {nearest_multiples(rows, world_size)}"
-        )
+    if problems := undivided_rows(rows, [world_size]):
+        raise ConfigError.of(problems)
     share = rows // world_size
     return range(rank * share, (rank + 1) * share)
 

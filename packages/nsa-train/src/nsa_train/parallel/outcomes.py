@@ -1,18 +1,51 @@
-"""What a worker of our launcher leaves for it: its process id, and the code it ended with. Imports no torch."""
+"""How a process of a run ends: its code, its line, and what a worker of our launcher leaves for that one. Imports no torch."""
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
-from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, TerminatedError
+from nsa_train.errors import (
+    INTERRUPTED,
+    ConfigError,
+    GuardError,
+    HaltedError,
+    PeerError,
+    SignalledError,
+    TerminatedError,
+    TrainError,
+)
 
 FOLDER = "NSA_TRAIN_OUTCOMES"
 """Names, in the workers' environment, the directory where they leave it."""
 DELIBERATE = (*(kind.exit_code for kind in (ConfigError, HaltedError, GuardError, TerminatedError)), INTERRUPTED)
 """Codes that torchrun must not answer with a new start."""
-
-
+SHARED_ERRORS = (PeerError, HaltedError, GuardError, TerminatedError, SignalledError)
+"""What every rank raises, and one prints."""
 STOP = "stop"
 """The file by which the launcher says that SIGTERM came to it."""
+
+
+class Ending(NamedTuple):
+    """How a command ends."""
+
+    code: int
+    line: str = ""
+    """For stderr; empty where nothing is left to say, or another rank says it"""
+    is_own: bool = True
+    """False: the echo of another rank's end"""
+
+
+def ending_of(error: TrainError | SignalledError) -> Ending:
+    """Return how `error`, raised in this process, ends its command."""
+    if isinstance(error, SignalledError):
+        if isinstance(error.__context__, TrainError):
+            # torchrun ends with SIGTERM whoever is still on the way out of an error
+            error = error.__context__
+        elif error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
+            # no end of the run: torchrun is to end the others, or has a failure of another to tell
+            return Ending(TrainError.exit_code, is_own=False)
+    is_said_here = os.environ.get("RANK", "0") == "0" or not isinstance(error, SHARED_ERRORS)
+    return Ending(error.exit_code, str(error) if is_said_here else "", is_own=not isinstance(error, PeerError))
 
 
 def note_worker() -> bool:

@@ -3,13 +3,12 @@
 A run of the earlier system wasted 35,000 steps because nothing refused a toy configuration without checkpoints.
 """
 
-import math
 from collections.abc import Sequence
 
-from nsa_train.config import MOST_ROWS, RunConfig, listed
+from nsa_train.config import RunConfig
 from nsa_train.machine import Machine
 from nsa_train.preflight.findings import Preflight
-from nsa_train.rules import nearest_multiples
+from nsa_train.rules import undivided_rows
 
 LONG_STEPS = 5000
 """Steps from which a run is long: it must save, and on a GPU compute in bf16."""
@@ -39,19 +38,7 @@ def unequal_shares(config: RunConfig, world_sizes: Sequence[int]) -> list[str]:
             f"train.strategy='single' is one process, and {max(world_sizes)} are asked for (each would train alone); "
             "use --set train.strategy=ddp"
         ]
-    unequal = [size for size in world_sizes if train.batch_size % size]
-    if not unequal:
-        return []
-    multiple = math.lcm(*world_sizes)
-    mend = f"--set train.batch_size={nearest_multiples(train.batch_size, multiple)}" if multiple < MOST_ROWS else "fewer numbers of hosts"
-    sizes = f"; there may be {_few(world_sizes)}" if len(world_sizes) > 1 else ""
-    return [
-        f"train.batch_size={train.batch_size} does not divide among {unequal[0]} processes (each takes as many rows{sizes}); use {mend}"
-    ]
-
-
-def _few(sizes: Sequence[int]) -> str:
-    return listed(map(str, sizes if len(sizes) <= 6 else [*sizes[:3], "...", sizes[-1]]))
+    return undivided_rows(train.batch_size, world_sizes)
 
 
 def _long_run(config: RunConfig, machine: Machine) -> list[str]:

@@ -32,6 +32,8 @@ class History:
     """Heartbeat events of logged steps; the dense twin has none."""
     memory: list[dict[str, Any]] = field(factory=list)
     """What of every step's event tells of memory, where there is a GPU."""
+    newest: dict[str, Any] = field(factory=dict)
+    """The event that rank 0 wrote last."""
 
 
 def read_history(paths: RunDirectory) -> History:
@@ -40,23 +42,30 @@ def read_history(paths: RunDirectory) -> History:
     Raises:
         ConfigError: when the directory holds none.
     """
-    if not paths.training.is_file() or not paths.heartbeat.is_file():
+    missing = [path.name for path in (paths.training, paths.heartbeat) if not path.is_file()]
+    if len(missing) == 1:
         raise ConfigError(
-            f"DIR={str(paths.root)!r} is no run ({paths.training.name} and {paths.heartbeat.name} are missing); "
-            "use the directory that `nsa-train run` printed"
+            f"DIR={str(paths.root)!r} has no {missing[0]} (the curves come from it); bring it back from a copy, and run `nsa-train report DIR`"
+        )
+    if missing:
+        raise ConfigError(
+            f"DIR={str(paths.root)!r} is no run (it lacks {' and '.join(missing)}); use the directory that `nsa-train run` printed"
         )
     training = _read_columns(paths.training)
     if not training:
-        raise ConfigError(f"DIR={str(paths.root)!r} took no step yet, or stopped before its first; there is nothing to draw")
+        raise ConfigError(
+            f"{paths.training} has no row that can be read: no step was taken yet, or they are lost; there is nothing to draw"
+        )
     # a step that was done again after a resume counts once, as it was done last
-    progress, memory = {}, {}
+    progress, memory, newest = {}, {}, dict[str, Any]()
     for event in read_events(paths.heartbeat):
+        newest = event
         if event["msg"] == "progress":
             progress[event["step"]] = event
         elif event["msg"] == "step_end" and event.get(MEMORY[0]) is not None:
             memory[event["step"]] = {name: event.get(name) for name in ("step", *MEMORY)}
-    by_step = ([events[step] for step in sorted(events)] for events in (progress, memory))
-    return History(training, _read_columns(paths.validation), *by_step)
+    logged, held = ([events[step] for step in sorted(events)] for events in (progress, memory))
+    return History(training, _read_columns(paths.validation), logged, held, newest)
 
 
 def draw_curves(history: History, path: Path) -> None:

@@ -7,7 +7,7 @@ tables after the resumed step are cut off, the heartbeat keeps everything that h
 import contextlib
 import platform
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from attrs import field, mutable
 from nsa_core import NativeSparseAttention, default_registry
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.config import RunConfig
+from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import count_parameters
 from nsa_train.recipe import to_toml
 from nsa_train.routing import routing_decisions
@@ -208,8 +209,11 @@ class Recorder:
             if self._tables is not None:
                 self._tables.board.close()
 
-    def finished(self) -> dict[str, Any]:
-        """Write metrics.json, curves.png and report.html; return the metrics (rank 0; the others return nothing)."""
+    def finished(self, *, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+        """Write metrics.json, curves.png and report.html; return the metrics (rank 0; the others return nothing).
+
+        Where somebody deleted the records that the report is drawn from, that is said: the run has not failed.
+        """
         self.heartbeat.beat("finish", self.step)
         if self._tables is None:
             return {}
@@ -217,7 +221,10 @@ class Recorder:
         metrics = summarise(self.paths, self.config, self.device, world_size=self.world_size)
         metrics["model_flops_per_token"] = self._flops.of_sequence(self.config.train.seq_len) / self.config.train.seq_len
         write_json(self.paths.metrics, metrics)
-        write_report(self.paths)
+        try:
+            write_report(self.paths)
+        except ConfigError as error:
+            say(f"report: not drawn: {error}")
         return metrics
 
     def _open_tables(self, routing: dict[str, str]) -> _Tables:

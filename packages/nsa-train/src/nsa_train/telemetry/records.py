@@ -65,6 +65,9 @@ class CsvTable:
         """Write the values of `row`, which has no other than the table's columns; one that it lacks stays empty."""
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            if file.tell() == 0:
+                # somebody deleted it
+                writer.writeheader()
             writer.writerow({name: _shortened(value) for name, value in row.items()})
 
 

@@ -69,6 +69,8 @@ def write_report(paths: RunDirectory) -> None:
         title=paths.root.name,
         metrics=metrics,
         has_metrics=paths.metrics.exists(),
+        is_halted=history.newest.get("msg") == "halt",
+        drawn_to=(int(history.training["step"][-1]), history.newest.get("iso", "an unknown time")),
         cards=_figures(CARDS, metrics),
         curves=base64.b64encode(paths.curves.read_bytes()).decode(),
         checks=judge({**last, "toks_per_s_of_median": steadiness(history.training)}),
