@@ -1,7 +1,9 @@
 """Without a GPU the kernels run in Triton's interpreter, which a process must choose before it imports triton."""
 
+import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,3 +31,12 @@ def nan_buffers():
 def without_interpreter():
     """Give the environment of a process that compiles kernels, or would."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.fixture(scope="session")
+def simulator():
+    """Give the module that runs kernels for compute capability 9.0 without one."""
+    spec = importlib.util.spec_from_file_location("gluon_simulator", Path(__file__).parent / "gluon_simulator.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,349 @@
+"""Run the kernels for compute capability 9.0 without one: their Python code, over tensors, a thread for every partition of warps.
+
+Triton interprets no Gluon. Here its operations are done by torch, as late as the code allows: a copy lands when its arrival is
+announced, a product is computed when it is waited for, from what shared memory holds by then; what nobody wrote is NaN. So
+a place of a ring that is freed too soon, or read too soon, shows in the result, and partitions that wait for each other end in an
+error. Layouts and memory fences are not simulated: that they fit is for the compiler, and for a GPU.
+"""
+
+import threading
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class DeadlockError(Exception):
+    """Partitions wait for each other."""
+
+
+class Pointer:
+    """An address, or many, in a tensor's storage."""
+
+    def __init__(self, flat: Tensor, offset: Any) -> None:
+        self.flat, self.offset = flat, offset
+        self.dtype = SimpleNamespace(element_ty=flat.dtype)
+
+    @classmethod
+    def to(cls, x: Tensor) -> "Pointer":
+        """Return the address of x's first element."""
+        return cls(torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()), torch.tensor(x.storage_offset()))
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.flat, self.offset + offset)
+
+    def __sub__(self, offset: Any) -> "Pointer":
+        return Pointer(self.flat, self.offset - offset)
+
+
+def _tensor(x: Any) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.tensor(x)
+
+
+def _loaded(ptr: Pointer, mask: Any, other: Any) -> Tensor:
+    index = _tensor(ptr.offset).long()
+    mask = torch.ones_like(index, dtype=torch.bool) if mask is None else _tensor(mask).expand(index.shape)
+    out = torch.full(index.shape, other, dtype=ptr.flat.dtype)
+    out[mask] = ptr.flat[index[mask]]
+    return out
+
+
+class Shared:
+    """A tensor in shared memory, NaN or a large number before it is written."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.dtype = data, data.dtype
+
+    def index(self, place: Any) -> "Shared":
+        """Return one of several."""
+        return Shared(self.data[int(place)])
+
+    def permute(self, axes: tuple[int, ...]) -> "Shared":
+        """Return a transposed view."""
+        return Shared(self.data.permute(axes))
+
+    def load(self, layout: Any) -> Tensor:
+        """Return a copy in registers."""
+        return self.data.clone()
+
+    def store(self, values: Tensor) -> None:
+        """Overwrite."""
+        assert values.dtype == self.dtype
+        self.data.copy_(values)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+        assert dtype == self.dtype
+        return Shared(self.data.view(-1)[: torch.Size(shape).numel()].view(shape))
+
+
+class Partition:
+    """Warps that run the same code; one partition of a program runs at a time."""
+
+    def __init__(self, partitions: list["Partition"], body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.partitions = partitions
+        self.error: BaseException | None = None
+        self.is_done = False
+        self.is_ready: Callable[[], bool] = lambda: True
+        self.products: list[Product] = []
+        self.copies: list[tuple[Shared, Pointer, Any]] = []
+        self._turn = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, args=(body, arguments))
+        self.thread.start()
+
+    def start(self) -> None:
+        """Let it run."""
+        self._turn.release()
+
+    def pass_on(self) -> None:
+        """Let the others run as far as they can; go on when no other can, or none but this one."""
+        mine = self.partitions.index(self)
+        for other in (*self.partitions[mine + 1 :], *self.partitions[:mine], self):
+            if not other.is_done and other.is_ready():
+                break
+        else:
+            raise DeadlockError("every partition waits")
+        if other is not self:
+            other.start()
+            self._turn.acquire()
+        if any(other.error for other in self.partitions):
+            raise DeadlockError("another partition failed")
+
+    def _run(self, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        _HERE.partition = self
+        self._turn.acquire()
+        try:
+            # `x += 1` rebinds a name in the language, and changes a tensor here
+            body(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
+            assert not self.products
+            assert not self.copies
+        except BaseException as error:  # noqa: BLE001 - it is raised where the program ends
+            self.error = error
+        self.is_done = True
+        left = [other for other in self.partitions if not other.is_done]
+        if left and not self.error and not any(other.is_ready() for other in left):
+            self.error = DeadlockError("every partition that is left waits")
+        if left:
+            next(other for other in left if self.error or other.is_ready()).start()
+
+
+class Barrier:
+    """An mbarrier: a phase ends with its `count`-th arrival."""
+
+    def __init__(self) -> None:
+        self.count = self.missing = self.phase = 0
+
+    def init(self, count: int) -> None:
+        """Start phase 0."""
+        self.count = self.missing = count
+
+    def arrive(self, count: int) -> None:
+        """Count arrivals."""
+        assert 0 < count <= self.missing, "more arrivals than a phase has"
+        self.missing -= count
+        if not self.missing:
+            self.missing, self.phase = self.count, self.phase + 1
+
+    def wait(self, parity: int) -> None:
+        """Wait until the phase of this parity has ended."""
+        here = _here()
+        here.is_ready = lambda: self.phase % 2 != parity % 2
+        if not here.is_ready():
+            here.pass_on()
+        here.is_ready = lambda: True
+
+
+class Barriers(list[Barrier]):
+    """Several of them."""
+
+    def index(self, place: Any) -> Barrier:  # type: ignore[override]
+        """Return one."""
+        return self[int(place)]
+
+
+class Product:
+    """A matrix product under way; its operands are read when it is waited for."""
+
+    def __init__(self, left: Any, right: Any, acc: Any, *, use_acc: bool) -> None:
+        self.left, self.right, self.acc, self.use_acc = left, right, acc, use_acc
+        self.value: Tensor | None = None
+
+    def compute(self) -> None:
+        """Read both operands."""
+        left, right = (x.data.float() if isinstance(x, Shared) else x.float() for x in (self.left, self.right))
+        acc = _finished(self.acc) if self.use_acc else torch.zeros(left.shape[0], right.shape[1])
+        self.value = acc + left @ right
+
+
+def _finished(x: Any) -> Tensor:
+    if isinstance(x, Product):
+        assert x.value is not None, "a product is used before it was waited for"
+        return x.value
+    assert isinstance(x, Tensor)
+    return x
+
+
+_HERE = threading.local()
+
+
+def _here() -> Partition:
+    found: Partition = _HERE.partition
+    return found
+
+
+def _multiply(left: Any, right: Any, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async
+    product = Product(left, right, acc, use_acc=use_acc)
+    _here().products.append(product)
+    return product
+
+
+def _wait_for_products(left_over: int, deps: list[Any]) -> Any:
+    products = _here().products
+    while len(products) > left_over:
+        products.pop(0).compute()
+    found = tuple(x if isinstance(x, Product) and x.value is None else _finished(x) for x in deps)
+    return found if len(found) > 1 else found[0]
+
+
+def _copy(smem: Shared, ptr: Pointer, mask: Any = None) -> None:
+    if hasattr(_HERE, "partition"):
+        _here().copies.append((smem, ptr, mask))
+    else:
+        # before the warps part
+        smem.store(_loaded(ptr, mask, 0))
+
+
+def _land() -> None:
+    copies = _here().copies
+    while copies:
+        smem, ptr, mask = copies.pop(0)
+        smem.store(_loaded(ptr, mask, 0))
+
+
+def _release(barrier: Barrier, *, count: int, pred: Any = True) -> None:
+    if pred:
+        barrier.arrive(count)
+        # the loading warps go as far as they can: what is freed too soon is overwritten
+        _here().pass_on()
+
+
+def _arrive_landed(barrier: Barrier, *, increment_count: bool) -> None:
+    assert not increment_count
+    _land()
+    # all 128 threads of the loading warps
+    barrier.arrive(128)
+
+
+class Layout:
+    """Stands for any layout."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @classmethod
+    def get_default_for(cls, *_: Any) -> "Layout":
+        """Return one."""
+        return cls()
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+    if dtype == torch.int64:
+        return Barriers(Barrier() for _ in range(shape[0]))
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype))
+
+
+def _specialize(work: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+    partitions: list[Partition] = []
+    partitions += [Partition(partitions, *each) for each in work]
+    partitions[0].start()
+    for partition in partitions:
+        partition.thread.join()
+    errors = [partition.error for partition in partitions if partition.error is not None]
+    if errors:
+        # a partition that failed leaves the others waiting
+        raise next((error for error in errors if not isinstance(error, DeadlockError)), errors[0])
+
+
+def _store(ptr: Pointer, values: Any, mask: Any = None) -> None:
+    index = _tensor(ptr.offset).long()
+    values = _tensor(values).expand(index.shape).to(ptr.flat.dtype)
+    mask = torch.ones_like(index, dtype=torch.bool) if mask is None else _tensor(mask).expand(index.shape)
+    ptr.flat[index[mask]] = values[mask]
+
+
+def _load(ptr: Pointer, mask: Any = None, other: Any = None) -> Tensor:
+    poison = float("nan") if ptr.flat.dtype.is_floating_point else 2**30
+    return _loaded(ptr, mask, poison if other is None else other)
+
+
+_PROGRAM: dict[str, tuple[int, int, int]] = {}
+
+LANGUAGE = SimpleNamespace(
+    int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=lambda x: x,
+    program_id=lambda axis: torch.tensor(_PROGRAM["id"][axis]), num_programs=lambda axis: torch.tensor(_PROGRAM["grid"][axis]),
+    arange=lambda start, end, layout=None: torch.arange(start, end), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+    full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+    where=lambda condition, x, y: torch.where(_tensor(condition), _tensor(x), _tensor(y)),
+    minimum=lambda x, y: torch.minimum(_tensor(x), _tensor(y)), maximum=lambda x, y: torch.maximum(_tensor(x), _tensor(y)),
+    max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
+    cdiv=lambda x, y: (x + y - 1) // y, static_range=range, convert_layout=lambda x, layout: x, load=_load, store=_store,
+    allocate_shared_memory=_allocate, warp_specialize=_specialize, NVMMADistributedLayout=Layout, DotOperandLayout=Layout,
+    SliceLayout=Layout, BlockedLayout=Layout, NVMMASharedLayout=Layout, SwizzledSharedLayout=Layout,
+)  # fmt: skip
+STAND_INS: dict[str, Any] = {
+    "gl": LANGUAGE,
+    "tl": LANGUAGE,
+    "barrier": lambda: None,
+    "fence_async_shared": lambda: None,
+    "warpgroup_mma": _multiply,
+    "warpgroup_mma_init": lambda acc: acc,
+    "warpgroup_mma_wait": _wait_for_products,
+    "mbarrier": SimpleNamespace(
+        MBarrierLayout=Layout,
+        init=lambda barrier, count: barrier.init(count),
+        wait=lambda barrier, phase, pred=True: barrier.wait(int(phase)) if pred else None,
+        arrive=_release,
+    ),
+    "async_copy": SimpleNamespace(
+        async_copy_global_to_shared=_copy, mbarrier_arrive=_arrive_landed, commit_group=lambda: None, wait_group=lambda left_over: None
+    ),
+}
+
+
+class Simulated:
+    """A kernel that runs here: `Simulated(kernel)[grid](*arguments, **constants)`."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.body = _plain(kernel.fn, {})
+        self.num_launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **constants: self._launch(grid, arguments, constants)
+
+    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self.num_launches += 1
+        sizes = (*grid, 1, 1)[:3]
+        placed = [Pointer.to(x) if isinstance(x, Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
+        for option in ("num_warps", "maxnreg"):
+            constants.pop(option)
+        for place in range(sizes[0] * sizes[1] * sizes[2]):
+            row, column = place % sizes[0], place // sizes[0]
+            _PROGRAM.update(grid=sizes, id=(row, column % sizes[1], column // sizes[1]))
+            self.body(*placed, **constants)
+
+
+def _plain(function: FunctionType, seen: dict[int, dict[str, Any]]) -> Callable[..., Any]:
+    """Return `function` with the stand-ins in place of the language, and everything that it calls likewise."""
+    names = function.__globals__
+    if id(names) not in seen:
+        namespace = seen[id(names)] = dict(names)
+        for name, value in names.items():
+            if name in STAND_INS:
+                namespace[name] = STAND_INS[name]
+            elif isinstance(getattr(value, "fn", None), FunctionType):
+                namespace[name] = _plain(value.fn, seen)
+            elif type(value).__name__ == "constexpr":
+                namespace[name] = value.value
+    return FunctionType(function.__code__, seen[id(names)], function.__name__, function.__defaults__)

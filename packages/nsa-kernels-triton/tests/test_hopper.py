@@ -1,0 +1,91 @@
+"""The kernels for compute capability 9.0, simulated in float32: against the oracle in every layout, and that they ran."""
+
+import importlib
+
+import pytest
+import torch
+from attrs import evolve
+
+from nsa_core import BlockGeometry
+from nsa_core.testing import properties
+from nsa_core.testing.inputs import Shape
+from nsa_core.testing.properties import Where
+from nsa_kernels_triton import launch, policy
+from nsa_kernels_triton.hopper import launch as hopper
+from nsa_kernels_triton.interval import op as interval
+from nsa_kernels_triton.selected import op as selected
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*against policy.*")
+
+WHERE = Where(backend="triton", dtype=torch.float32)
+KERNELS = [
+    ("interval_kernels", "forward_kernel"),
+    ("interval_kernels", "dkdv_kernel"),
+    ("selected_kernels", "forward_kernel"),
+    ("selected_kernels", "backward_kernel"),
+]
+GEOMETRY = BlockGeometry(
+    compression_block_size=16,
+    compression_stride=8,
+    selection_block_size=64,
+    num_selected_blocks=3,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    window_size=150,
+)
+
+
+@pytest.fixture
+def simulated(monkeypatch, simulator):
+    """Let CPU tensors in float32 take the way that bfloat16 takes on a GPU of compute capability 9.0; return the kernels."""
+    tiles, ring = policy.tiles, policy.ring
+
+    def short_ring(kind, _capability, head_dim_qk, head_dim_v, _itemsize):
+        found = ring(kind, (9, 0), head_dim_qk, head_dim_v, 2)
+        # so short that every place is used again
+        return found and evolve(found, num_stages=2)
+
+    monkeypatch.setattr(policy, "tiles", lambda kind, _capability, dk, dv, _itemsize: tiles(kind, (9, 0), dk, dv, 2))
+    monkeypatch.setattr(policy, "ring", short_ring)
+    for module in (launch, interval, selected):
+        # these kernels compute in base 2
+        monkeypatch.setattr(module, "is_exact", lambda q: False)
+    monkeypatch.setattr(hopper, "_num_multiprocessors", lambda q: 3)
+    found = {}
+    for name, kernel in KERNELS:
+        module = importlib.import_module(f"nsa_kernels_triton.hopper.{name}")
+        found[name, kernel] = simulator.Simulated(getattr(module, kernel))
+        monkeypatch.setattr(module, kernel, found[name, kernel])
+    return found
+
+
+def shape_of(num_queries=0, head_dims=(64, 64), heads=(4, 2), **sizes):
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim_qk": head_dims[0], "head_dim_v": head_dims[1], **sizes}
+    return Shape(geometry=GEOMETRY, num_queries=num_queries, **sizes)
+
+
+SHAPES = {
+    "dense": shape_of(330),
+    "packed": shape_of(lengths=(210, 0, 1, 50), heads=(2, 1)),
+    "batch": shape_of(140, batch=2, heads=(3, 1)),
+    "128": shape_of(230, (128, 128), (8, 1)),
+    "192": shape_of(260, (192, 128), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
+    properties.check_agrees_with_oracle(shape, WHERE)
+    idle = {name for name, kernel in simulated.items() if not kernel.num_launches}
+    # dK and dV of this width are the portable kernel's
+    assert idle == ({("interval_kernels", "dkdv_kernel")} if shape.head_dim_qk == 192 else set())
+
+
+@pytest.mark.usefixtures("simulated")
+def test_steps_over_stores_equal_one_pass():
+    properties.check_steps_equal_whole(shape_of(230, heads=(2, 1)), (1, 97, 230), WHERE)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_future_tokens_never_change_past_gradients():
+    properties.check_past_gradients(shape_of(200, heads=(2, 1)), 130, WHERE)
