@@ -1,6 +1,7 @@
 """Each rule of the smoke runner sees its fault in a run's records, and passes a sound run."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from nsa_bench.determinism import chosen_blocks
 from nsa_bench.smoke import check_run
 from nsa_bench.smoke_records import read_records
 from nsa_train.cli import run_command as run_train
+from nsa_train.trainer import Trainer
 
 RECIPE = """
 [model]
@@ -59,6 +61,8 @@ HEALTHY = {
     "reads_act_total": 100,
     "fallbacks_total": 0,
 }
+FINISH = {"ts": 2.0, "msg": "finish", "step": 10}
+SKIP = {"ts": 1.5, "msg": "skip", "step": 7}
 METRICS = {"toks_per_s_median": 1000.0, "mfu": None, "val_loss": 2.0, "last_loss": 2.0, "peak_memory_mib": 100.0}
 
 
@@ -69,8 +73,12 @@ def _write(
     lines = [",".join(str({**defaults, **row, "step": step + 1}[name]) for name in HEADER.split(",")) for step, row in enumerate(rows)]
     (folder / "training.csv").write_text("\n".join([HEADER, *lines]) + "\n")
     (folder / "config.toml").write_text(f'[model]\nattention = "{attention}"\n[data]\nsource = "{source}"\n')
-    (folder / "heartbeat_rank0.jsonl").write_text(json.dumps(HEALTHY if event is None else event) + "\n")
+    _beats(folder, HEALTHY if event is None else event, FINISH)
     (folder / "metrics.json").write_text(json.dumps(METRICS))
+
+
+def _beats(folder: Path, *events: dict[str, Any]) -> None:
+    (folder / "heartbeat_rank0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def _losses(*values: float) -> list[dict[str, Any]]:
@@ -117,7 +125,7 @@ def test_sound_records_pass_every_rule(tmp_path: Path) -> None:
     _write(tmp_path, _losses(*(3 - 0.1 * step for step in range(10))))
     verdicts = _verdicts(tmp_path)
     assert [rule for rule, is_passed in verdicts.items() if is_passed is False] == []
-    assert len(verdicts) == 11
+    assert len(verdicts) == 12
     assert verdicts["selection repeats"] is None
     assert run_command(["smoke", str(tmp_path)]) == 0
 
@@ -170,6 +178,61 @@ def test_a_health_rule_that_cannot_be_judged_says_so(event: dict[str, Any], rule
     _write(tmp_path, _losses(3, 2), event=event)
     unjudged = {one.rule: one.found for one in check_run(read_records(tmp_path)) if one.is_passed is None and "not judged" in one.found}
     assert unjudged == dict.fromkeys(rules, f"not judged: {reason}")
+
+
+@pytest.mark.parametrize(("cause", "is_passed"), [("loss", False), ("gradient", False), ("overflow", True), ("spike", True)])
+def test_a_step_skipped_for_its_numbers_is_no_row_and_still_fails(cause: str, is_passed: bool, tmp_path: Path) -> None:
+    _write(tmp_path, _losses(3, 2))
+    _beats(tmp_path, HEALTHY, {**SKIP, "cause": cause}, FINISH)
+    [verdict] = [one for one in check_run(read_records(tmp_path)) if one.rule == "no NaN"]
+    assert verdict.is_passed is is_passed
+    assert is_passed or verdict.found == "not finite at step 7, 1 in all"
+
+
+def test_a_skip_that_a_resume_went_back_before_does_not_count(tmp_path: Path) -> None:
+    _write(tmp_path, _losses(3, 2))
+    again = {"ts": 1.8, "msg": "boot", "step": 6, "resumed_at": 6}
+    _beats(tmp_path, HEALTHY, {**SKIP, "cause": "loss"}, again, FINISH)
+    assert _verdicts(tmp_path)["no NaN"] is True
+
+
+BOOT = {"ts": 1.0, "msg": "boot", "step": 10, "pid": 2**22 + 1}
+
+
+@pytest.mark.parametrize(
+    ("events", "is_passed", "found"),
+    [
+        ([FINISH], True, "the last step was taken"),
+        ([BOOT, {**FINISH, "msg": "halt", "code": 4, "reason": "nan"}], False, "stopped with exit code 4: nan"),
+        ([BOOT, {**FINISH, "msg": "halt", "code": 1, "reason": "disk"}], False, "stopped with exit code 1: disk"),
+        ([BOOT, {**FINISH, "msg": "halt", "code": 75, "reason": "SIGTERM"}], True, "stopped with exit code 75: SIGTERM"),
+        ([BOOT, {**FINISH, "msg": "halt", "code": 4}, BOOT, FINISH], True, "the last step was taken"),
+        ([BOOT], False, "broke off after step 10: its process is gone"),
+        ([{**BOOT, "pid": os.getpid()}], None, "not judged: the run goes on at step 10"),
+    ],
+    ids=["finish", "guard", "crash", "asked", "resumed", "killed", "alive"],
+)
+def test_how_the_last_start_ended_is_judged(events: list[dict[str, Any]], is_passed: bool | None, found: str, tmp_path: Path) -> None:
+    _write(tmp_path, _losses(3, 2))
+    _beats(tmp_path, HEALTHY, *events)
+    [verdict] = [one for one in check_run(read_records(tmp_path)) if one.rule == "ending"]
+    assert (verdict.is_passed, verdict.found) == (is_passed, found)
+
+
+def test_a_run_that_its_guard_stopped_fails(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed, calls = Trainer._summed_loss, 0
+
+    def spoiled(self: Trainer, forward: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += self.model.training
+        loss = summed(self, forward, batch)
+        return loss * float("nan") if self.model.training and calls == 5 else loss
+
+    monkeypatch.setattr(Trainer, "_summed_loss", spoiled)
+    words = ["run", str(trained.parent / "tiny.toml"), "--out", str(tmp_path / "run"), "--set", "train.max_skips=0"]
+    assert run_train(words) == 4
+    verdicts = _verdicts(tmp_path / "run")
+    assert (verdicts["no NaN"], verdicts["ending"]) == (False, False)
 
 
 def test_damaged_records_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

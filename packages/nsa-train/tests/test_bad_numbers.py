@@ -70,6 +70,7 @@ def test_float16_that_runs_over_finds_its_scale_and_is_no_anomaly(
     assert 1 <= len(skipped) < 12
     assert all("is not finite, in " in line for line in skipped)
     assert len(run.losses()) == 12 - len(skipped)
+    assert {beat["cause"] for beat in run.beats() if beat["msg"] == "skip"} == {"overflow"}
     assert run.losses()[-1] < run.losses()[0]
 
 
@@ -82,6 +83,7 @@ def test_float16_counts_a_loss_that_is_not_finite_and_keeps_its_scale(
     assert code == (0 if max_skips else 4)
     assert "step 0003 | skipped, the weights stay as they were: the loss of rank 0, micro-batch 0 is not finite" in capsys.readouterr().out
     assert [int(row["step"]) for row in run.table(run.training)] == ([1, 2, 4, 5] if max_skips else [1, 2])
+    assert [beat["cause"] for beat in run.beats() if beat["msg"] == "skip"] == ["loss"]
     state = json.loads((run.checkpoints / "latest" / "state.json").read_text())
     assert state["scaler"]["scale"] == 2.0**16
     assert state["counters"]["guard"]["num_skipped"] == 1

@@ -1,5 +1,6 @@
 """The command line: verbs, exit codes, messages without tracebacks."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -44,9 +45,56 @@ def test_a_directory_that_is_not_empty_is_refused(tiny_recipe: Path, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["old.txt"]
 
 
-def test_showcase_without_a_file_exits_2_and_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["run", "showcase"]) == 2
-    assert "data.path" in capsys.readouterr().err
+def test_a_recipe_whose_data_are_still_to_be_named_is_judged_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failure = "data.path=None does not name a file (data.source='text' reads local files); use --set data.path=FILE"
+    assert run_command(["run", "showcase", "--out", str(tmp_path / "run")]) == 2
+    assert failure in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert run_command(["preflight", "showcase"]) == 2
+    printed = capsys.readouterr()
+    [line] = printed.err.splitlines()
+    assert line.startswith(f"FAIL  {failure}")
+    assert "parameters with nsa" in printed.out
+    assert "route: slc -> " in printed.out
+    assert "needs data: text, the files that data.path names" in printed.out
+    assert run_command(["loader-check", "showcase"]) == 2
+    assert failure in capsys.readouterr().err
+
+
+def test_a_recipe_whose_data_are_still_to_be_named_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "showcase", "--print-config"]) == 0
+    assert structure(tomllib.loads(capsys.readouterr().out)) == load_config("showcase")
+
+
+NOT_UTF_8 = "bad\udcff"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", NOT_UTF_8], "--out='bad\\udcff' is not UTF-8 (no record could name it); name another directory"),
+        (
+            ["--out", "out", "--set", f"data.path={NOT_UTF_8}"],
+            "--set 'data.path=bad\\udcff' is not UTF-8 (config.toml could not hold it); rename the file, or use a glob",
+        ),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_anything_is_made(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["run", str(tiny_recipe), *words]) == 2
+    assert capsys.readouterr().err == f"nsa-train: {message}\n"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_the_output_cannot_spell_is_replaced(tiny_run: RunDirectory) -> None:
+    words = ["sample", str(tiny_run.root), "--prompt", "caf\u00e9 \u4e1c", "--tokens", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa_train", *words], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"caf? ?")
 
 
 def test_a_missing_file_exits_2_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +160,11 @@ def test_sample_takes_a_run_a_step_or_latest(tiny_run: RunDirectory, capsys: pyt
     assert len(texts) == 1
 
 
+def test_a_prompt_that_is_not_utf_8_is_refused(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sample", str(tiny_run.root), "--prompt", NOT_UTF_8]) == 2
+    assert capsys.readouterr().err == "nsa-train: --prompt='bad\\udcff' is not UTF-8 (the tokenizer reads that); use --prompt 'def '\n"
+
+
 def test_sample_refuses_what_it_cannot_use(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(tiny_run.root)
     assert run_command(["sample", run, "--prompt", "", "--tokens", "0", "--temperature", "-1"]) == 2
@@ -139,3 +192,33 @@ def test_the_trainer_loads_no_compiler() -> None:
     program = "import sys, nsa_train.running; print('triton' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_a_command_without_a_stdout_has_no_traceback(tiny_run: RunDirectory) -> None:
+    words = f"{sys.executable} -m nsa_train ckpt ls {tiny_run.root} >&-"
+    done = subprocess.run(["sh", "-c", words], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_run_whose_reader_went_away_goes_on(tiny_recipe: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "nsa_train", "run", str(tiny_recipe), "--out", str(tmp_path / "run")]
+    words += ["--set", "data.source=synthetic", "--set", "data.path="]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("warn: data: synthetic ids")
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (process.returncode, err) == (0, "")
+    assert (tmp_path / "run" / "checkpoints" / "latest").is_dir()
+
+
+@pytest.mark.parametrize("words", [["ckpt", "ls"], ["ckpt", "verify"]])
+def test_a_reader_that_went_away_is_no_error_to_speak_of(tiny_run: RunDirectory, words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "nsa_train", *words, str(tiny_run.root)]
+    done = [
+        subprocess.run(command, env={**os.environ, **variables}, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        for variables in ({"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""})
+    ]
+    os.close(writer)
+    assert [(one.returncode, one.stderr) for one in done] == [(1, "")] * 2

@@ -49,7 +49,7 @@ BAD = [
     ("nsa.backends.cpm=sdpa", ["nsa.", "'cpm'"]),
     ("nsa.backends=sdpa", ["nsa.backends='sdpa'", "use {cmp = 'sdpa'}"]),
     ("nsa.branches=[]", ["nsa.branches=()", "use ['cmp', 'slc', 'win']"]),
-    ("nsa.rope_scaling={kind='yran'}", ["nsa.rope_scaling.kind='yran'", "use 'linear'"]),
+    ("nsa.rope_scaling={kind='yran', factor=2.0}", ["nsa.rope_scaling.kind='yran'", "use 'linear'"]),
     ("nsa.rope_scaling={kind='linear', factor=nan}", ["nsa.rope_scaling.factor=nan", "use 1.0"]),
     ("nsa.rope_scaling={kind='linear', factor=1e300}", ["nsa.rope_scaling.factor=1e+300", "more than 2,147,483,647", "factor = 2.0"]),
     (
@@ -62,10 +62,15 @@ BAD = [
     ),
     ("nsa.rope_scaling={kind='yarn', factor=0}", ["nsa.rope_scaling.factor=0 is not a finite number above 0", "use 1.0"]),
     (
-        "nsa.rope_scaling={kind='linear', attention_factor=2.0}",
+        "nsa.rope_scaling={kind='linear', factor=2.0, attention_factor=2.0}",
         ["nsa.rope_scaling.attention_factor=2.0", "leave it away, or use kind='yarn'"],
     ),
-    ("nsa.rope_scaling={knd='linear'}", ["nsa.rope_scaling={'knd'", "use {kind = 'linear', factor = 2.0}"]),
+    (
+        "nsa.rope_scaling={knd='linear', factor=2.0}",
+        ["nsa.rope_scaling.knd is unknown (a scaling has kind, factor, original_max_position, ", "use {kind = 'linear', factor = 2.0}"],
+    ),
+    ("nsa.rope_scaling={factor=2.0}", ["nsa.rope_scaling={'factor': 2.0} has no kind; use {kind = 'linear', factor = 2.0}"]),
+    ("nsa.rope_scaling={kind='linear'}", ["nsa.rope_scaling={'kind': 'linear'} has no factor; use {kind = 'linear', factor = 2.0}"]),
     ("nsa.rope_scaling=3", ["nsa.rope_scaling=3 is not a table", "use {kind = 'linear', factor = 2.0}, or leave it away"]),
 ]
 
@@ -136,8 +141,8 @@ def test_every_key_is_documented_by_the_contract() -> None:
 def test_tables_are_checked_when_built_in_code() -> None:
     with pytest.raises(ConfigError, match=r"train.lr='fast' is not a number from 1e-12 to 100; use 0.003"):
         TrainTable(steps=1, seq_len=2, batch_size=1, lr="fast")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"data.path=None does not name a file"):
-        DataTable(source="text")
+    with pytest.raises(ConfigError, match=r"data.path=3 does not name a file"):
+        DataTable(source="text", path=3)
 
 
 def test_the_attention_layer_is_configured_by_both_tables(tiny_config) -> None:

@@ -1,5 +1,6 @@
 """How a run that ends before its last step leaves its records, and which of two requests to stop counts."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,8 +18,9 @@ from nsa_train.cli import run_command
 from nsa_train.errors import GuardError
 from nsa_train.parallel.world import World
 from nsa_train.run_dir import RunDirectory
-from nsa_train.stopping import Stop, StopRequests
+from nsa_train.stopping import POLL_S, Stop, StopRequests
 from nsa_train.telemetry.recorder import Recorder
+from nsa_train.telemetry.records import CsvTable
 from nsa_train.trainer import Trainer
 
 
@@ -41,6 +43,28 @@ def test_what_an_error_stopped_has_none(train: Callable[..., Any], monkeypatch: 
     code, run = train()
     assert code == 1
     assert not run.anomaly_type.exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "kept"), [(2, "there is no checkpoint yet"), (4, "step-3 is still there")], ids=["before the first save", "after it"]
+)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_record_that_cannot_be_written_ends_the_run_and_says_where_it_goes_on(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, step: int, kept: str
+) -> None:
+    append = CsvTable.append
+
+    def full(self: CsvTable, row: dict[str, Any]) -> None:
+        if row["step"] == step:
+            raise OSError(number, os.strerror(number))
+        append(self, row)
+
+    monkeypatch.setattr(CsvTable, "append", full)
+    code, run = train()
+    assert code == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nsa-train: the run in {run.root} broke off ([Errno {number}] {os.strerror(number)}; ")
+    assert line.endswith(f" MiB are free); {kept}; mend that and go on with --resume")
 
 
 @pytest.mark.parametrize("lost", [["training.csv"], ["training.csv", "val.csv", "heartbeat_rank0.jsonl", "env.json", "config.toml"]])
@@ -84,6 +108,83 @@ def _heard(stops: StopRequests, wanted: Stop) -> bool:
     while stops.heard() is not wanted and time.monotonic() < deadline:
         time.sleep(0.01)
     return stops.heard() is wanted
+
+
+class _LostFile(type(Path())):
+    """A file of a server that answers no more."""
+
+    def exists(self, **options: Any) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
+class _LostRunDirectory(RunDirectory):
+    @property
+    def halt(self) -> Path:
+        return _LostFile(super().halt)
+
+
+class _LostStore:
+    """A store whose keeper is gone, or reads what it must not."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("broken pipe")
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_a_stack_dump_that_cannot_be_written_leaves_sigterm_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = RunDirectory(tmp_path)
+    paths.stackdump(0).mkdir()
+    with StopRequests(paths, World(device=torch.device("cpu"))) as stops:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert _heard(stops, Stop.TERMINATE)
+    assert capsys.readouterr().err == f"nsa-train: no stack dump: [Errno 21] Is a directory: '{paths.stackdump(0)}'\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is full")
+def test_a_stack_dump_that_a_full_disk_swallows_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = RunDirectory(tmp_path)
+    paths.stackdump(0).symlink_to("/dev/full")
+    with StopRequests(paths, World(device=torch.device("cpu"))) as stops:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert _heard(stops, Stop.TERMINATE)
+    assert capsys.readouterr().err == f"nsa-train: no stack dump: [Errno 28] No space left on device: '{paths.stackdump(0)}'\n"
+
+
+def test_a_halt_that_cannot_be_looked_up_leaves_sigterm_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StopRequests(_LostRunDirectory(tmp_path), World(device=torch.device("cpu"))) as stops:
+        assert stops.heard(look=True) is Stop.NO
+        time.sleep(3 * POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert _heard(stops, Stop.TERMINATE)
+    assert capsys.readouterr().err == "nsa-train: .HALT cannot be looked for: [Errno 116] Stale file handle\n"
+
+
+def test_a_request_that_cannot_be_shared_is_heard_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StopRequests(RunDirectory(tmp_path), World(device=torch.device("cpu"), store=_LostStore())) as stops:
+        RunDirectory(tmp_path).halt.touch()
+        assert _heard(stops, Stop.HALT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert _heard(stops, Stop.TERMINATE)
+    assert capsys.readouterr().err == "nsa-train: the other ranks hear of the stop at the next step (broken pipe)\n"
+
+
+def test_sighup_counts_as_sigterm(tmp_path: Path) -> None:
+    with StopRequests(RunDirectory(tmp_path), World(device=torch.device("cpu"))) as stops:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert _heard(stops, Stop.TERMINATE)
+
+
+def test_nohup_is_obeyed(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests(RunDirectory(tmp_path), World(device=torch.device("cpu"))):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("is_halt_first", [True, False])

@@ -50,6 +50,15 @@ def test_a_failed_rule_stops_the_run_with_all_of_them(tiny_config, tmp_path: Pat
     assert len(str(caught.value).splitlines()) == 3
 
 
+@pytest.mark.parametrize("below", [".", "run"])
+def test_an_out_directory_that_is_a_link_to_nothing_is_refused(tiny_config, tmp_path: Path, below: str) -> None:
+    (tmp_path / "link").symlink_to("gone")
+    [failure] = run_preflight(tiny_config(), tmp_path / "link" / below).failed
+    assert failure.endswith(
+        f"cannot be written ({tmp_path / 'link'} is a link to 'gone', which is not there); make that, or name another directory"
+    )
+
+
 def test_an_out_directory_below_a_file_is_refused(tiny_config, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     [failure] = run_preflight(tiny_config(), tmp_path / "file" / "out").failed

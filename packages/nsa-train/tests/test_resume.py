@@ -160,7 +160,7 @@ def test_sigterm_saves_and_exits_75_and_the_handlers_are_put_back(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_evaluate", terminated)
         assert run_in("run", overrides=("train.save_every=0",)) == 75
-    assert "stopped by SIGTERM after step 6, which is saved; go on with --resume" in capsys.readouterr().err
+    assert "stopped by SIGTERM or SIGHUP after step 6, which is saved; go on with --resume" in capsys.readouterr().err
     assert "Thread" in RunDirectory(tmp_path / "run").stackdump(0).read_text()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
     assert run_in("run", "--resume") == 0

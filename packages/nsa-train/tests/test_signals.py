@@ -21,12 +21,13 @@ from nsa_train.signals import ending_by_signals
 from nsa_train.telemetry.recorder import Recorder
 from nsa_train.trainer import Trainer
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 WORDS = {
     signal.SIGTERM: "stopped by SIGTERM before the first step or after the last",
+    signal.SIGHUP: "stopped by SIGHUP before the first step or after the last",
     signal.SIGINT: "interrupted by Ctrl-C; go on with --resume",
 }
-CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
 
 @pytest.fixture(autouse=True)

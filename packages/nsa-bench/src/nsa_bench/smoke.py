@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 from nsa_bench.determinism import selection_verdict
 from nsa_bench.errors import OptionError
 from nsa_bench.smoke_records import Records, Verdict, read_metrics
+from nsa_train.guards import Cause
 from nsa_train.telemetry.health import judge
+from nsa_train.telemetry.watch import ON_REQUEST, has_died
 
 FETCH_SHARE = 0.05
 """Of a step: the most that waiting for data may take, at its 95th percentile."""
 WINDOW_SHARE = 0.1
 """The first and last tenth of the steps are compared."""
 STEADY_SHARE = 0.5
-"""Of the run's median throughput, below which its last tenth may not lie."""
+"""Of the run's median throughput, below which its last tenth may not lie; what else runs on a machine moves it by less."""
+FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
+"""Why steps are skipped in a run whose numbers are sound."""
 HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_mean", "reads_act_total", "fallbacks_total")
 """What is judged of the last logged step, as `nsa_train.telemetry.health` names it."""
 COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
@@ -25,7 +30,7 @@ COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "
 
 def check_run(records: Records) -> list[Verdict]:
     """Return the verdict of every rule on `records`."""
-    rules: tuple[Callable[[Records], Verdict], ...] = (_numbers, _improvement, _throughput, _fetch)
+    rules: tuple[Callable[[Records], Verdict], ...] = (_ending, _numbers, _improvement, _throughput, _fetch)
     damage = [Verdict(rule="records", is_passed=None, found=line) for line in records.damaged]
     return [*damage, *(rule(records) for rule in rules), *_health(records), selection_verdict(records)]
 
@@ -44,11 +49,25 @@ def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[V
     return verdicts
 
 
+def _ending(records: Records) -> Verdict:
+    rule, newest = "ending", records.newest
+    if newest.last.get("msg") == "finish":
+        return Verdict(rule=rule, is_passed=True, found="the last step was taken")
+    if newest.last.get("msg") == "halt":
+        code = newest.last.get("code")
+        return Verdict(rule=rule, is_passed=code in ON_REQUEST, found=f"stopped with exit code {code}: {newest.last.get('reason')}")
+    if has_died(newest, time.time()):
+        return Verdict(rule=rule, is_passed=False, found=f"broke off after step {newest.step}: its process is gone")
+    return Verdict(rule=rule, is_passed=None, found=f"not judged: the run goes on at step {newest.step}")
+
+
 def _numbers(records: Records) -> Verdict:
     bad = [int(row["step"]) for row in records.steps if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))]
     bad += [int(row["step"]) for row in records.evaluations if not math.isfinite(row["val_loss"])]
+    # a step that was skipped has no row
+    bad += [skip["step"] for skip in records.skips if skip.get("cause") not in FINITE_CAUSES]
     found = (
-        f"losses and gradients of {len(records.steps)} steps are finite" if not bad else f"not finite at step {bad[0]}, {len(bad)} in all"
+        f"losses and gradients of {len(records.steps)} steps are finite" if not bad else f"not finite at step {min(bad)}, {len(bad)} in all"
     )
     return Verdict(rule="no NaN", is_passed=bool(records.steps) and not bad, found=found)
 
@@ -77,7 +96,7 @@ def _throughput(records: Records) -> Verdict:
     return Verdict(
         rule="throughput",
         is_passed=median > 0 and end >= STEADY_SHARE * median,
-        found=f"{median:,.0f} tokens per second, {end:,.0f} at the end",
+        found=f"median {median:,.0f} tokens per second, {end:,.0f} at the end (at least {100 * STEADY_SHARE:.0f} % of it)",
     )
 
 

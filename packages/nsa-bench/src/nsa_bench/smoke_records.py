@@ -11,7 +11,9 @@ from nsa_bench.errors import OptionError
 from nsa_train.errors import ConfigError
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.telemetry.anomalies import RankWatch
 from nsa_train.telemetry.damage import damaged_records
+from nsa_train.telemetry.metrics import standing_skips
 from nsa_train.telemetry.records import read_events, read_json, read_rows
 
 
@@ -33,6 +35,10 @@ class Records:
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
     progress: list[dict[str, Any]]
+    skips: list[dict[str, Any]]
+    """Events of steps whose update was left out."""
+    newest: RankWatch
+    """What the events of rank 0's newest start amount to."""
     metrics: dict[str, Any]
     damaged: tuple[str, ...] = ()
     """What of them cannot be read and is left out, a line per file."""
@@ -53,15 +59,26 @@ def read_records(folder: Path) -> Records:
         settings = read_toml(paths.config)
     except ConfigError as error:
         raise OptionError(str(error)) from None
+    events = list(read_events(paths.heartbeat))
     return Records(
         paths=paths,
         settings=settings,
         steps=list(read_rows(paths.training)),
         evaluations=list(read_rows(paths.validation)),
-        progress=[event for event in read_events(paths.heartbeat) if event["msg"] == "progress"],
+        progress=[event for event in events if event["msg"] == "progress"],
+        skips=standing_skips(events),
+        newest=_newest_start(events),
         metrics=read_json(paths.metrics),
         damaged=tuple(damaged_records(paths)),
     )
+
+
+def _newest_start(events: list[dict[str, Any]]) -> RankWatch:
+    found = RankWatch(0)
+    for event in events:
+        found = RankWatch(0) if event["msg"] == "boot" else found
+        found.observe(event)
+    return found
 
 
 def read_metrics(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command `nsa-train`. Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted, 4 anomaly, 75 SIGTERM, 130 Ctrl-C.
+"""The command `nsa-train`. Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted, 4 anomaly, 75 SIGTERM or SIGHUP, 130 Ctrl-C.
 
 Torch is imported after the configuration was read, so that a mistyped key is reported at once.
 """
@@ -18,11 +18,12 @@ from nsa_train.options import check_sampling, check_seconds
 from nsa_train.parallel.outcomes import Ending, ending_of, note_worker, reported
 from nsa_train.recipe import load_config, settled, to_toml
 from nsa_train.signals import ending_by_signals
+from nsa_train.streams import discard, is_unread, settle_streams, warn
 
 app = App(
     name="nsa-train",
     help="Train, sample and inspect language models built on Native Sparse Attention.",
-    help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted by .HALT, 4 anomaly, 75 stopped by SIGTERM, 130 by Ctrl-C.",
+    help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted by .HALT, 4 anomaly, 75 SIGTERM or SIGHUP, 130 Ctrl-C.",
     version=__version__,
     suppress_keyboard_interrupt=False,
 )
@@ -53,7 +54,7 @@ def run(
     synthetic_on_fail: SyntheticOnFail = False,
 ) -> int:
     """Train what RECIPE describes: a shipped name (demo, showcase) or the path of a TOML file."""
-    overrides = settled([*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])], say=_warn)
+    overrides = settled([*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])], say=warn)
     config = load_config(recipe, overrides)
     if print_config:
         print(to_toml(config), end="")
@@ -101,7 +102,7 @@ def preflight(
     nnodes: Annotated[str | None, Parameter(help="Hosts like that, or LEAST:MOST; by default as many as give WORLD_SIZE, or 1.")] = None,
 ) -> int:
     """Judge every rule that a run of RECIPE must meet, without running it."""
-    return _judge(load_config(recipe, settled(set_ or (), say=_warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
+    return _judge(load_config(recipe, settled(set_ or (), say=warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
 
 
 def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> int:
@@ -149,7 +150,7 @@ def loader_check(
 ) -> int:
     """Read batches of RECIPE without a model: time to the first, shape, tokens/s, waits, first tokens. Exit 2 with the cause."""
     check_seconds("--timeout", timeout, example=60)
-    config = load_config(recipe, settled(set_ or (), say=_warn))
+    config = load_config(recipe, settled(set_ or (), say=warn))
     from nsa_train.data.fallback import Start, or_synthetic
     from nsa_train.data.loader_check import check_loader
 
@@ -196,7 +197,7 @@ def sample(
 
     checkpoint = open_checkpoint(ckpt)
     for line in checkpoint.refused:
-        _warn(line)
+        warn(line)
     tokenizer = build_tokenizer(checkpoint.config.data)
     ids = tokenizer.encode(prompt.encode())
     [drawn] = generate(load_model(checkpoint), [ids], tokenizer=tokenizer, num_tokens=tokens, temperature=temperature, seed=seed)
@@ -217,7 +218,7 @@ def report(directory: Annotated[Path, Parameter(name="DIR")], /) -> int:
 
     paths = RunDirectory(directory)
     for line in damaged_records(paths):
-        _warn(line)
+        warn(line)
     write_report(paths)
     print(paths.report)
     return 0
@@ -230,21 +231,25 @@ app.command(ckpt)
 @ckpt.command
 def ls(directory: Annotated[Path, Parameter(name="DIR")], /) -> int:
     """List the checkpoints of the run in DIR: step, date, size, and where `latest` points."""
-    from nsa_train.checkpoint.commands import listing
+    from nsa_train.checkpoint.commands import listing, lost_latest
 
     for line in listing(directory):
         print(line)
+    if line := lost_latest(directory):
+        warn(line)
     return 0
 
 
 @ckpt.command
 def verify(path: Annotated[Path, Parameter(name="PATH")], /) -> int:
     """Read every byte of the checkpoints at PATH, a step-N or a run's directory; exit 1 if one is damaged."""
-    from nsa_train.checkpoint.commands import verification
+    from nsa_train.checkpoint.commands import lost_latest, verification
 
     lines = verification(path)
     for line, is_whole in lines.items():
         print(f"ok    {line}" if is_whole else f"FAIL  {line}", file=sys.stdout if is_whole else sys.stderr)
+    if line := lost_latest(path):
+        warn(line)
     return 0 if all(lines.values()) else TrainError.exit_code
 
 
@@ -261,12 +266,13 @@ def export(
     """Write the weights of CKPT to OUT, which must not exist."""
     from nsa_train.checkpoint import export as export_weights
 
-    print(export_weights(source, out, format_, say=_warn))
+    print(export_weights(source, out, format_, say=warn))
     return 0
 
 
 def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
+    settle_streams()
     if not note_worker():
         sys.exit(reported(TerminatedError.exit_code, is_own=True))
     sys.exit(run_command(sys.argv[1:] if tokens is None else tokens))
@@ -276,19 +282,25 @@ def run_command(tokens: Iterable[str]) -> int:
     """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
     ending = _run_app(list(tokens))
     if ending.line:
-        _warn(ending.line)
+        warn(ending.line)
     return reported(ending.code, is_own=ending.is_own)
 
 
 def _run_app(tokens: list[str]) -> Ending:
     try:
         result: int | None = app(_with_steps(tokens), exit_on_error=False, result_action="return_value")
+        # a reader that is gone shows here, not when the process has ended
+        print(end="", flush=True)
     except CycloptsError:
         # cyclopts has printed what is wrong
         return Ending(ConfigError.exit_code)
     except (TrainError, SignalledError) as error:
         return ending_of(error)
     except OSError as error:
+        if sys.stdout is not None and is_unread(sys.stdout):
+            # whoever read the output has seen enough
+            discard(sys.stdout)
+            return Ending(TrainError.exit_code)
         return Ending(TrainError.exit_code, f"{error}; mend it and start again")
     except KeyboardInterrupt:
         return Ending(INTERRUPTED, "interrupted by Ctrl-C")
@@ -299,10 +311,6 @@ def _with_steps(tokens: list[str]) -> list[str]:
     """Return `tokens` with the newest step named after each `--resume` that names none."""
     following = [*tokens[1:], ""]
     return ["--resume=-1" if word == "--resume" and not after.isdigit() else word for word, after in zip(tokens, following, strict=False)]
-
-
-def _warn(line: str) -> None:
-    print(f"nsa-train: {line}", file=sys.stderr)
 
 
 def _default_out(recipe: str) -> Path:

@@ -70,6 +70,23 @@ _ADVICE = {
 """Key of table `nsa` -> what to write in TOML, where nsa-core says it in Python."""
 
 
+_SCALING_ALIASES = {"type": "kind", "rope_type": "kind", "original_max_position_embeddings": "original_max_position"}
+_SCALING_KEYS = ("kind", "factor", "original_max_position", "beta_fast", "beta_slow", "attention_factor")
+
+
+def _broken_scaling(table: Mapping[str, Any]) -> list[str]:
+    """Return what stands against the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
+    names = [_SCALING_ALIASES.get(name, name) for name in table]
+    advice = _ADVICE["rope_scaling"]
+    unknown = [
+        f"nsa.rope_scaling.{name} is unknown (a scaling has {listed(_SCALING_KEYS)}); {advice}"
+        for name in names
+        if name not in _SCALING_KEYS
+    ]
+    missing = [f"nsa.rope_scaling={dict(table)!r} has no {name}; {advice}" for name in ("kind", "factor") if name not in names]
+    return unknown or missing
+
+
 @frozen(kw_only=True)
 class NSATable(Table):
     """Native Sparse Attention; names, defaults and rules are those of `nsa_core.NSAConfig` and `BlockGeometry`."""
@@ -106,6 +123,8 @@ class NSATable(Table):
             return []
         if not isinstance(self.rope_scaling, Mapping):
             return [f"nsa.rope_scaling={self.rope_scaling!r} is not a table; {_ADVICE['rope_scaling']}, or leave it away"]
+        if problems := _broken_scaling(self.rope_scaling):
+            return problems
         numbers = {name: value for name, value in self.rope_scaling.items() if isinstance(value, int | float)}
         large = [f"{name}={value!r} is more than {MOST_SCALED:,}" for name, value in numbers.items() if value > MOST_SCALED]
         small = [f"{name}={value!r} is less than {LEAST_SCALED:g}" for name, value in numbers.items() if 0 < value < LEAST_SCALED]

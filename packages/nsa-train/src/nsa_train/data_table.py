@@ -47,7 +47,12 @@ class DataTable(Table):
     @property
     def paths(self) -> tuple[str, ...]:
         """File names and globs of `path`."""
-        return () if self.path is None else (self.path,) if isinstance(self.path, str) else tuple(self.path)
+        return () if not self.path else (self.path,) if isinstance(self.path, str) else tuple(self.path)
+
+    @property
+    def missing_path(self) -> str:
+        """What to say where the files are still to be named: the recipe can be judged, and not run; empty where they are."""
+        return self._no_file() if self.source in FILE_SOURCES and self.path is None else ""
 
     def broken_pairs(self) -> list[str]:
         """Return what stands against source with path, mix and subset, and tokenizer with its file."""
@@ -56,16 +61,18 @@ class DataTable(Table):
     def _broken_path(self) -> list[str]:
         if self.source in (*FILE_SOURCES, "fineweb_edu"):
             is_named = isinstance(self.path, str | list | tuple) and all(isinstance(name, str) and name for name in self.path)
-            if (self.path is not None or self.source in FILE_SOURCES) and not (self.path and is_named):
-                return [
-                    f"data.path={self.path!r} does not name a file (data.source={self.source!r} reads local files); "
-                    "use --set data.path=FILE, or a quoted glob such as 'texts/*.txt'"
-                ]
+            return [] if self.path is None or (self.path and is_named) else [self._no_file()]
+        # a recipe's path is taken away by --set data.path=
+        if self.path is None or self.path == "":
             return []
-        if self.path is None:
-            return []
-        advice = "--set data.mix='{\"web/*.jsonl\" = 3}'" if self.source == "mix" else "--set data.source=text"
+        advice = "--set data.mix='{\"web/*.jsonl\" = 3}'" if self.source == "mix" else "--set data.path= or --set data.source=text"
         return [f"data.path={self.path!r} would be ignored (data.source={self.source!r} reads no path); use {advice}"]
+
+    def _no_file(self) -> str:
+        return (
+            f"data.path={self.path!r} does not name a file (data.source={self.source!r} reads local files); "
+            "use --set data.path=FILE, or a quoted glob such as 'texts/*.txt'"
+        )
 
     def _broken_mix(self) -> list[str]:
         weights = self.mix if isinstance(self.mix, Mapping) else {}

@@ -49,7 +49,9 @@ class Cause(StrEnum):
     LOSS = "loss"
     """That of a micro-batch is not finite."""
     GRADIENT = "gradient"
-    """It is not finite, though every loss is; with float16 the scale of the loss may be why."""
+    """It is not finite, though every loss is."""
+    OVERFLOW = "overflow"
+    """The same where float16 ran over: that is how the scale of the loss finds its place."""
     SPIKE = "spike"
 
 

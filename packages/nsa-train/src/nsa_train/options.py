@@ -1,7 +1,7 @@
 """Rules that options of the command line obey, where no key of a recipe stands behind them. Imports no torch."""
 
 from nsa_train.errors import ConfigError
-from nsa_train.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_number
+from nsa_train.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_number, is_utf_8
 
 MOST_SAMPLED = 100_000
 """Tokens of one sample: each takes a step of the model, and the cache is made for all."""
@@ -28,6 +28,8 @@ def check_sampling(prompt: str, *, tokens: int, temperature: float, seed: int) -
     problems = []
     if not prompt:
         problems.append("--prompt='' is empty (the model needs a first token); use --prompt 'def '")
+    if not is_utf_8(prompt):
+        problems.append(f"--prompt={prompt!r} is not UTF-8 (the tokenizer reads that); use --prompt 'def '")
     if not 1 <= tokens <= MOST_SAMPLED:
         problems.append(f"--tokens={tokens} is not an integer from 1 to {MOST_SAMPLED:,}; use 200")
     if not (temperature == 0 or is_number(temperature, at_least=COLDEST, at_most=HOTTEST)):

@@ -11,6 +11,7 @@ from typing import Any
 
 from nsa_train.config import RunConfig, listed, structure, unstructure
 from nsa_train.errors import ConfigError
+from nsa_train.rules import is_utf_8
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -84,8 +85,10 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
     """Put `table.key=value` into `tables`; the value is TOML, and a bare word is a string.
 
     Raises:
-        ConfigError: when it does not have that form.
+        ConfigError: when it does not have that form, or is not UTF-8.
     """
+    if not is_utf_8(override):
+        raise ConfigError(f"--set {override!r} is not UTF-8 (config.toml could not hold it); rename the file, or use a glob")
     key, equals, text = override.partition("=")
     names = [name.strip() for name in key.split(".")]
     if not equals or len(names) < 2 or not all(names):

@@ -102,6 +102,15 @@ def _key(rule: Rule, default: Any) -> Any:
     return field(default=default, metadata={"rule": rule})
 
 
+def is_utf_8(text: str) -> bool:
+    """Return whether `text` can be written as UTF-8; a name that a shell passes on may hold any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def nearest_multiples(value: int, of: int) -> str:
     """Return the multiples of `of` next to `value`, 0 left out, for a message: "4 or 8"."""
     below = value // of * of

@@ -1,12 +1,11 @@
 """A run on this process's rank, from a configuration to an exit code: join, check, resume, train."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, resume_point
+from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, refused_by_disk, resume_point
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError, PeerError, TrainError
 from nsa_train.model.decoder import count_parameters
@@ -17,7 +16,7 @@ from nsa_train.preflight.schedule import unequal_shares
 from nsa_train.run_dir import RunDirectory
 from nsa_train.stopping import refuse_stale_halt
 from nsa_train.telemetry.damage import damaged_records
-from nsa_train.telemetry.progress import ProgressDisplay
+from nsa_train.telemetry.progress import ProgressDisplay, Screen
 from nsa_train.telemetry.records import read_json
 from nsa_train.trainer import Trainer
 
@@ -38,7 +37,7 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
     settle_cublas(is_deterministic=config.train.deterministic)
     with (
         join_world(config.train.strategy, config.train.device) as world,
-        ProgressDisplay(Console(quiet=not world.is_main), config.train.steps) as display,
+        ProgressDisplay(Screen(quiet=not world.is_main), config.train.steps) as display,
     ):
         # a name that holds the time differs from process to process
         out = Path(world.from_main(str(out)))
@@ -61,11 +60,21 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
                 display.note(f"resume: {line}")
         _introduce(config, out, display)
         is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
-        trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
-        metrics = trainer.run()
+        with _disk_errors_told(out):
+            trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
+            metrics = trainer.run()
         if world.is_main:
             display.note(_summary(metrics, out))
         return metrics
+
+
+@contextmanager
+def _disk_errors_told(out: Path) -> Iterator[None]:
+    """Say of a file that cannot be written or read in which run that was, and from where it goes on."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(refused_by_disk(f"the run in {out} broke off", error, RunDirectory(out).checkpoints)) from error
 
 
 def check_place(out: Path) -> None:

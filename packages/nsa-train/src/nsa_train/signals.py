@@ -15,14 +15,14 @@ STDERR = 2
 
 @contextmanager
 def ending_by_signals() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C end the block, and SIGUSR1 write the stacks of all threads to stderr.
+    """Let SIGTERM, SIGHUP and Ctrl-C end the block, and SIGUSR1 write the stacks of all threads to stderr.
 
     Handlers are set in the main thread alone, and put back at the end. A signal that the caller's shell ignores stays ignored.
 
     Raises:
         SignalledError: from the block, with the documented exit code.
     """
-    handlers = {signal.SIGTERM: _terminate, signal.SIGINT: _interrupt, signal.SIGUSR1: _dump_stacks}
+    handlers = {signal.SIGTERM: _terminate, signal.SIGHUP: _terminate, signal.SIGINT: _interrupt, signal.SIGUSR1: _dump_stacks}
     is_main = threading.current_thread() is threading.main_thread()
     wanted = {number: handler for number, handler in handlers.items() if is_main and signal.getsignal(number) != signal.SIG_IGN}
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
@@ -34,7 +34,8 @@ def ending_by_signals() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    message = "stopped by SIGTERM before the first step or after the last; nothing was lost: start again, with --resume if it had begun"
+    name = signal.Signals(number).name
+    message = f"stopped by {name} before the first step or after the last; nothing was lost: start again, with --resume if it had begun"
     raise SignalledError(message, exit_code=TerminatedError.exit_code)
 
 

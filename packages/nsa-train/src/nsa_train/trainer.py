@@ -26,8 +26,9 @@ from nsa_train.patience import Patience
 from nsa_train.routing import DTYPES
 from nsa_train.run_dir import RunDirectory
 from nsa_train.stopping import Stop, StopRequests
+from nsa_train.telemetry.health import of_layers
 from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
-from nsa_train.telemetry.recorder import Recorder
+from nsa_train.telemetry.recorder import Observed, Recorder
 from nsa_train.telemetry.samples import write_samples
 
 FAILED = -1
@@ -129,7 +130,7 @@ class Trainer:
                 self._after_step(step)
             self._write_samples("after.txt")
         self.writer.wait()
-        return self.recorder.finished(say=self.display.note)
+        return self.recorder.finished(consumed_hash=self._position()["consumed_hash"], say=self.display.note)
 
     def _step(self, step: int) -> None:
         train, started = self.config.train, time.perf_counter()
@@ -139,7 +140,7 @@ class Trainer:
             # also where the step is skipped
             self.recorder.consumed_first(step, self.stream.first_tokens())
         with self._eagerly(is_wanted=is_logged), self.recorder.observing(is_logged=is_logged) as observed:
-            found = self._backward(fetched, targets)
+            found = self._backward(fetched, targets, observed)
         everyone = self.world.exchange(found.as_row())
         loss = sum(row[0] for row in everyone) / max(targets, 1)
         skip = self.guard.judge(loss, everyone)
@@ -160,7 +161,8 @@ class Trainer:
             is_clipped=found.grad_norm > train.grad_clip,
             lengths=fetched.lengths,
         )
-        self.recorder.stepped(figures, fetches=self.recent_fetches, observed=observed, data=self.stream.figures())
+        layers = of_layers(observed.telemetry, self.world.gather) if observed.telemetry else []
+        self.recorder.stepped(figures, fetches=self.recent_fetches, layers=layers, observed=observed, data=self.stream.figures())
         self.display.show_step(figures, is_logged=is_logged)
 
     def _after_step(self, step: int) -> None:
@@ -208,7 +210,7 @@ class Trainer:
         self.world.barrier()
         raise stop.error(step)
 
-    def _backward(self, fetched: Fetched, targets: float) -> StepNumbers:
+    def _backward(self, fetched: Fetched, targets: float, observed: Observed) -> StepNumbers:
         """Fill the gradients of the mean loss over the `targets` of all ranks and return what this rank found."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -221,6 +223,7 @@ class Trainer:
                 with self.recorder.phase("backward"):
                     scaled = loss * factor
                     torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
+            observed.end_pass()
             losses.append(loss.detach().float())
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -251,9 +254,10 @@ class Trainer:
         """
         reason, batch = self._described(skip, fetched, everyone)
         self.optimizer.zero_grad(set_to_none=True)
-        self.recorder.skipped(step, reason, batch)
+        cause = Cause.OVERFLOW if self._is_overflow(skip.cause) else skip.cause
+        self.recorder.skipped(step, reason, batch, cause=cause.value)
         self.display.note(f"step {step:04d} | skipped, the weights stay as they were: {reason}; {batch}")
-        if self._is_overflow(skip.cause):
+        if cause is Cause.OVERFLOW:
             return
         self._require_finite_state(step)
         if self.watch.num_observed == 0:
@@ -318,7 +322,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             config=self.config,
-            data=merge_states(gather_json(self.feed.position)),
+            data=self._position(),
             scaler=self.scaler,
             routes=self.recorder.fallbacks.preferred,
             counters={"guard": self.guard.state_dict(), "watch": self.watch.state_dict(), "patience": self.patience.state_dict()},
@@ -326,6 +330,10 @@ class Trainer:
         path = self.writer.save(step, snapshot)
         self.saved_at = step
         self.recorder.saved(step, path)
+
+    def _position(self) -> dict[str, Any]:
+        """Return the position of all ranks in the data. A collective."""
+        return merge_states(gather_json(self.feed.position))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         restore(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)

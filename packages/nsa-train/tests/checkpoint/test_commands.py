@@ -45,6 +45,18 @@ def test_verify_names_the_damaged_one_and_exits_1(root: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify"])
+def test_a_latest_that_names_no_checkpoint_is_told(root: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    (root / "latest").unlink()
+    (root / "latest").symlink_to("step-9")
+    for place in (root, root.parent):
+        assert run_command(["ckpt", verb, str(place)]) == 0
+        assert (
+            capsys.readouterr().err
+            == f"nsa-train: {root / 'latest'} names step-9, which is not there; a resume takes the newest whole one\n"
+        )
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify"])
 def test_a_place_without_checkpoints_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
     for place in (tmp_path, tmp_path / "absent"):
         assert run_command(["ckpt", verb, str(place)]) == 2

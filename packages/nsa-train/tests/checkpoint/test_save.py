@@ -178,7 +178,7 @@ def test_an_async_failure_of_the_last_save_shows_when_the_writer_closes(
 ) -> None:
     monkeypatch.setattr(publish, "write_manifest", _raises(errno.EIO))
     with (
-        pytest.raises(CheckpointError, match="step-1 was not written .*there is none before it"),
+        pytest.raises(CheckpointError, match="step-1 was not written .*there is no checkpoint yet"),
         CheckpointWriter(tmp_path, is_async=True) as writer,
     ):
         writer.save(1, build_parts().snapshot())

@@ -71,6 +71,20 @@ def test_a_bad_line_is_named_or_counted(
         assert stream.figures()["data_bad_records"] == 1
 
 
+@pytest.mark.parametrize("in_memory_mib", [64, 0])
+def test_the_counts_of_two_ranks_add_up_to_the_run_s(tmp_path: Path, data_config: Callable[..., RunConfig], in_memory_mib: int) -> None:
+    path = _write(tmp_path / "a.jsonl", [line for good in _lines() for line in (good, good, b"oops")])
+    overrides = ("data.source=jsonl", f"data.path={path}", f"data.in_memory_mib={in_memory_mib}", "data.on_bad_record=skip")
+    config = data_config(*overrides, "train.batch_size=2")
+    counts = []
+    for rank in (0, 1):
+        with open_training_stream(config, rank=rank, world_size=2) as stream:
+            while not stream.figures()["data_epoch"]:
+                next(stream)
+            counts.append(stream.figures()["data_bad_records"])
+    assert sum(counts) == len(GOOD)
+
+
 def test_a_bad_record_is_counted_once_however_often_it_is_met(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
     path = _write(tmp_path / "a.jsonl", [line for good in _lines() for line in (good, good, b"oops")])
     config = data_config("data.source=jsonl", f"data.path={path}", "data.in_memory_mib=0", "data.on_bad_record=skip")

@@ -13,14 +13,19 @@ from nsa_train.recipe import load_config, to_toml
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"source": "jsonl"}, "data.path=None does not name a file (data.source='jsonl' reads local files); use --set data.path=FILE"),
-        ({"source": "parquet", "path": ""}, "data.path='' does not name a file"),
+        (
+            {"source": "parquet", "path": ""},
+            "data.path='' does not name a file (data.source='parquet' reads local files); use --set data.path=FILE",
+        ),
         ({"source": "text", "path": []}, "data.path=[] does not name a file"),
         ({"source": "text", "path": ["a", 3]}, "data.path=['a', 3] does not name a file"),
         ({"source": "text", "path": 3}, "data.path=3 does not name a file"),
         ({"source": "fineweb_edu", "path": ""}, "data.path='' does not name a file"),
         ({"source": "stdlib", "path": "a"}, "data.path='a' would be ignored"),
-        ({"source": "synthetic", "path": "a"}, "data.path='a' would be ignored"),
+        (
+            {"source": "synthetic", "path": "a"},
+            "data.path='a' would be ignored (data.source='synthetic' reads no path); use --set data.path= or --set data.source=text",
+        ),
         ({"source": "mix"}, "data.mix={} is not a table of file or glob -> weight from 1 to 1000"),
         ({"source": "mix", "mix": {"a": 0}}, "data.mix={'a': 0} is not a table"),
         ({"source": "mix", "mix": {"a": 1.5}}, "data.mix={'a': 1.5} is not a table"),
@@ -56,6 +61,14 @@ def test_a_table_that_cannot_be_is_refused_with_a_mend(keys: dict[str, object], 
 def test_a_recipe_reads_back_equal(tmp_path: Path, override: str) -> None:
     source = "mix" if "mix" in override else "text"
     config = load_config("demo", [f"data.source={source}", override])
+    (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
+    assert load_config(str(tmp_path / "again.toml")) == config
+
+
+@pytest.mark.parametrize("source", ["synthetic", "stdlib"])
+def test_a_path_is_taken_away_where_the_source_reads_none(tiny_recipe: Path, tmp_path: Path, source: str) -> None:
+    config = load_config(str(tiny_recipe), [f"data.source={source}", "data.path="])
+    assert config.data.paths == ()
     (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
     assert load_config(str(tmp_path / "again.toml")) == config
 

@@ -18,14 +18,13 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from rich.console import Console
 
 from nsa_train.checkpoint import resume_point
 from nsa_train.errors import TrainError
 from nsa_train.parallel.strategy import local_part, whole
 from nsa_train.parallel.world import World, join_world
 from nsa_train.recipe import load_config
-from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
+from nsa_train.telemetry.progress import ProgressDisplay, Screen, StepFigures
 from nsa_train.trainer import Trainer
 
 STEPS = 50
@@ -37,7 +36,7 @@ class Listener(ProgressDisplay):
     """Keeps what the trainer shows."""
 
     def __init__(self) -> None:
-        super().__init__(Console(quiet=True), 1)
+        super().__init__(Screen(quiet=True), 1)
         self.losses: list[float] = []
         self.notes: list[str] = []
 
@@ -88,7 +87,7 @@ def agree(recipe: str, folder: Path, world: World) -> dict[str, Any]:
             gradients: dict[str, torch.Tensor] = {}
             keep_first_gradients(trainer, gradients)
             travels = note_travels(trainer, strategy)
-            trainer.run()
+            found[strategy + name + "-hash"] = trainer.run()["consumed_hash"]
             found[strategy + name] = listener.losses
             found[strategy + name + "-travels"] = travels
             if world.is_main:

@@ -32,7 +32,10 @@ def _command(recipe: Path, out: Path, *words: str) -> list[str]:
 
 @contextmanager
 def _started(*words: str, recipe: Path, out: Path) -> Iterator["subprocess.Popen[str]"]:
+    # a shell lets what it starts in the background ignore SIGINT
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(_command(recipe, out, *words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     try:
         yield process
     finally:
@@ -75,12 +78,31 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_exits_75(tiny_recipe: Pa
     assert last[0] == last[1]
     assert (run.checkpoints / "latest").readlink().name == f"step-{last[0]}"
     # rank 0 speaks for all
-    assert err.count("stopped by SIGTERM after step") == 1
+    assert err.count("stopped by SIGTERM or SIGHUP after step") == 1
     assert "Traceback" not in err
     assert out.count("parameters with nsa") == 1
     for rank in (0, 1):
         assert "test" not in run.stackdump(rank).read_text()
         assert "trainer.py" in run.stackdump(rank).read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGHUP, 75, ""),
+        (signal.SIGINT, 130, "interrupted by Ctrl-C; its processes were told to save; go on with --resume, from the newest checkpoint"),
+    ],
+)
+def test_a_closed_terminal_and_ctrl_c_save_too(tiny_recipe: Path, tmp_path: Path, number: signal.Signals, code: int, words: str) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with _started(*ENDLESS, recipe=tiny_recipe, out=run.root) as process:
+        _wait_for(run, 3)
+        os.kill(process.pid, number)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert (run.checkpoints / "latest").is_dir()
+    assert [line for line in err.splitlines() if "Ctrl-C" in line] == ([f"nsa-train: {words}"] if words else [])
 
 
 @pytest.mark.parametrize(("strategy", "killed"), [("ddp", 1), ("fsdp", 0)])

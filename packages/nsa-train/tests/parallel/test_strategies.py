@@ -1,10 +1,13 @@
 """single, ddp and fsdp are one computation: equal gradients, equal losses over 50 steps, to float32's rounding."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
+
+from nsa_train.telemetry.records import read_events
 
 RELATIVE = 1e-6
 
@@ -16,10 +19,34 @@ def found(ranks: Callable[..., Any]) -> dict[str, Any]:
     for world_size in (1, 2):
         folder, (losses, *others) = ranks("agree", world_size=world_size)
         assert all(other == losses for other in others)
-        together |= {name: losses.pop(name) for name in [*losses] if name.endswith("-travels")}
+        together |= {name: losses.pop(name) for name in [*losses] if name.endswith(("-travels", "-hash"))}
         for name in losses:
             together[name] = losses[name], safetensors.torch.load_file(folder / f"{name}.safetensors")
+            together[f"{name}-logged"] = [_first_logged(folder / name / f"heartbeat_rank{rank}.jsonl") for rank in range(world_size)]
     return together
+
+
+def _first_logged(heartbeat: Path) -> dict[str, Any]:
+    figures = next(event for event in read_events(heartbeat) if event["msg"] == "progress")
+    shares = figures.pop("gate_branch_shares")
+    of_layers = ("gate_", "contribution_", "k_", "reads_", "rows", "pct_", "free_", "overlap_")
+    return {name: value for name, value in {**figures, **shares}.items() if name.startswith(of_layers) or name in shares}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulated", ["", "-accumulated"])
+def test_figures_of_layers_are_those_of_the_whole_step(found: dict[str, Any], strategy: str, accumulated: str) -> None:
+    first, second = found[f"{strategy}{accumulated}-logged"]
+    [alone] = found[f"single{accumulated}-logged"]
+    assert first == second == pytest.approx(alone, rel=1e-4)
+    # 4 rows of 32 tokens, one KV head, two layers
+    assert alone["rows"] == 256 * (2 if accumulated else 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulated", ["", "-accumulated"])
+def test_the_hash_of_what_was_consumed_is_the_run_s(found: dict[str, Any], strategy: str, accumulated: str) -> None:
+    assert found[f"{strategy}{accumulated}-hash"] == found[f"single{accumulated}-hash"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

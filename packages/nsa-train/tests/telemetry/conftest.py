@@ -9,6 +9,7 @@ import torch
 
 from nsa_train.config import RunConfig
 from nsa_train.model.decoder import Decoder, build_model
+from nsa_train.telemetry.health import of_layers
 from nsa_train.telemetry.progress import StepFigures
 from nsa_train.telemetry.recorder import Recorder
 
@@ -39,7 +40,13 @@ class Session:
             is_clipped=is_clipped,
             lengths=more.get("lengths", (32, 20, 12)),
         )
-        self.recorder.stepped(figures, fetches=more.get("fetches", [1.0, 2.0, 3.0]), observed=observed, data={"data_bad_records": 0})
+        self.recorder.stepped(
+            figures,
+            fetches=more.get("fetches", [1.0, 2.0, 3.0]),
+            layers=of_layers(observed.telemetry),
+            observed=observed,
+            data={"data_bad_records": 0},
+        )
 
 
 @pytest.fixture

@@ -40,6 +40,12 @@ def test_mfu_and_memory_are_drawn_where_they_were_recorded() -> None:
     assert len(titles) == 4
 
 
+def test_a_run_without_the_selected_branch_is_drawn_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    gates = {"step": 1, "gate_branch_shares": {"win": 1.0}, "gate_entropy_mean": 0.0}
+    figure_of(History(STEPS, VALIDATION, [gates, {**gates, "step": 2}]))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_synthetic_data_stand_in_the_title() -> None:
     title = figure_of(History({**STEPS, "data_synthetic": [1, 1]}, {}, [])).get_suptitle()
     assert title.startswith("synthetic data")

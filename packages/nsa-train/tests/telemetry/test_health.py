@@ -1,11 +1,13 @@
 """Layers' figures are combined by their nature, and judged against the documented bands."""
 
+import math
+
 import pytest
 import torch
 
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.model.decoder import build_model
-from nsa_train.telemetry.health import combine, heartbeat_fields, judge, routes_of, watched
+from nsa_train.telemetry.health import combine, heartbeat_fields, judge, merged, of_layers, routes_of, watched
 
 
 def test_telemetry_is_attached_only_while_watched(tiny_config) -> None:
@@ -13,37 +15,74 @@ def test_telemetry_is_attached_only_while_watched(tiny_config) -> None:
     with watched(model.sparse_layers) as collected:
         model(torch.zeros(1, 9, dtype=torch.int64))
     assert all(layer.telemetry is None for layer in model.sparse_layers)
-    before = combine(collected)
+    before = of_layers(collected)
     model(torch.zeros(2, 20, dtype=torch.int64))
-    assert combine(collected) == before
+    assert of_layers(collected) == before
 
 
 def test_counts_add_up_and_extremes_stay_extreme(tiny_config) -> None:
     model = build_model(tiny_config())
     with watched(model.sparse_layers) as collected:
         model(torch.randint(0, 256, (1, 30)))
-    together, layers = combine(collected), [telemetry.summary() for telemetry in collected]
+    layers = of_layers(collected)
+    together = combine(layers)
     assert together["reads_act_total"] == sum(layer["reads_act_total"] for layer in layers)
     assert together["gate_entropy_min"] == min(layer["gate_entropy_min"] for layer in layers)
     assert together["k_max"] == max(layer["k_max"] for layer in layers)
     assert together["gate_entropy_mean"] == sum(layer["gate_entropy_mean"] for layer in layers) / 2
 
 
-class Fixed(LayerTelemetry):
-    """A layer with the figures that it is given."""
+@pytest.mark.parametrize("is_on_ranks", [False, True])
+def test_passes_amount_to_one_over_all_their_rows(tiny_config, is_on_ranks: bool) -> None:
+    model, ids = build_model(tiny_config()), torch.randint(0, 256, (3, 30))
+    with watched(model.sparse_layers) as whole:
+        model(ids)
+    with watched(model.sparse_layers) as first:
+        model(ids[:1])
+        if not is_on_ranks:
+            for telemetry in first:
+                telemetry.end_pass()
+            model(ids[1:])
+    with watched(model.sparse_layers) as other:
+        model(ids[1:])
+    rest = [telemetry.passes() for telemetry in other]
+    found = of_layers(first, gather=lambda mine: [mine, rest]) if is_on_ranks else of_layers(first)
+    for layer, expected in zip(found, of_layers(whole), strict=True):
+        assert layer == pytest.approx(expected, rel=1e-6)
 
-    def __init__(self, **figures: float) -> None:
-        super().__init__()
-        self._given = figures
 
-    def summary(self) -> dict[str, float]:
-        return self._given
+def test_a_pass_that_is_computed_again_counts_once(tiny_config) -> None:
+    """Activation checkpointing runs the forward pass again in the backward pass."""
+    model, ids = build_model(tiny_config()), torch.randint(0, 256, (2, 30))
+    with watched(model.sparse_layers) as once:
+        model(ids)
+    with watched(model.sparse_layers) as again:
+        model(ids)
+        model(ids)
+        for telemetry in again:
+            telemetry.end_pass()
+    assert of_layers(again) == of_layers(once)
+
+
+def test_a_pass_in_which_nothing_counts_changes_no_mean() -> None:
+    empty = {
+        "gate_entropy_mean": math.nan,
+        "gate_entropy_min": math.nan,
+        "gate_std_cmp": math.nan,
+        "gate_mean_cmp": math.nan,
+        "num_gates": 0,
+    }
+    full = {"gate_entropy_mean": 0.9, "gate_entropy_min": 0.5, "gate_std_cmp": 0.1, "gate_mean_cmp": 0.4, "num_gates": 7}
+    assert merged([empty, full, empty]) == pytest.approx({name: value for name, value in full.items() if name != "num_gates"})
+    assert all(math.isnan(value) for value in merged([empty, empty]).values())
 
 
 def test_layers_that_differ_keep_the_least_and_the_most() -> None:
-    figures = combine([Fixed(gate_entropy_min=0.5, k_max=3, k_mean=2.0, rows=4), Fixed(gate_entropy_min=0.1, k_max=5, k_mean=4.0, rows=4)])
+    figures = combine(
+        [{"gate_entropy_min": 0.5, "k_max": 3, "k_mean": 2.0, "rows": 4}, {"gate_entropy_min": 0.1, "k_max": 5, "k_mean": 4.0, "rows": 4}]
+    )
     assert figures == {"gate_entropy_min": 0.1, "k_max": 5, "k_mean": 3.0, "rows": 8}
-    figures = combine([Fixed(gate_entropy_min=0.1, k_max=5), Fixed(gate_entropy_min=0.5, k_max=3)])
+    figures = combine([{"gate_entropy_min": 0.1, "k_max": 5}, {"gate_entropy_min": 0.5, "k_max": 3}])
     assert figures == {"gate_entropy_min": 0.1, "k_max": 5}
 
 
@@ -103,7 +142,7 @@ def test_k_mean_is_compared_with_what_it_must_be(tiny_config) -> None:
     model = build_model(tiny_config())
     with watched(model.sparse_layers) as collected:
         model(torch.randint(0, 256, (1, 30)))
-    together = combine(collected)
+    together = combine(of_layers(collected))
     # blocks of 4 tokens, at most 4: two last queries in block 7
     assert together["k_mean_expected"] == pytest.approx((4 * (1 + 2 + 3) + 4 * 18) / 30)
     assert together["k_mean"] == together["k_mean_expected"]

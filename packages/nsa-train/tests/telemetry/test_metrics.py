@@ -10,7 +10,7 @@ import torch
 from nsa_train.config import RunConfig
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.metrics import summarise
-from nsa_train.telemetry.records import FALLBACK_COLUMNS, TRAINING_COLUMNS, VALIDATION_COLUMNS, CsvTable
+from nsa_train.telemetry.records import FALLBACK_COLUMNS, TRAINING_COLUMNS, VALIDATION_COLUMNS, CsvTable, Heartbeat
 
 
 @pytest.fixture
@@ -61,3 +61,12 @@ def test_without_a_step_there_are_no_figures(summary: Callable[..., Any]) -> Non
 def test_fields_that_a_table_lacks_are_left_out(summary: Callable[..., Any]) -> None:
     metrics = summary([{"step": 1, "loss": 5.0}, _row(2), {"step": 3, "loss": 4.0}])
     assert (metrics["steps"], metrics["tokens"], metrics["fetch_ms_p95"]) == (3, 66, 2)
+
+
+def test_a_skip_that_is_repeated_after_a_resume_counts_once(tmp_path: Path, summary: Callable[..., Any]) -> None:
+    heartbeat = Heartbeat(tmp_path)
+    for step in (2, 4, 6):
+        heartbeat.beat("skip", step, cause="overflow")
+    heartbeat.beat("boot", 3, resumed_at=3)
+    heartbeat.beat("skip", 4, cause="overflow")
+    assert summary([_row(step) for step in range(1, 8)])["skipped_steps"] == 2

@@ -1,10 +1,11 @@
 """The progress line on a terminal and elsewhere."""
 
+import errno
 import io
 
-from rich.console import Console
+import pytest
 
-from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
+from nsa_train.telemetry.progress import ProgressDisplay, Screen, StepFigures
 
 FIGURES = StepFigures(step=20, loss=5.6891, lr=1.76e-4, toks_per_s=1043.2, grad_norm=1.5, fetch_ms=3.4)
 
@@ -15,16 +16,61 @@ def test_a_step_reads_as_documented() -> None:
 
 def test_elsewhere_only_logged_steps_are_lines() -> None:
     output = io.StringIO()
-    with ProgressDisplay(Console(file=output, force_terminal=False), 100) as display:
+    with ProgressDisplay(Screen(file=output, force_terminal=False), 100) as display:
         display.show_step(FIGURES, is_logged=False)
         display.show_step(FIGURES, is_logged=True)
         display.note("a note [with brackets]")
     assert output.getvalue().splitlines() == [str(FIGURES), "a note [with brackets]"]
 
 
-def test_a_terminal_has_a_live_line_of_every_step() -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Gone(Terminal):
+    """What a command writes to whose reader went away."""
+
+    def __init__(self, error: int) -> None:
+        super().__init__()
+        self.error, self.tries = error, 0
+
+    def write(self, text: str) -> int:
+        self.tries += 1
+        raise OSError(self.error, "gone")
+
+
+@pytest.mark.parametrize("variable", [{"TERM": "dumb"}, {"TERM": "unknown"}])
+def test_a_terminal_whose_cursor_stays_has_plain_lines(variable: dict[str, str]) -> None:
+    output = Terminal()
+    with ProgressDisplay(Screen(file=output, _environ=variable), 100) as display:
+        display.show_step(FIGURES, is_logged=True)
+    assert output.getvalue() == f"{FIGURES}\n"
+
+
+def test_a_file_has_plain_lines_also_where_colours_are_forced() -> None:
     output = io.StringIO()
-    with ProgressDisplay(Console(file=output, force_terminal=True, width=160), 100) as display:
+    with ProgressDisplay(Screen(file=output, _environ={"FORCE_COLOR": "1", "TERM": "xterm"}), 100) as display:
+        display.show_step(FIGURES, is_logged=True)
+        display.note("a note")
+    assert output.getvalue() == f"{FIGURES}\na note\n"
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("error", [errno.EPIPE, errno.EIO, errno.ENOSPC])
+def test_a_reader_that_goes_away_ends_the_display_alone(error: int, term: str) -> None:
+    output = Gone(error)
+    with ProgressDisplay(Screen(file=output, _environ={"TERM": term}), 100) as display:
+        display.note("a note")
+        tries = output.tries
+        display.show_step(FIGURES, is_logged=True)
+        display.note("another")
+    assert output.tries == tries > 0
+
+
+def test_a_terminal_has_a_live_line_of_every_step() -> None:
+    output = Terminal()
+    with ProgressDisplay(Screen(file=output, force_terminal=True, width=160), 100) as display:
         display.show_step(FIGURES, is_logged=False)
         display.note("a note")
     text = output.getvalue()

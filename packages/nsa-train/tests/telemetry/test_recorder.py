@@ -54,12 +54,12 @@ def test_every_event_has_its_word(session, tmp_path: Path) -> None:
     run.recorder.began("val", 0)
     run.recorder.validated(0, 5.0)
     run.step(1, is_logged=False)
-    run.recorder.skipped(2, "loss=nan", "documents 3..9")
+    run.recorder.skipped(2, "loss=nan", "documents 3..9", cause="loss")
     run.recorder.saved(2, tmp_path / "step-2")
     run.recorder.halted("asked by .HALT", code=3)
     beats = run.records.beats()
     assert [beat["msg"] for beat in beats] == ["boot", "val_begin", "val", "step_end", "skip", "save", "halt"]
-    assert (beats[4]["reason"], beats[4]["batch"]) == ("loss=nan", "documents 3..9")
+    assert (beats[4]["cause"], beats[4]["reason"], beats[4]["batch"]) == ("loss", "loss=nan", "documents 3..9")
     assert beats[-1]["code"] == 3
     assert not run.recorder.paths.anomaly_type.exists()
 

@@ -1,9 +1,10 @@
-"""Tables have headers, events are strict JSON, figures keep six digits."""
+"""Tables have headers, events are strict JSON, figures keep six digits, losses and gradient norms nine."""
 
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nsa_train.run_dir import RunDirectory
@@ -170,3 +171,15 @@ def test_other_damage_is_named_in_a_line_each(tmp_path: Path) -> None:
     assert config.startswith(f"{run.config} cannot be read as TOML (")
     assert config.endswith("; it is left out")
     assert sample == f"{run.samples}/after.txt: line 2 is not UTF-8; what cannot be read of the text is left out"
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "val_loss"])
+def test_a_loss_is_read_back_as_the_float32_that_it_was(tmp_path: Path, name: str) -> None:
+    value = float(np.float32(5.5520163))
+    table, beat = CsvTable(tmp_path / "some.csv", ("step", name)), Heartbeat(tmp_path)
+    table.append({"step": 1, name: value})
+    beat.beat("step_end", 1, **{name: value}, lr=1 / 3)
+    write_json(tmp_path / "metrics.json", {name: value})
+    [row], [event] = read_rows(tmp_path / "some.csv"), read_events(beat.path)
+    assert np.float32(row[name]) == np.float32(event[name]) == np.float32(read_json(tmp_path / "metrics.json")[name]) == np.float32(value)
+    assert event["lr"] == 0.333333

@@ -64,6 +64,14 @@ def test_samples_are_escaped(run: RunDirectory) -> None:
     assert "&lt;script&gt;" in run.report.read_text()
 
 
+def test_control_characters_of_samples_are_shown_as_none(run: RunDirectory) -> None:
+    (run.samples / "after.txt").write_text("one\ttwo\nthree \x00\x1b[31m\x85 end\r\n", encoding="utf-8", newline="")
+    write_report(run)
+    page = run.report.read_text(encoding="utf-8")
+    assert "one\ttwo\nthree \ufffd\ufffd[31m\ufffd end\n" in page
+    assert not re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
+
+
 def test_curves_are_a_png(tiny_run: RunDirectory) -> None:
     assert tiny_run.curves.read_bytes().startswith(b"\x89PNG")
 

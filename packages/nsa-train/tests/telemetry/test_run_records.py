@@ -52,6 +52,8 @@ def test_metrics_sum_the_run_up(tiny_run: Any) -> None:
     assert (metrics["first_loss"], metrics["last_loss"]) == (losses[0], losses[-1])
     assert metrics["val_loss"] == float(tiny_run.table(tiny_run.validation)[-1]["val_loss"])
     assert metrics["tokens"] == 5 * 2 * 32
+    state = json.loads((tiny_run.checkpoints / "latest" / "state.json").read_text())
+    assert metrics["data_consumed_hash"] == state["data"]["consumed_hash"]
     assert metrics["parameters_nsa"] > metrics["parameters_dense"] > 0
     # a Python process with torch holds hundreds of MiB, neither KiB nor GiB
     assert 100 < metrics["peak_memory_mib"] < 20_000

@@ -357,6 +357,31 @@ def test_rising_fallbacks_are_read_from_their_table(run: RunDirectory) -> None:
     assert [finding.kind for finding in Watcher(run).look(10.0)] == ["rising_fallbacks"]
 
 
+def test_fallbacks_that_rose_and_stayed_between_two_looks_are_seen(run: RunDirectory) -> None:
+    def logged(step: int, total: int) -> dict[str, Any]:
+        return {"msg": "progress", "step": step, "ts": float(step), "fallbacks_total": total}
+
+    _write(run, [logged(1, 0)])
+    watcher = Watcher(run)
+    assert watcher.look(1.0) == []
+    _write(run, [logged(2, 3), logged(3, 3)])
+    assert [finding.detail for finding in watcher.look(3.0)] == ["fallbacks rose from 0 to 3; see fallback_counters.csv and env.json"]
+    assert watcher.look(3.5) == []
+    _write(run, [logged(4, 3)])
+    assert watcher.look(4.0) == []
+
+
+def test_a_table_that_rose_and_stayed_between_two_looks_is_seen(run: RunDirectory) -> None:
+    _write(run, _steps(10))
+    run.fallbacks.write_text("step,cmp,select,slc,win,nsa,total\n1,0,0,0,0,0,0\n")
+    watcher = Watcher(run)
+    assert watcher.look(10.0) == []
+    with run.fallbacks.open("a") as file:
+        file.write("2,0,0,3,0,0,3\n3,0,0,3,0,0,3\n")
+    assert [(finding.kind, finding.step) for finding in watcher.look(10.0)] == [("rising_fallbacks", 3)]
+    assert watcher.look(10.0) == []
+
+
 def test_a_directory_without_heartbeats_is_no_run(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["watch", str(run.root)]) == 2
     assert "is no run" in capsys.readouterr().err

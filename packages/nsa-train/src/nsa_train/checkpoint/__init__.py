@@ -11,7 +11,7 @@ from nsa_train.checkpoint.ranks import gather_json
 from nsa_train.checkpoint.restore import check_resumable, load_model, restore, resume_point
 from nsa_train.checkpoint.snapshot import Snapshot, capture
 from nsa_train.checkpoint.store import Checkpoint, Listed, latest_valid, list_checkpoints, open_checkpoint, verify
-from nsa_train.checkpoint.writer import CheckpointWriter
+from nsa_train.checkpoint.writer import CheckpointWriter, refused_by_disk
 
 __all__ = [
     "Checkpoint",
@@ -27,6 +27,7 @@ __all__ = [
     "list_checkpoints",
     "load_model",
     "open_checkpoint",
+    "refused_by_disk",
     "restore",
     "resume_point",
     "verify",

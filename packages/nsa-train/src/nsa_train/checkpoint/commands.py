@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nsa_train.checkpoint.layout import locate_root, step_folders
+from nsa_train.checkpoint.layout import LATEST, latest_folder, locate_root, step_folders
 from nsa_train.checkpoint.store import Listed, list_checkpoints, verify
 from nsa_train.errors import CheckpointError, ConfigError
 
@@ -35,6 +35,15 @@ def verification(path: Path) -> dict[str, bool]:
     if not lines:
         raise _none_at(path)
     return lines
+
+
+def lost_latest(path: Path) -> str:
+    """Return what to say where `latest` of the run at `path` names a checkpoint that is gone; empty where it does not."""
+    root = locate_root(path)
+    latest = latest_folder(root)
+    if latest is None or latest.is_dir():
+        return ""
+    return f"{root / LATEST} names {latest.name}, which is not there; a resume takes the newest whole one"
 
 
 def _line(entry: Listed) -> str:

@@ -106,8 +106,13 @@ class CheckpointWriter:
             return str(error)
         if not isinstance(error, OSError):
             return f"{what}: {error!r}"
-        existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
-        free = shutil.disk_usage(existing).free / 2**20
-        before = latest_folder(self.root)
-        kept = f"{before.name} is still there" if before else "there is none before it"
-        return f"{what} ({error}; {free:.1f} MiB are free); {kept}; mend that and go on with --resume"
+        return refused_by_disk(what, error, self.root)
+
+
+def refused_by_disk(what: str, error: OSError, root: Path) -> str:
+    """Return what to say where `error` kept a run from going on whose checkpoints are in `root`."""
+    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 2**20
+    before = latest_folder(root)
+    kept = f"{before.name} is still there" if before and before.is_dir() else "there is no checkpoint yet"
+    return f"{what} ({error}; {free:.1f} MiB are free); {kept}; mend that and go on with --resume"

@@ -147,6 +147,8 @@ def _tokenizer_and_parts(data: DataTable, reading: Reading) -> tuple[Tokenizer, 
 
 
 def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
+    if data.missing_path:
+        raise DataError(data.missing_path)
     if data.source == "synthetic":
         return []
     if data.source == "fineweb_edu":

@@ -11,7 +11,7 @@ import attrs
 from nsa_train.config import RunConfig
 from nsa_train.data.dataset import open_dataset
 from nsa_train.data.stream import TrainingStream, lanes_of
-from nsa_train.data.waiting import within
+from nsa_train.data.waiting import LateError, within
 
 MEASURED_BATCHES = 200
 MEASURED_S = 5.0
@@ -53,6 +53,13 @@ def check_loader(config: RunConfig, *, timeout_s: float) -> LoaderFigures:
     Raises:
         DataError: with the cause, or with the shard that was being read after `timeout_s`.
     """
+    try:
+        return _checked(config, timeout_s)
+    except LateError as error:
+        raise LateError(error.seconds, error.shard, option="--timeout") from None
+
+
+def _checked(config: RunConfig, timeout_s: float) -> LoaderFigures:
     limited = attrs.evolve(config, data=attrs.evolve(config.data, timeout_s=timeout_s))
     started = time.perf_counter()
     dataset = open_dataset(limited)

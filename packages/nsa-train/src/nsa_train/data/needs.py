@@ -31,6 +31,8 @@ def extras_of(data: DataTable) -> dict[str, str]:
 def _corpus(data: DataTable) -> str | None:
     if files := [*data.paths, *data.mix]:
         return f"data: {data.source}, the files {listed(map(repr, files))}"
+    if data.missing_path:
+        return f"data: {data.source}, the files that data.path names"
     if data.source == "fineweb_edu":
         return (
             f"data: {REPOSITORY}, {data.subset or DEFAULT_SUBSET}, streamed from https://huggingface.co as long as the run reads "

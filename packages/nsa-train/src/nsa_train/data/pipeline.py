@@ -14,7 +14,7 @@ from torchdata.nodes import BaseNode
 from nsa_train.data.lanes import Lane
 from nsa_train.data.packing import Batch, Row, collate
 from nsa_train.data.sources import Reading
-from nsa_train.data.waiting import late
+from nsa_train.data.waiting import LateError
 
 _POLL_S = 0.05
 
@@ -100,7 +100,7 @@ class ReadAhead(BaseNode[list[Row]]):
         if self._next is None:
             # whoever goes on waiting has all of the time again
             self._waited_since = None
-            raise late(self._timeout_s, self._reading.of(self._thread))
+            raise LateError(self._timeout_s, self._reading.of(self._thread))
         if self._next.error is not None:
             # a second call meets the same end
             raise self._next.error

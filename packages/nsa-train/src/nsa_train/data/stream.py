@@ -120,14 +120,15 @@ class TrainingStream:
     def figures(self) -> dict[str, float | int | str]:
         """Return what was consumed, of this rank's lanes; `merge_states` has the run's."""
         lanes = self._batches.state_dict()
-        skipped = sum(state["bad_records"] for state in lanes.values())
+        # of a corpus in memory, which every rank reads whole, they are counted with the first row
+        in_memory = self._dataset.bad_records if "0" in lanes else 0
         return {
             "data_source": self._dataset.config.data.source,
             "data_synthetic": int(self._dataset.is_synthetic),
             "data_batches": self._taken,
             "data_documents": self._documents(),
             "data_epoch": min(state["epoch"] for state in lanes.values()),
-            "data_bad_records": skipped + self._dataset.bad_records,
+            "data_bad_records": in_memory + sum(state["bad_records"] for state in lanes.values()),
             "data_consumed_hash": consumed_hash(lanes),
             "data_reading": self._dataset.reading.shard,
         }

@@ -16,11 +16,21 @@ class _Done(NamedTuple):
     error: BaseException | None
 
 
+class LateError(DataError):
+    """Data of `shard` did not come within `seconds`; `option` is what sets that limit."""
+
+    def __init__(self, seconds: float, shard: str, *, option: str = "data.timeout_s") -> None:
+        super().__init__(
+            f"data: nothing came within {seconds:g} s (reading {shard}); look at that shard, or wait longer with a larger {option}"
+        )
+        self.seconds, self.shard = seconds, shard
+
+
 def within(seconds: float, work: Callable[[], T], reading: Reading) -> T:
     """Return what `work` returns; it runs in a thread, which is left behind when the time is up.
 
     Raises:
-        DataError: after `seconds`, naming what was being read.
+        LateError: after `seconds`, naming what was being read.
     """
     done: queue.Queue[_Done] = queue.Queue()
 
@@ -36,14 +46,7 @@ def within(seconds: float, work: Callable[[], T], reading: Reading) -> T:
     try:
         value, error = done.get(timeout=seconds)
     except queue.Empty:
-        raise late(seconds, reading.of(thread)) from None
+        raise LateError(seconds, reading.of(thread)) from None
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
-
-
-def late(seconds: float, shard: str) -> DataError:
-    """Return the error for data of `shard` that did not come in time."""
-    return DataError(
-        f"data: nothing came within {seconds:g} s (reading {shard}); look at that shard, or wait longer with a larger data.timeout_s"
-    )

@@ -18,10 +18,11 @@ import torch
 from attrs import frozen
 
 from nsa_train.config import RunConfig
-from nsa_train.errors import ConfigError, TerminatedError, TrainError
+from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
 from nsa_train.machine import Machine, processes_of
 from nsa_train.parallel.outcomes import FOLDER, STOP, joint_code, worker_pids
 from nsa_train.parallel.world import is_under_torchrun
+from nsa_train.stopping import SIGNALS, TERMINATING
 
 MOST_HOSTS = 1024
 MOST_RESTARTS = 1000
@@ -109,7 +110,7 @@ def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    options = ["--nproc-per-node", str(num_processes), *hosts.words(), "--signals-to-handle", "SIGHUP"]
+    options = ["--nproc-per-node", str(num_processes), *hosts.words(), "--signals-to-handle", "SIGQUIT"]
     config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
     with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:
         os.environ[FOLDER] = folder
@@ -121,6 +122,12 @@ def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
             # each worker has said what was wrong
             code = joint_code(Path(folder)) or TrainError.exit_code
             return TerminatedError.exit_code if heard else code
+        except SignalledError as error:
+            if error.exit_code != INTERRUPTED:
+                raise
+            # torchrun has sent them SIGTERM
+            message = "interrupted by Ctrl-C; its processes were told to save; go on with --resume, from the newest checkpoint"
+            raise SignalledError(message, exit_code=INTERRUPTED) from None
         finally:
             del os.environ[FOLDER]
         return joint_code(Path(folder))
@@ -128,24 +135,24 @@ def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
 
 @contextmanager
 def _forwarding(folder: Path) -> Iterator[list[int]]:
-    """Pass SIGTERM and SIGUSR1 on to the workers while the block runs; gives the list of SIGTERMs heard."""
+    """Pass SIGTERM, SIGHUP and SIGUSR1 on to the workers while the block runs; gives the list of requests to stop heard."""
     heard: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
+        if number in TERMINATING:
             heard.append(number)
             # those that are not up yet stop when they are
             (folder / STOP).touch()
         pids = worker_pids(folder)
-        if number == signal.SIGTERM and not pids:
-            raise TerminatedError("stopped by SIGTERM before the processes were up; nothing was done")
+        if number in TERMINATING and not pids:
+            raise TerminatedError(f"stopped by {signal.Signals(number).name} before the processes were up; nothing was done")
         for pid in pids:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, forward) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield heard
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 from nsa_train.checkpoint import claimed_by_another
 from nsa_train.config import RunConfig
 from nsa_train.preflight.findings import Preflight
+from nsa_train.rules import is_utf_8
 from nsa_train.run_dir import RunDirectory
 
 BYTES_PER_PARAMETER = 12
@@ -16,12 +17,19 @@ BYTES_PER_PARAMETER = 12
 def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:
     """Judge that `out_dir` is a run's own, can be written, is no running one's, and was not told to halt."""
     existing, other = _existing(out_dir), _run_around(out_dir)
-    if claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
+    if not is_utf_8(str(out_dir)):
+        findings.failed.append(f"--out={str(out_dir)!r} is not UTF-8 (no record could name it); name another directory")
+    elif claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
         findings.failed.append(claim)
     elif out_dir.is_dir() and not resuming and not _is_untouched(RunDirectory(out_dir)):
         findings.failed.append(
             f"--out={str(out_dir)!r} is not empty (a run never mixes with another); name a new directory, leave --out away, "
             "or go on with that run by --resume"
+        )
+    elif link := _dangling_link(out_dir):
+        findings.failed.append(
+            f"--out={str(out_dir)!r} cannot be written ({link} is a link to {str(link.readlink())!r}, which is not there); "
+            "make that, or name another directory"
         )
     elif not existing.is_dir() or not os.access(existing, os.W_OK):
         findings.failed.append(f"--out={str(out_dir)!r} cannot be written ({existing} refuses it); name another directory")
@@ -75,6 +83,10 @@ def _is_untouched(paths: RunDirectory) -> bool:
 
 def _existing(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def _dangling_link(path: Path) -> Path | None:
+    return next((place for place in (path, *path.absolute().parents) if place.is_symlink() and not place.exists()), None)
 
 
 def _run_around(out_dir: Path) -> Path | None:

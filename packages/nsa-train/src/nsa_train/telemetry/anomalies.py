@@ -94,6 +94,9 @@ class RankWatch:
     gate_streak: int = 0
     zero_streak: int = 0
     fallbacks: deque[float] = field(factory=lambda: deque(maxlen=2))
+    """Counted up to each of the newest two logged steps."""
+    seen_fallbacks: float | None = None
+    """Counted up to the last look, after which may lie more logged steps than two; None before the first."""
     recent: deque[tuple[float, float]] = field(factory=deque)
     """When each of the newest steps ended, and its tokens per second."""
     earlier: deque[float] = field(factory=lambda: deque(maxlen=EARLIER))
@@ -128,9 +131,13 @@ class RankWatch:
             ZERO_GRADIENTS: f"the gradient norm was 0 in {self.zero_streak} steps in a row" if self.zero_streak >= STREAK else None,
             GATE_COLLAPSE: f"one branch took over in {self.gate_streak} logged steps in a row" if self.gate_streak >= STREAK else None,
             FLATLINE: self._flatline(),
-            RISING_FALLBACKS: rising(list(self.fallbacks)),
+            RISING_FALLBACKS: rising(list(self.fallbacks), seen=self.seen_fallbacks),
         }
         return [Finding(kind, self.rank, self.step, detail) for kind, detail in found.items() if detail is not None]
+
+    def looked(self) -> None:
+        """Note that the findings were asked for, and what is new from now on."""
+        self.seen_fallbacks = self.fallbacks[-1] if self.fallbacks else self.seen_fallbacks
 
     def steadiness(self) -> float | None:
         """Return the median throughput of the last steps over that of those before; None where there are too few."""
@@ -203,9 +210,11 @@ class RankWatch:
         return statistics.median(speed for _, speed in self.recent)
 
 
-def rising(totals: list[float]) -> str | None:
-    """Return what stands against the last two of `totals`, counts of fallbacks; None where they do not rise."""
+def rising(totals: list[float], *, seen: float | None = None) -> str | None:
+    """Return what stands against the last of `totals`, counts of fallbacks; None where it is no more than what was `seen`, or the one before."""
     known = [total for total in totals if not math.isnan(total)]
+    if seen is not None:
+        known = [seen, *known[-1:]]
     if len(known) < 2 or known[-1] <= known[-2]:
         return None
     return f"fallbacks rose from {known[-2]:.0f} to {known[-1]:.0f}; see fallback_counters.csv and env.json"

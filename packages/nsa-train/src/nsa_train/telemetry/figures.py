@@ -103,7 +103,7 @@ def _draw_loss(axis: Any, history: History) -> None:
     if history.validation:
         axis.plot(history.validation["step"], history.validation["val_loss"], "o-", color=ACCENT, ms=4, label="held out")
     axis.set_title("Loss, nats per token")
-    axis.legend(frameon=False)
+    _name_lines(axis)
 
 
 def _draw_gradients(axis: Any, history: History) -> None:
@@ -133,7 +133,7 @@ def _draw_memory(axis: Any, history: History) -> None:
         _draw_field(axis, history.memory, name, BRANCH_COLOURS[branch], label)
     axis.set_ylim(bottom=0)
     axis.set_title("GPU memory, GiB")
-    axis.legend(frameon=False)
+    _name_lines(axis)
 
 
 def _draw_shares(axis: Any, history: History) -> None:
@@ -145,7 +145,7 @@ def _draw_shares(axis: Any, history: History) -> None:
             axis.plot(steps, shares, color=colour, label=BRANCH_NAMES[branch])
     axis.set_ylim(0, 1)
     axis.set_title("Share of each branch's gate")
-    axis.legend(frameon=False)
+    _name_lines(axis)
 
 
 def _draw_entropy(axis: Any, history: History) -> None:
@@ -156,7 +156,7 @@ def _draw_entropy(axis: Any, history: History) -> None:
     axis.axhline(0.5, color=INK, lw=0.8, ls=":")
     axis.set_ylim(bottom=0)
     axis.set_title("Gate health (dotted: least healthy mean)")
-    axis.legend(frameon=False)
+    _name_lines(axis)
 
 
 def _draw_selection(axis: Any, history: History) -> None:
@@ -165,7 +165,13 @@ def _draw_selection(axis: Any, history: History) -> None:
     _draw_field(axis, progress, "overlap_with_previous_query", BRANCH_COLOURS["cmp"], "shared with the query before")
     axis.set_ylim(0, 1)
     axis.set_title("Selection, share of a query's blocks")
-    axis.legend(frameon=False)
+    _name_lines(axis)
+
+
+def _name_lines(axis: Any) -> None:
+    # a run without a branch has none of its figures
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False)
 
 
 def _draw_field(axis: Any, events: list[dict[str, Any]], name: str, colour: str, label: str) -> None:

@@ -1,7 +1,7 @@
 """Gate, selection, read and route figures of all NSA layers, and the bands within which a run counts as healthy."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from nsa_core.telemetry import LayerTelemetry
 BRANCHES = ("cmp", "slc", "win")
 SUMMED = frozenset({"reads_pred", "reads_act_total", "rows"})
 """Counts, which layers add up; of the others the mean is taken, but for the extremes."""
+NUMBER_OF = {"gate": "num_gates", "contribution": "num_outputs", "overlap": "num_followers"}
+"""First word of a mean -> how many elements it was taken of; of the others `rows` is."""
 
 BANDS = (("gate_entropy_mean", ">", 0.5, " nats"), ("gate_max_gate", "<", 0.9, ""), ("gate_collapse_frac", "<", 0.5, ""))
 """Figure, sign, limit, unit: where a run counts as healthy."""
@@ -22,7 +24,35 @@ THROUGHPUT_BAND = 0.1
 
 
 class RunTelemetry(LayerTelemetry):
-    """LayerTelemetry that also says what k_mean must be: the mean of min(n, own + 1) over the same queries."""
+    """LayerTelemetry of several passes, the micro-batches of a step.
+
+    It also says what k_mean must be, the mean of min(n, own + 1) over the same queries, and of how many elements each mean is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passes: list[dict[str, Tensor]] = []
+
+    def end_pass(self) -> None:
+        """Keep the figures of the pass; until then, what is computed again replaces them."""
+        self._passes.append(self._figures)
+        self._figures = {}
+
+    def passes(self) -> list[dict[str, float]]:
+        """Return the figures of each pass; waits for the device."""
+        return [{name: float(value) for name, value in one.items()} for one in (*self._passes, self._figures) if one]
+
+    @torch.no_grad()
+    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
+        """Note gates `(B, S, H, 3)`; `has_compressed` `(B, S)` says which tokens see a compressed block."""
+        super().record_gates(gates, has_compressed, branches)
+        self._figures["num_gates"] = has_compressed.sum()
+
+    @torch.no_grad()
+    def record_branch(self, branch: str, out: Tensor, positions: Tensor) -> None:
+        """Note a branch's output before its gate."""
+        super().record_branch(branch, out, positions)
+        self._figures["num_outputs"] = (positions >= 0).sum()
 
     @torch.no_grad()
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
@@ -30,13 +60,14 @@ class RunTelemetry(LayerTelemetry):
         super().record_selection(block_indices, positions, geometry)
         is_query = positions >= 0
         expected = (positions // geometry.selection_block_size + 1).clamp(max=geometry.num_selected_blocks)
+        self._figures["num_followers"] = ((positions[:, 1:] == positions[:, :-1] + 1) & (positions[:, 1:] > 0)).sum()
         self._figures["k_mean_expected"] = torch.where(is_query, expected, 0).sum(dtype=torch.float64) / is_query.sum()
 
 
 @contextmanager
-def watched(layers: Sequence[NativeSparseAttention]) -> Iterator[list[LayerTelemetry]]:
-    """Attach telemetry to `layers` while the block runs; it describes each layer's last forward pass in it."""
-    collected: list[LayerTelemetry] = [RunTelemetry() for _ in layers]
+def watched(layers: Sequence[NativeSparseAttention]) -> Iterator[list[RunTelemetry]]:
+    """Attach telemetry to `layers` while the block runs; each forward pass ends with `end_pass`, which the last one may leave out."""
+    collected = [RunTelemetry() for _ in layers]
     for layer, telemetry in zip(layers, collected, strict=True):
         layer.telemetry = telemetry
     try:
@@ -46,9 +77,23 @@ def watched(layers: Sequence[NativeSparseAttention]) -> Iterator[list[LayerTelem
             layer.telemetry = None
 
 
-def combine(collected: Sequence[LayerTelemetry]) -> dict[str, float]:
+def _alone(item: Any) -> list[Any]:
+    return [item]
+
+
+def of_layers(collected: Sequence[RunTelemetry], gather: Callable[[Any], list[Any]] = _alone) -> list[dict[str, float]]:
+    """Return the figures of each layer over all its passes. A collective, where `gather` returns what each rank passed."""
+    ranks = gather([telemetry.passes() for telemetry in collected])
+    return [merged([one for passes in layer for one in passes]) for layer in zip(*ranks, strict=True)]
+
+
+def merged(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of several passes of a layer as those of one over all their elements."""
+    return {name: _merged(name, passes) for name in (passes[0] if passes else ()) if name not in NUMBER_OF.values()}
+
+
+def combine(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return one figure per name for all layers: the sum of counts, the least of `_min`, the most of `k_max`, else the mean."""
-    summaries = [telemetry.summary() for telemetry in collected]
     return {name: _combined(name, [summary[name] for summary in summaries]) for name in (summaries[0] if summaries else ())}
 
 
@@ -103,6 +148,31 @@ def judge(figures: Mapping[str, Any]) -> list[Check]:
         is_steady = abs(found - 1) <= THROUGHPUT_BAND
         checks.append(Check("toks_per_s", f"{100 * found:.0f} % of the run's median", f"within {100 * THROUGHPUT_BAND:.0f} %", is_steady))
     return checks
+
+
+def _merged(name: str, passes: Sequence[Mapping[str, float]]) -> float:
+    values = [one[name] for one in passes]
+    if name in SUMMED:
+        return sum(values)
+    if name == "k_max":
+        return max(values)
+    if name.endswith("_min"):
+        return min((value for value in values if not math.isnan(value)), default=math.nan)
+    numbers = [one[NUMBER_OF.get(name.partition("_")[0], "rows")] for one in passes]
+    if not name.startswith("gate_std_"):
+        return _mean(values, numbers)
+    # the spread about the mean of all passes
+    means = [one[name.replace("_std_", "_mean_")] for one in passes]
+    squares = [value**2 + mean**2 for value, mean in zip(values, means, strict=True)]
+    variance = _mean(squares, numbers) - _mean(means, numbers) ** 2
+    # not max(), which takes 0 for NaN; rounding may leave it below 0
+    return math.sqrt(abs(variance))
+
+
+def _mean(values: Sequence[float], numbers: Sequence[float]) -> float:
+    """Return the mean of means `values` over so many elements each; NaN where there is none."""
+    total = sum(numbers)
+    return sum(value * number for value, number in zip(values, numbers, strict=True) if number) / total if total else math.nan
 
 
 def _combined(name: str, values: list[float]) -> float:

@@ -28,7 +28,6 @@ def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, w
         "parameters_dense": parameters.dense,
         **data_marks(config),
         "data_first_tokens": next((event.get("data_first_tokens") for event in events if event["msg"] == "data"), None),
-        "data_consumed_hash": next((event.get("data_consumed_hash") for event in reversed(events) if event["msg"] == "step_end"), None),
         "precision": config.train.precision,
         "device": device.type,
         "world_size": world_size,
@@ -49,7 +48,7 @@ def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, w
         "peak_memory_mib": peak_mib,
         "peak_memory_gib": peak_mib / 2**10,
         "clipped_steps": sum(row["is_clipped"] == 1 for row in steps),
-        "skipped_steps": sum(event["msg"] == "skip" for event in events),
+        "skipped_steps": len(standing_skips(events)),
         "fallbacks_total": next((int(total) for total in reversed(_known(row["total"] for row in read_rows(paths.fallbacks)))), None),
     }
 
@@ -62,6 +61,17 @@ def data_marks(config: RunConfig) -> dict[str, Any]:
 def tokens_per_step(config: RunConfig) -> int:
     """Return the tokens of one optimizer step of full rows, of all ranks together."""
     return config.train.batch_size * config.train.accumulate * config.train.seq_len
+
+
+def standing_skips(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of skipped steps that are part of the run: what a resume went back before was taken again."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event["msg"] == "boot":
+            found = [skip for skip in found if skip["step"] <= (event.get("resumed_at") or 0)]
+        elif event["msg"] == "skip":
+            found.append(event)
+    return found
 
 
 def seconds_alive(events: Iterable[dict[str, Any]]) -> float:

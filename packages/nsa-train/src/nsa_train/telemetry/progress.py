@@ -1,11 +1,15 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO, cast
 
 from attrs import frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from nsa_train.streams import discard
 
 
 @frozen(kw_only=True)
@@ -33,31 +37,61 @@ class StepFigures:
         )
 
 
-class ProgressDisplay:
-    """Shows steps and notes on `console`; use as a context manager."""
+class Screen(Console):
+    """A console whose reader may go away: what is printed after that is lost, and nothing else."""
 
-    def __init__(self, console: Console, total_steps: int) -> None:
+    def on_broken_pipe(self) -> None:
+        """Print no more."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Print no more, here and to the stream below."""
+        self.quiet = True
+        discard(cast(TextIO, self.file))
+
+
+class ProgressDisplay:
+    """Shows steps and notes on `console`, as long as it takes them; use as a context manager."""
+
+    def __init__(self, console: Screen, total_steps: int) -> None:
         self.console = console
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        # colours may be forced upon a file, and not every terminal moves its cursor
+        is_live = console.file.isatty() and console.is_interactive
+        self._bar = Progress(*columns, console=console, transient=True) if is_live else None
         self._task: TaskID | None = self._bar.add_task("starting", total=total_steps) if self._bar else None
 
     def __enter__(self) -> Self:
         if self._bar:
-            self._bar.start()
+            with self._shown():
+                self._bar.start()
+            if self.console.quiet:
+                # what did not start cannot be stopped
+                self._bar = None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar:
-            self._bar.stop()
+            with self._shown():
+                self._bar.stop()
 
     def show_step(self, figures: StepFigures, *, is_logged: bool) -> None:
         """Show a step: every one on a terminal's live line, those that are logged elsewhere."""
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=figures.step, description=str(figures))
+            with self._shown():
+                self._bar.update(self._task, completed=figures.step, description=str(figures))
         elif is_logged:
             self.note(str(figures))
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with self._shown():
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Let the run go on where its terminal was closed, or the disk is full that its output goes to."""
+        try:
+            yield
+        except OSError:
+            self.console.leave()

@@ -17,7 +17,6 @@ import torch
 from attrs import field, mutable
 
 from nsa_core import NativeSparseAttention, default_registry
-from nsa_core.telemetry import LayerTelemetry
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import count_parameters
@@ -51,8 +50,13 @@ from nsa_train.telemetry.timing import BranchTimes, MarkedBackend, marked_range
 class Observed(NamedTuple):
     """What the NSA layers did in a step that was watched; empty for one that was not."""
 
-    telemetry: Sequence[LayerTelemetry] = ()
+    telemetry: Sequence[health.RunTelemetry] = ()
     times: BranchTimes | None = None
+
+    def end_pass(self) -> None:
+        """Note that a micro-batch went forward and backward."""
+        for telemetry in self.telemetry:
+            telemetry.end_pass()
 
 
 @mutable
@@ -149,12 +153,18 @@ class Recorder:
         self.heartbeat.beat(f"{what}_begin", step)
 
     def stepped(
-        self, figures: StepFigures, *, fetches: Sequence[float], observed: Observed | None = None, data: Mapping[str, Any] | None = None
+        self,
+        figures: StepFigures,
+        *,
+        fetches: Sequence[float],
+        layers: Sequence[Mapping[str, float]] = (),
+        observed: Observed | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         """Record an optimizer step.
 
-        `fetches`: recent waits for data in ms; `observed`: of `observing`; `data`: figures of the training stream, such as
-        bad records skipped, which go into every event as they are.
+        `fetches`: recent waits for data in ms; `layers`: `health.of_layers` of all ranks, and `observed`, of `observing`, for a
+        logged step; `data`: figures of the training stream, such as bad records skipped, which go into every event as they are.
         """
         self.step = figures.step
         # a rank's rows are as wide as the others', which without packing is not always train.seq_len
@@ -173,8 +183,8 @@ class Recorder:
             **(data or {}),
         }
         summary: dict[str, float] = {}
-        if observed is not None and observed.telemetry:
-            summary = health.combine(observed.telemetry)
+        if observed is not None and layers:
+            summary = health.combine(layers)
             routes = health.routes_of(observed.telemetry)
             self.heartbeat.beat("progress", figures.step, **fields, **self._health_fields(summary, observed), routes=routes)
         self.heartbeat.beat("step_end", figures.step, **fields)
@@ -192,9 +202,9 @@ class Recorder:
         """Record a checkpoint."""
         self.heartbeat.beat("save", step, checkpoint=path.name)
 
-    def skipped(self, step: int, reason: str, batch: str) -> None:
-        """Record a step whose update was left out, and the `batch` that it was for."""
-        self.heartbeat.beat("skip", step, reason=reason, batch=batch)
+    def skipped(self, step: int, reason: str, batch: str, *, cause: str) -> None:
+        """Record a step whose update was left out, the `batch` that it was for, and the `cause` in one word, of `guards.Cause`."""
+        self.heartbeat.beat("skip", step, cause=cause, reason=reason, batch=batch)
 
     def halted(self, reason: str, *, code: int, anomaly: str | None = None) -> None:
         """Record that the run ended before its last step; `anomaly`: one word for `.anomaly_type`.
@@ -209,16 +219,18 @@ class Recorder:
             if self._tables is not None:
                 self._tables.board.close()
 
-    def finished(self, *, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    def finished(self, *, consumed_hash: str | None = None, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Write metrics.json, curves.png and report.html; return the metrics (rank 0; the others return nothing).
 
-        Where somebody deleted the records that the report is drawn from, that is said: the run has not failed.
+        `consumed_hash`: of what all ranks consumed. Where somebody deleted the records that the report is drawn from, that is
+        said: the run has not failed.
         """
         self.heartbeat.beat("finish", self.step)
         if self._tables is None:
             return {}
         self._tables.board.close()
         metrics = summarise(self.paths, self.config, self.device, world_size=self.world_size)
+        metrics["data_consumed_hash"] = consumed_hash
         metrics["model_flops_per_token"] = self._flops.of_sequence(self.config.train.seq_len) / self.config.train.seq_len
         write_json(self.paths.metrics, metrics)
         try:

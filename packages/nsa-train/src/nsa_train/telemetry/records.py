@@ -37,6 +37,8 @@ FIGURES = ("loss", "lr", "toks_per_s", "grad_norm", "step_ms", "mfu", "pct_at_ma
 FIGURE_FAMILIES = ("gate_", "contribution_", "k_", "reads_", "gpu_mem_")
 TABLES_OF_EVENTS = ("gate_branch_shares", "routes")
 """Fields of an event with which its readers compute: whole numbers, numbers, numbers that begin so, tables."""
+EXACT = ("loss", "val_loss", "first_loss", "last_loss", "first_val_loss", "grad_norm")
+"""Figures that are kept to nine significant digits, which tell any two of float32 apart; the others to six."""
 MOST = 2**53
 """Beyond it lies no count and no second."""
 
@@ -68,7 +70,7 @@ class CsvTable:
             if file.tell() == 0:
                 # somebody deleted it
                 writer.writeheader()
-            writer.writerow({name: _shortened(value) for name, value in row.items()})
+            writer.writerow(_shortened(row))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
@@ -165,7 +167,7 @@ class Heartbeat:
             "step": step,
             "msg": msg,
             **self.marks,
-            **{name: _shortened(value) for name, value in fields.items()},
+            **_shortened(fields),
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event, allow_nan=False) + "\n")
@@ -173,19 +175,20 @@ class Heartbeat:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` as strict JSON, whole or not at all; figures that are not finite become null."""
-    plain = {name: _shortened(value) for name, value in content.items()}
     aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    aside.write_text(json.dumps(_shortened(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     aside.replace(path)
 
 
-def _shortened(value: Any) -> Any:
-    """Return floats with six significant digits, None for those that JSON cannot spell."""
+def _shortened(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `content` with floats of as many digits as are kept, None for those that JSON cannot spell."""
+    return {name: _short(value, digits=9 if name in EXACT else 6) for name, value in content.items()}
+
+
+def _short(value: Any, *, digits: int) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _shortened(item) for name, item in value.items()}
-    return value
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    return _shortened(value) if isinstance(value, dict) else value
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -1,6 +1,7 @@
 """report.html: one page that needs no other file, rendered from a run's directory alone."""
 
 import base64
+import re
 import statistics
 from importlib.resources import files
 from pathlib import Path
@@ -47,6 +48,8 @@ SELECTION_ROWS = (
     ("reads_act_total", "tokens read in the step", "{:,}"),
 )
 """The same for the last progress event."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters but tab and newline that no browser shows."""
 RECENT_SHARE = 5
 """The last fifth of the steps is compared with all of them."""
 
@@ -133,7 +136,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+    """Return a text, U+FFFD in the place of control characters, which no page may hold."""
+    return CONTROL.sub("\ufffd", path.read_text(encoding="utf-8", errors="replace"))
 
 
 def _table(environment: dict[str, Any], name: str) -> dict[str, Any]:

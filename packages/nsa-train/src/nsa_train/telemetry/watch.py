@@ -1,5 +1,6 @@
 """`nsa-train watch DIR`: looks at the heartbeats of a run until it ends or something is wrong."""
 
+import math
 import os
 import platform
 import signal
@@ -36,6 +37,7 @@ class Watcher:
         self.paths = paths
         self.ranks: dict[Path, RankWatch] = {}
         self._offsets: dict[Path, int] = {}
+        self._seen_fallbacks: float | None = None
 
     def look(self, now: float) -> list[Finding]:
         """Read what is new and return what is wrong at the time `now`, the gravest first."""
@@ -47,8 +49,11 @@ class Watcher:
                 self.ranks[path].observe(event)
         grace_s = RESTART_GRACE_S if self.awaits_restart(now) else 0.0
         found = [finding for rank in self.members for finding in rank.findings(now, grace_s=grace_s)]
+        for rank in self.members:
+            rank.looked()
+        in_table = self._rising_in_table()
         if not self.has_ended and not any(finding.kind == RISING_FALLBACKS for finding in found):
-            found += self._rising_in_table()
+            found += in_table
         return sorted(found, key=lambda finding: (KINDS.index(finding.kind), finding.rank))
 
     def unhealthy(self) -> list[Check]:
@@ -69,7 +74,7 @@ class Watcher:
 
     def awaits_restart(self, now: float) -> bool:
         """Return True where a rank died, or may have died on another host, and torchrun has a start left for all of them."""
-        return any(rank.restarts_left > 0 and _has_died(rank, now) for rank in self.members if not rank.has_ended)
+        return any(rank.restarts_left > 0 and has_died(rank, now) for rank in self.members if not rank.has_ended)
 
     def _new_events(self, path: Path) -> list[dict[str, Any]]:
         with path.open("rb") as file:
@@ -82,7 +87,9 @@ class Watcher:
 
     def _rising_in_table(self) -> list[Finding]:
         rows = list(read_rows(self.paths.fallbacks))[-2:]
-        detail = rising([row["total"] for row in rows])
+        totals = [row["total"] for row in rows]
+        detail = rising(totals, seen=self._seen_fallbacks)
+        self._seen_fallbacks = next((total for total in reversed(totals) if not math.isnan(total)), None)
         return [] if detail is None else [Finding(RISING_FALLBACKS, 0, int(rows[-1]["step"]), detail)]
 
 
@@ -153,7 +160,7 @@ def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Calla
     return ANOMALY_CODE
 
 
-def _has_died(rank: RankWatch, now: float) -> bool:
+def has_died(rank: RankWatch, now: float) -> bool:
     """Return whether `rank` failed, or its process is gone; on another host, where that cannot be seen, whether it is overdue."""
     if rank.has_failed:
         return True
