@@ -13,6 +13,7 @@ from nsa_core.testing.properties import Where
 from nsa_kernels_triton import launch, policy
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import op as interval
+from nsa_kernels_triton.select import op as select
 from nsa_kernels_triton.selected import op as selected
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*against policy.*")
@@ -47,7 +48,7 @@ def simulated(monkeypatch, simulator):
 
     monkeypatch.setattr(policy, "tiles", lambda kind, _capability, dk, dv, _itemsize: tiles(kind, (9, 0), dk, dv, 2))
     monkeypatch.setattr(policy, "ring", short_ring)
-    for module in (launch, interval, selected):
+    for module in (launch, interval, select, selected):
         # these kernels compute in base 2
         monkeypatch.setattr(module, "is_exact", lambda q: False)
     monkeypatch.setattr(hopper, "_num_multiprocessors", lambda q: 3)
