@@ -162,11 +162,14 @@ class RopeScaling:
             )
 
 
+SCALING_ALIASES = {"rope_type": "kind", "type": "kind", "original_max_position_embeddings": "original_max_position"}
+"""Hugging Face's name of a field of `RopeScaling` -> the field; a mapping may have either."""
+
+
 def _to_rope_scaling(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    known = {"rope_type": "kind", "type": "kind", "original_max_position_embeddings": "original_max_position"}
-    fields = {known.get(str(key), str(key)): item for key, item in value.items()}
+    fields = {SCALING_ALIASES.get(str(key), str(key)): item for key, item in value.items()}
     try:
         return RopeScaling(**fields)
     except TypeError as error:

@@ -70,19 +70,15 @@ _ADVICE = {
 """Key of table `nsa` -> what to write in TOML, where nsa-core says it in Python."""
 
 
-_SCALING_ALIASES = {"type": "kind", "rope_type": "kind", "original_max_position_embeddings": "original_max_position"}
-_SCALING_KEYS = ("kind", "factor", "original_max_position", "beta_fast", "beta_slow", "attention_factor")
-
-
 def _broken_scaling(table: Mapping[str, Any]) -> list[str]:
-    """Return what stands against the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
-    names = [_SCALING_ALIASES.get(name, name) for name in table]
+    """Return what stands against the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none. Imports torch."""
+    from nsa_core import RopeScaling
+    from nsa_core.config import SCALING_ALIASES
+
+    keys = [item.name for item in fields(RopeScaling)]
+    names = [SCALING_ALIASES.get(name, name) for name in table]
     advice = _ADVICE["rope_scaling"]
-    unknown = [
-        f"nsa.rope_scaling.{name} is unknown (a scaling has {listed(_SCALING_KEYS)}); {advice}"
-        for name in names
-        if name not in _SCALING_KEYS
-    ]
+    unknown = [f"nsa.rope_scaling.{name} is unknown (a scaling has {listed(keys)}); {advice}" for name in names if name not in keys]
     missing = [f"nsa.rope_scaling={dict(table)!r} has no {name}; {advice}" for name in ("kind", "factor") if name not in names]
     return unknown or missing
 
@@ -123,8 +119,6 @@ class NSATable(Table):
             return []
         if not isinstance(self.rope_scaling, Mapping):
             return [f"nsa.rope_scaling={self.rope_scaling!r} is not a table; {_ADVICE['rope_scaling']}, or leave it away"]
-        if problems := _broken_scaling(self.rope_scaling):
-            return problems
         numbers = {name: value for name, value in self.rope_scaling.items() if isinstance(value, int | float)}
         large = [f"{name}={value!r} is more than {MOST_SCALED:,}" for name, value in numbers.items() if value > MOST_SCALED]
         small = [f"{name}={value!r} is less than {LEAST_SCALED:g}" for name, value in numbers.items() if 0 < value < LEAST_SCALED]
@@ -228,6 +222,9 @@ class RunConfig:
         from nsa_core import BlockGeometry, NSAConfig
         from nsa_core.errors import ConfigError as CoreConfigError
 
+        scaling = self.nsa.rope_scaling
+        if problems := [] if scaling is None else _broken_scaling(scaling):
+            raise ConfigError.of(problems)
         values = attrs.asdict(self.nsa, recurse=False)
         sizes = {attribute.name: values.pop(attribute.name) for attribute in fields(BlockGeometry)}
         model = self.model

@@ -14,7 +14,7 @@ from nsa_train.checkpoint.layout import FILES, MANIFEST
 from nsa_train.errors import CheckpointError
 
 SCHEMA_VERSION = 3
-"""Of the files together; 1 had weights and moments alone."""
+"""Of the files together; 1 had weights and moments alone, 2 no count of the steps that the gradients were watched."""
 OTHERS = "take another step-* of this run (`nsa-train ckpt verify` names the whole ones)"
 
 

@@ -110,6 +110,7 @@ def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
+    # torchrun takes at least one for itself; what ends a run is forwarded below
     options = ["--nproc-per-node", str(num_processes), *hosts.words(), "--signals-to-handle", "SIGQUIT"]
     config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
     with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:

@@ -22,7 +22,7 @@ DELIBERATE = (*(kind.exit_code for kind in (ConfigError, HaltedError, GuardError
 SHARED_ERRORS = (PeerError, HaltedError, GuardError, TerminatedError, SignalledError)
 """What every rank raises, and one prints."""
 STOP = "stop"
-"""The file by which the launcher says that SIGTERM came to it."""
+"""The file by which the launcher says that SIGTERM or SIGHUP came to it."""
 
 
 class Ending(NamedTuple):
