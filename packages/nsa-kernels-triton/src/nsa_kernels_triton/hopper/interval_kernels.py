@@ -217,7 +217,7 @@ def dkdv_kernel(
 
 
 @gluon.jit
-def _tile_of(
+def tile_of(
     item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
     HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
@@ -267,7 +267,7 @@ def _load(
     HALF: gl.constexpr = ROWS // 2
     loaded = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = _tile_of(
+        group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = tile_of(
             item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
             num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
             HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
@@ -335,7 +335,7 @@ def _attend(
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D_V], dtype)
     used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = _tile_of(
+        group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = tile_of(
             item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
             num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
             HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,

@@ -14,6 +14,10 @@ REGISTERS_OF_THREE = 168
 """The same where one program of twelve warps does."""
 
 
+WIDEST_TWICE = 128
+"""Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
+
+
 def interval_forward(
     q: Tensor,
     k: Tensor,
@@ -43,6 +47,37 @@ def interval_forward(
 
 def _num_multiprocessors(q: Tensor) -> int:
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+
+
+def interval_dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gates: Tensor | None,
+    dq: Tensor,
+    scale: float,
+    constants: dict[str, Any],
+    sequences: Sequences,
+    limit: int | None,
+    ring: Ring,
+) -> None:
+    """Write dQ; `constants` are those of the portable kernel, `limit` that of `Sequences.tiling`."""
+    from nsa_kernels_triton.hopper import dq_kernels as kernels
+
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
+    num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
+    kernels.dq_kernel[(min(num_items, _num_multiprocessors(q)),)](
+        q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dq,
+        *sequences.arguments(tiling),
+        sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
+        scale, score_factor(q, scale),
+        **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED", "ADD")},
+        **_widths(q.shape[3], v.shape[3]), GATED=gates is not None, PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
+        **_ring_constants(ring), **_options_of_three(ring),
+    )  # fmt: skip
 
 
 def interval_dkdv(

@@ -259,7 +259,8 @@ def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int
 def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return a number of queries whose rows fill tiles of the dQ kernel, whatever H/G is, and the keys of a tile of dK and dV."""
     ring, tiles = _key_tiles(q, k, v, k)
-    return tiles_for("interval_dq", q, q.shape[3], v.shape[3]).block_rows, (ring or tiles).block_keys
+    rows = ring_for("interval_dq", q, v, k) or tiles_for("interval_dq", q, q.shape[3], v.shape[3])
+    return rows.block_rows, (ring or tiles).block_keys
 
 
 def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Ring | None, Tiles]:
@@ -267,13 +268,18 @@ def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Ring | No
 
 
 def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None) -> None:
+    constants = x.constants() | {"ADD": adds}
+    ring = ring_for("interval_dq", x.q, x.v, x.k, x.dout) if x.dlse is None else None
+    if ring is not None:
+        hopper.interval_dq(x.q, x.k, x.v, x.dout, x.lse, x.delta, x.gates, dq, x.scale, constants, x.sequences, limit, ring)
+        return
     tiles = tiles_for("interval_dq", x.q, x.q.shape[3], x.v.shape[3])
     tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, tiles.block_rows, of_keys=False, limit=limit)
     kernels.dq_kernel[(tiling.num_tiles, tiling.num_sequences, x.k.shape[2])](
         x.q, x.k, x.v, x.dout, x.lse, x.delta, x.dlse, x.gates, dq,
         *x.sequences.arguments(tiling),
         x.sequences.num_sequences, x.q.shape[1], x.k.shape[1], x.sequences.search_steps, x.scale, score_factor(x.q, x.scale),
-        **x.constants(), ADD=adds,
+        **constants,
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 

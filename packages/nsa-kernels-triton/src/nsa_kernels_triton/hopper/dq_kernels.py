@@ -1,0 +1,315 @@
+"""dQ of attention over an interval of keys for compute capability 9.0: four warps load, two times four compute on the same keys."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa_kernels_triton.hopper.interval_kernels import tile_of
+from nsa_kernels_triton.hopper.softmax import load_keys
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_tile, start_scores, visible_keys
+
+
+@gluon.jit
+def _load(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
+    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+    rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
+    HG: gl.constexpr = H // G
+    HALF: gl.constexpr = ROWS // 2
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    loaded = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = tile_of(
+            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+            num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
+            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
+        )  # fmt: skip
+        number = item // gl.num_programs(0)
+        place = number % PLACES
+        head0 = q_row0 * H + group * HG
+        row_end = num_rows * HG
+        mbarrier.wait(rows_empty.index(place), ((number // PLACES) & 1) ^ 1)
+        for half in gl.static_range(2):
+            row = row0 + half * HALF
+            load_tile(q_ptr + head0 * D_K, q1_smem.index(2 * place + half), row, row_end, H, HG, D_K, K1, HALF)
+            if K2 > 0:
+                load_tile(q_ptr + head0 * D_K + K1, q2_smem.index(2 * place + half), row, row_end, H, HG, D_K, K2, HALF)
+            load_tile(dout_ptr + head0 * D_V, dout_smem.index(2 * place + half), row, row_end, H, HG, D_V, D_V, HALF)
+            rows = row + gl.arange(0, HALF, LINE)
+            heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
+            exists = rows < row_end
+            async_copy.async_copy_global_to_shared(lse_smem.index(2 * place + half), lse_ptr + heads, mask=exists)
+            async_copy.async_copy_global_to_shared(delta_smem.index(2 * place + half), delta_ptr + heads, mask=exists)
+        async_copy.mbarrier_arrive(rows_full.index(place), increment_count=False)
+        key_place = key_row0 * G + group
+        for key in range(start, end, KEYS):
+            load_keys(
+                k_ptr + key_place * D_K, v_ptr + key_place * D_V, key, end, loaded,
+                k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, G, D_K, K1, K2, D_V, KEYS, STAGES,
+            )  # fmt: skip
+            loaded += 1
+
+
+@gluon.jit
+def _dscores(
+    scores, dweights, shift, delta, first, end, key, is_masked, factor,
+    SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Return dS of a tile of keys that starts with `key`."""
+    weights = gl.exp2(scores * factor - shift[:, None])
+    if is_masked:
+        keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+        is_visible = keys[None, :] < end[:, None]
+        if IS_WINDOW:
+            is_visible = is_visible & (keys[None, :] >= first[:, None])
+        weights = gl.where(is_visible, weights, 0.0)
+        # as `tiles.refined_delta`, without a gradient of lse
+        delta = gl.where(gl.sum(weights, 1) > 1 - 2**-12, gl.sum(weights * dweights, 1), delta)
+    return (weights * (dweights - delta[:, None])).to(dtype)
+
+
+@gluon.jit
+def _multiply(
+    half: gl.constexpr, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """Write dQ of one half of the rows of the program's tiles. The product with k overlaps with the next keys' scores."""
+    HG: gl.constexpr = H // G
+    HALF: gl.constexpr = ROWS // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    ACC1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
+    ACC2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(K2, 16), 16])
+    LEFT1: gl.constexpr = gl.DotOperandLayout(0, ACC1, 2)
+    LEFT2: gl.constexpr = gl.DotOperandLayout(0, ACC2, 2)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    PENDING: gl.constexpr = 2 if K2 > 0 else 1
+    dtype: gl.constexpr = q1_smem.dtype
+    used = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = tile_of(
+            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+            num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
+            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
+        )  # fmt: skip
+        number = item // gl.num_programs(0)
+        place = number % PLACES
+        q1 = q1_smem.index(2 * place + half)
+        q2 = q2_smem.index(2 * place + half)
+        dout = dout_smem.index(2 * place + half)
+        row0 += half * HALF
+        rows = row0 + gl.arange(0, HALF, OF_ROWS)
+        t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
+        first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+        head0 = q_row0 * H + group * HG
+        share = gl.full([HALF], 1.0, gl.float32, OF_ROWS) * scale
+        if GATED:
+            heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
+            share *= gl.load(gate_ptr + heads * 3, mask=t >= 0, other=0.0)
+        mbarrier.wait(rows_full.index(place), (number // PLACES) & 1)
+        lse = lse_smem.index(2 * place + half).load(OF_ROWS)
+        shift = gl.where((t < 0) | (lse == float("-inf")), float("inf"), lse * LOG2E)
+        delta = delta_smem.index(2 * place + half).load(OF_ROWS)
+        dq1 = gl.zeros([HALF, K1], gl.float32, ACC1)
+        dq2 = dq1
+        if K2 > 0:
+            dq2 = gl.zeros([HALF, K2], gl.float32, ACC2)
+        zeros = gl.zeros([HALF, KEYS], gl.float32, SCORES)
+        num_key_tiles = gl.cdiv(last_end - start, KEYS)
+        if num_key_tiles > 0:
+            stage = used % STAGES
+            mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
+            mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
+            fence_async_shared()
+            scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
+            dweights = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            dscores = _dscores(
+                scores,
+                dweights,
+                shift,
+                delta,
+                first,
+                end,
+                start,
+                (start < middle) | (start >= tail),
+                factor,
+                SCORES,
+                IS_WINDOW,
+                KEYS,
+                dtype,
+            )
+            for tile in range(1, num_key_tiles):
+                before = (used + tile - 1) % STAGES
+                stage = (used + tile) % STAGES
+                phase = ((used + tile) // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                mbarrier.wait(v_full.index(stage), phase)
+                fence_async_shared()
+                scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
+                dweights = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                dq1 = warpgroup_mma(gl.convert_layout(dscores, LEFT1), k1_smem.index(before), dq1, is_async=True)
+                if K2 > 0:
+                    dq2 = warpgroup_mma(gl.convert_layout(dscores, LEFT2), k2_smem.index(before), dq2, is_async=True)
+                scores, dweights = warpgroup_mma_wait(PENDING, deps=[scores, dweights])
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                key = start + tile * KEYS
+                dscores = _dscores(
+                    scores, dweights, shift, delta, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS, dtype
+                )
+                if K2 > 0:
+                    dq1, dq2 = warpgroup_mma_wait(0, deps=[dq1, dq2])
+                else:
+                    dq1 = warpgroup_mma_wait(0, deps=[dq1])
+                mbarrier.arrive(k_empty.index(before), count=1)
+            used += num_key_tiles
+            before = (used - 1) % STAGES
+            dq1 = warpgroup_mma(gl.convert_layout(dscores, LEFT1), k1_smem.index(before), dq1, is_async=True)
+            if K2 > 0:
+                dq2 = warpgroup_mma(gl.convert_layout(dscores, LEFT2), k2_smem.index(before), dq2, is_async=True)
+                dq1, dq2 = warpgroup_mma_wait(0, deps=[dq1, dq2])
+            else:
+                dq1 = warpgroup_mma_wait(0, deps=[dq1])
+            mbarrier.arrive(k_empty.index(before), count=1)
+        # gradients leave through the rows' own place
+        barrier()
+        _place(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, dq1, share, t, H, HG, D_K, K1, HALF, ACC1, ADD)
+        if K2 > 0:
+            _place(dq_ptr + head0 * D_K + K1, q2, row0, num_rows * HG, dq2, share, t, H, HG, D_K, K2, HALF, ACC2, ADD)
+        barrier()
+        _store(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, H, HG, D_K, K1, HALF)
+        if K2 > 0:
+            _store(dq_ptr + head0 * D_K + K1, q2, row0, num_rows * HG, H, HG, D_K, K2, HALF)
+        barrier()
+        mbarrier.arrive(rows_empty.index(place), count=1)
+
+
+@gluon.jit
+def _place(
+    dq_ptr, smem, row0, row_end, values, share, t,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, HALF: gl.constexpr, ACC: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """Put `values` times their rows' share into shared memory. ADD: with what stands where they go."""
+    share = gl.convert_layout(share, gl.SliceLayout(1, ACC))
+    # what a row holds that does not count, at t = -1, may be NaN
+    counts = gl.convert_layout(t, gl.SliceLayout(1, ACC)) >= 0
+    values = gl.where(counts[:, None], values * share[:, None], 0.0)
+    if ADD:
+        rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
+        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
+        places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
+        values += gl.load(dq_ptr + places[:, None] + columns[None, :], mask=(rows < row_end)[:, None], other=0.0).to(gl.float32)
+    smem.store(values.to(smem.dtype))
+
+
+@gluon.jit
+def _store(dq_ptr, smem, row0, row_end, H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, HALF: gl.constexpr):
+    """Write the rows row0 .. row_end - 1 of a half from shared memory."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
+    places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
+    gl.store(dq_ptr + places[:, None] + columns[None, :], smem.load(TILE), mask=(rows < row_end)[:, None])
+
+
+@gluon.jit
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, scale, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write dQ as `interval.kernels.dq_kernel` does where lse has no gradient; a program takes every num_programs-th of the tiles."""
+    HALF: gl.constexpr = ROWS // 2
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
+    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D_V], dtype)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q1_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, K1], K1_SHARED)
+    k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], K1_SHARED)
+    q2_smem = q1_smem
+    k2_smem = k1_smem
+    if K2 > 0:
+        q2_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, K2], K2_SHARED)
+        k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], K2_SHARED)
+    dout_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, D_V], V_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D_V], V_SHARED)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [2 * PLACES, HALF], FLAT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [2 * PLACES, HALF], FLAT)
+    rows_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
+    rows_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # every loading thread arrives once its copies have landed, and each half once it has read them
+    for place in gl.static_range(PLACES):
+        mbarrier.init(rows_full.index(place), count=128)
+        mbarrier.init(rows_empty.index(place), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=128)
+        mbarrier.init(v_full.index(stage), count=128)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=2)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    0, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+                    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+                    H, G, D_K, K1, K2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, ROWS, KEYS, STAGES, PLACES,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    1, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+                    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+                    H, G, D_K, K1, K2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, ROWS, KEYS, STAGES, PLACES,
+                ),
+            ),
+            (
+                _load,
+                (
+                    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
+                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+                    rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+                    H, G, D_K, K1, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES, PLACES,
+                ),
+            ),
+        ],
+        [4, 4],
+        [HALF_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
