@@ -200,7 +200,7 @@ RINGS: dict[str, dict[int, Ring]] = {
     "compressed_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 128, 2, 40), 192: Ring(128, 64, 3, 40)},
     "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 5, 40), 192: Ring(128, 64, 3, 40)},
     "interval_dq": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 3, 40), 192: Ring(128, 64, 3, 40)},
-    "interval_dkdv": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40)},
+    "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(32, 128, 8, 40), 192: Ring(32, 128, 6, 40)},
     "selected_forward": {64: Ring(64, 64, 3, 40), 128: Ring(64, 64, 3, 40), 192: Ring(64, 64, 2, 40)},
     "selected_backward": {64: Ring(32, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(32, 64, 2, 32)},
 }

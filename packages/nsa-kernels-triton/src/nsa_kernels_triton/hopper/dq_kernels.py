@@ -11,8 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_kernels_triton.hopper.interval_kernels import tile_of
-from nsa_kernels_triton.hopper.softmax import load_keys
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_tile, start_scores, visible_keys
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile, start_scores, visible_keys
 
 
 @gluon.jit

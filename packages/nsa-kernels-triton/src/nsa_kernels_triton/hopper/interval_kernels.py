@@ -11,17 +11,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, find_sequence, load_tile, query_rows, visible_keys
+from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, find_sequence, load_keys, load_tile, query_rows, start_scores, visible_keys
 
 
 @gluon.jit
 def _load_rows(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
-    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr,
+    q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the rows row_from .. row_end - 1 of a group; rows beyond are zeros."""
@@ -33,7 +32,9 @@ def _load_rows(
         exists = rows < row_end
         heads = (rows // HG).to(gl.int64) * H + rows % HG
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        load_tile(q_ptr, q_smem.index(stage), row, row_end, H, HG, D_K, D_K, ROWS)
+        load_tile(q_ptr, q1_smem.index(stage), row, row_end, H, HG, D_K, K1, ROWS)
+        if K2 > 0:
+            load_tile(q_ptr + K1, q2_smem.index(stage), row, row_end, H, HG, D_K, K2, ROWS)
         load_tile(dout_ptr, dout_smem.index(stage), row, row_end, H, HG, D_V, D_V, ROWS)
         async_copy.async_copy_global_to_shared(lse_smem.index(stage), lse_ptr + heads, mask=exists)
         async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
@@ -43,67 +44,156 @@ def _load_rows(
 
 
 @gluon.jit
+def _seen_rows(
+    key0, last_key, position, num_valid, row_from, row_end,
+    HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Return of the rows row_from .. row_end - 1 those that see some of the keys key0 .. last_key, and those that see all: their ends."""
+    end = position + num_valid
+    if IS_WINDOW:
+        first = key0
+        full = last_key
+        full_end = key0 + WINDOW
+        end = gl.minimum(end, last_key + WINDOW)
+    else:
+        first = key0 * STRIDE + SIZE - 1
+        full = last_key * STRIDE + SIZE - 1
+        full_end = end
+    row_first = gl.minimum(gl.maximum((first - position) * HG, row_from), row_end)
+    row_last = gl.maximum(gl.minimum((end - position) * HG, row_end), row_first)
+    return row_first, row_last, (full - position) * HG, gl.minimum((full_end - position) * HG, row_last)
+
+
+@gluon.jit
+def _seen_weights(
+    scores, lse_smem, row, is_masked, row_last, position, keys, factor,
+    HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    ROWS: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Return the weights (keys, rows) of a tile of rows that starts with `row`."""
+    lse = lse_smem.load(gl.SliceLayout(0, SCORES))
+    shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    weights = gl.exp2(scores * factor - shift[None, :])
+    if is_masked:
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, SCORES))
+        t = gl.where(rows < row_last, position + rows // HG, -1)
+        first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+        weights = gl.where((keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :]), weights, 0.0)
+    return weights
+
+
+@gluon.jit
 def _multiply(
-    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
-    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, row_from, row_end, middle, tail, scale, factor,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr, GATED: gl.constexpr,
+    half: gl.constexpr, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end, scale, factor,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, GATED: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV that the rows give to the keys. The product into dK overlaps with the next tile's scores."""
+    """Write dK and dV that the rows give to one half of the keys. The product into dK overlaps with the next tile's scores."""
+    HALF: gl.constexpr = KEYS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    ACC_K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_K, 16])
+    ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
+    ACC_K2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(K2, 16), 16])
     ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    LEFT_K1: gl.constexpr = gl.DotOperandLayout(0, ACC_K1, 2)
+    LEFT_K2: gl.constexpr = gl.DotOperandLayout(0, ACC_K2, 2)
+    LEFT_V: gl.constexpr = gl.DotOperandLayout(0, ACC_V, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    dtype: gl.constexpr = q_smem.dtype
-    keys = key0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-    columns = gl.arange(0, ROWS, OF_ROWS)
-    dk = warpgroup_mma_init(gl.zeros([KEYS, D_K], gl.float32, ACC_K))
-    dv = warpgroup_mma_init(gl.zeros([KEYS, D_V], gl.float32, ACC_V))
+    PENDING: gl.constexpr = 2 if K2 > 0 else 1
+    dtype: gl.constexpr = q1_smem.dtype
+    k1 = k1_smem.index(half)
+    k2 = k2_smem.index(half)
+    v = v_smem.index(half)
+    key0 += half * HALF
+    keys = key0 + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
+    dk1 = gl.zeros([HALF, K1], gl.float32, ACC_K1)
+    dk2 = dk1
+    if K2 > 0:
+        dk2 = gl.zeros([HALF, K2], gl.float32, ACC_K2)
+    dv = gl.zeros([HALF, D_V], gl.float32, ACC_V)
+    zeros = gl.zeros([HALF, ROWS], gl.float32, SCORES)
+    row_first, row_last, middle, full_end = _seen_rows(
+        key0, gl.minimum(key0 + HALF, num_keys) - 1, position, num_valid, row_from, row_end, HG, IS_WINDOW, SIZE, STRIDE, WINDOW
+    )
+    if num_keys < key0 + HALF:
+        middle = row_end
+    # the other half may see rows that this one does not: their tiles pass by
     num_tiles = gl.cdiv(row_end - row_from, ROWS)
-    for tile in range(num_tiles):
-        stage = tile % STAGES
-        row = row_from + tile * ROWS
-        q = q_smem.index(stage)
-        dout = dout_smem.index(stage)
-        mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
+    first_tile = (row_first - row_from) // ROWS
+    end_tile = gl.maximum(gl.cdiv(row_last - row_from, ROWS), first_tile)
+    if num_keys <= key0:
+        end_tile = first_tile
+    for tile in range(first_tile):
+        mbarrier.wait(full.index(tile % STAGES), (tile // STAGES) & 1)
+        mbarrier.arrive(empty.index(tile % STAGES), count=1)
+    if end_tile > first_tile:
+        stage = first_tile % STAGES
+        mbarrier.wait(full.index(stage), (first_tile // STAGES) & 1)
         fence_async_shared()
-        zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-        scores = warpgroup_mma(k_smem, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        lse = lse_smem.index(stage).load(OF_ROWS)
-        shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-        delta = delta_smem.index(stage).load(OF_ROWS)
-        scores, dk, dv = warpgroup_mma_wait(1, deps=[scores, dk, dv])
-        # the last tile's products are done: its place in the ring is free
-        mbarrier.arrive(empty.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)
-        weights = gl.exp2(scores * factor - shift[None, :])
-        is_masked = (row < middle) | (row >= tail)
-        if is_masked:
-            t = gl.where(row + columns < row_end, position + (row + columns) // HG, -1)
-            first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
-            weights = gl.where((keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :]), weights, 0.0)
+        scores = start_scores(k1, k2, q1_smem.index(stage), q2_smem.index(stage), zeros, K2)
+        dweights = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
+        row = row_from + first_tile * ROWS
+        weights = _seen_weights(
+            scores, lse_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys, factor,
+            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+        )  # fmt: skip
         if GATED:
             weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
-        left_v = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC_V, 2))
-        dv = warpgroup_mma(left_v, dout, dv, is_async=True)
-        dweights = warpgroup_mma_wait(1, deps=[dweights])
-        dscores = weights * (dweights - delta[None, :])
-        left_k = gl.convert_layout(dscores.to(dtype), gl.DotOperandLayout(0, ACC_K, 2))
-        dk = warpgroup_mma(left_k, q, dk, is_async=True)
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    _store(dk_ptr, key_row0, key0, num_keys, group, dk * scale, G, D_K, KEYS, ACC_K)
-    _store(dv_ptr, key_row0, key0, num_keys, group, dv, G, D_V, KEYS, ACC_V)
+        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
+        dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
+        dv = warpgroup_mma_wait(0, deps=[dv])
+        for tile in range(first_tile + 1, end_tile):
+            before = (tile - 1) % STAGES
+            stage = tile % STAGES
+            mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
+            fence_async_shared()
+            scores = start_scores(k1, k2, q1_smem.index(stage), q2_smem.index(stage), zeros, K2)
+            dweights = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(before), dk1, is_async=True)
+            if K2 > 0:
+                dk2 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K2), q2_smem.index(before), dk2, is_async=True)
+            scores, dweights = warpgroup_mma_wait(PENDING, deps=[scores, dweights])
+            row = row_from + tile * ROWS
+            weights = _seen_weights(
+                scores, lse_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys, factor,
+                HG, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+            )  # fmt: skip
+            if GATED:
+                weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
+            dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
+            dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
+            if K2 > 0:
+                dk1, dk2, dv = warpgroup_mma_wait(0, deps=[dk1, dk2, dv])
+            else:
+                dk1, dv = warpgroup_mma_wait(0, deps=[dk1, dv])
+            mbarrier.arrive(empty.index(before), count=1)
+        before = (end_tile - 1) % STAGES
+        dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(before), dk1, is_async=True)
+        if K2 > 0:
+            dk2 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K2), q2_smem.index(before), dk2, is_async=True)
+            dk1, dk2 = warpgroup_mma_wait(0, deps=[dk1, dk2])
+        else:
+            dk1 = warpgroup_mma_wait(0, deps=[dk1])
+        mbarrier.arrive(empty.index(before), count=1)
+    for tile in range(end_tile, num_tiles):
+        mbarrier.wait(full.index(tile % STAGES), (tile // STAGES) & 1)
+        mbarrier.arrive(empty.index(tile % STAGES), count=1)
+    _store(dk_ptr, key_row0, key0, num_keys, group, dk1 * scale, G, D_K, K1, HALF, ACC_K1)
+    if K2 > 0:
+        _store(dk_ptr + K1, key_row0, key0, num_keys, group, dk2 * scale, G, D_K, K2, HALF, ACC_K2)
+    _store(dv_ptr, key_row0, key0, num_keys, group, dv, G, D_V, D_V, HALF, ACC_V)
 
 
 @gluon.jit
 def _store(
     ptr, key_row0, key0, num_keys, group, values,
-    G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a tile of keys."""
+    """Write WIDTH columns of the gradients of a tile of keys."""
     in_tile = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
-    columns = gl.arange(0, D, gl.SliceLayout(0, ACC))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
     rows = ((key_row0 + key0 + in_tile) * G + group) * D
     gl.store(ptr + rows[:, None] + columns[None, :], values.to(ptr.dtype.element_ty), mask=(key0 + in_tile < num_keys)[:, None])
 
@@ -113,13 +203,17 @@ def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits, sequences or 1, G)."""
+    """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits, sequences or 1, G).
+
+    A tile's keys are shared out to two times four computing warps, by which the same rows pass.
+    """
     HG: gl.constexpr = H // G
+    HALF: gl.constexpr = KEYS // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tile = gl.program_id(0) % num_tiles
     # late splits first: they meet every key, the early ones only some
@@ -140,13 +234,19 @@ def dkdv_kernel(
         num_keys = (gl.load(cu_keys_ptr + sequence + 1) - key_row0).to(gl.int32)
     key0 = tile * KEYS
 
-    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_K], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
+    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D_V], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k_smem = gl.allocate_shared_memory(dtype, [KEYS, D_K], K_SHARED)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_K], K_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], V_SHARED)
+    k1_smem = gl.allocate_shared_memory(dtype, [2, HALF, K1], K1_SHARED)
+    q1_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], K1_SHARED)
+    k2_smem = k1_smem
+    q2_smem = q1_smem
+    if K2 > 0:
+        k2_smem = gl.allocate_shared_memory(dtype, [2, HALF, K2], K2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [2, HALF, D_V], V_SHARED)
     dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], V_SHARED)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
@@ -154,39 +254,26 @@ def dkdv_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
-        # every loading thread arrives once its copies have landed
+        # every loading thread arrives once its copies have landed, and each half once it has read them
         mbarrier.init(full.index(stage), count=128)
-        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
 
     # keys that no query sees count as zeros: the end of a store, and surplus blocks, may be NaN
     _first, seen = visible_keys(position + num_valid - 1, IS_WINDOW, SIZE, STRIDE, WINDOW)
     num_seen = gl.minimum(num_keys, seen)
     key_place = key_row0 * G + group
-    load_tile(k_ptr + key_place * D_K, k_smem, key0, num_seen, G, 1, D_K, D_K, KEYS)
-    load_tile(v_ptr + key_place * D_V, v_smem, key0, num_seen, G, 1, D_V, D_V, KEYS)
+    for half in gl.static_range(2):
+        load_tile(k_ptr + key_place * D_K, k1_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K1, HALF)
+        if K2 > 0:
+            load_tile(k_ptr + key_place * D_K + K1, k2_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K2, HALF)
+        load_tile(v_ptr + key_place * D_V, v_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_V, D_V, HALF)
     async_copy.commit_group()
 
-    # queries t that see some of the keys: t_from .. t_end - 1; all of them: t_full .. t_full_end - 1
-    last_key = gl.minimum(key0 + KEYS, num_keys) - 1
-    t_end = position + num_valid
-    if IS_WINDOW:
-        t_from = key0
-        t_full = last_key
-        t_full_end = key0 + WINDOW
-        t_end = gl.minimum(t_end, last_key + WINDOW)
-    else:
-        t_from = key0 * STRIDE + SIZE - 1
-        t_full = last_key * STRIDE + SIZE - 1
-        t_full_end = t_end
-    t_from = gl.maximum(t_from, position + split * split_queries)
-    t_end = gl.minimum(t_end, position + (split + 1) * split_queries)
-    row_from = (t_from - position) * HG
-    row_end = gl.maximum((t_end - position) * HG, row_from)
-    # tiles that lie in middle .. tail - 1 see every key
-    middle = gl.minimum(gl.maximum((t_full - position) * HG, row_from), row_end)
-    tail = gl.minimum((t_full_end - position) * HG, row_end) - ROWS + 1
-    if last_key < key0 + KEYS - 1:
-        middle = row_end
+    row_from = split * split_queries * HG
+    row_from, row_end, _middle, _full_end = _seen_rows(
+        key0, gl.minimum(key0 + KEYS, num_keys) - 1, position, num_valid, row_from, row_from + split_queries * HG,
+        HG, IS_WINDOW, SIZE, STRIDE, WINDOW,
+    )  # fmt: skip
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -196,23 +283,32 @@ def dkdv_kernel(
             (
                 _multiply,
                 (
-                    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+                    0, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
-                    position, row_from, row_end, middle, tail, scale, factor,
-                    G, HG, D_K, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
+                    position, num_valid, row_from, row_end, scale, factor,
+                    G, HG, D_K, K1, K2, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    1, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+                    dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
+                    position, num_valid, row_from, row_end, scale, factor,
+                    G, HG, D_K, K1, K2, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
                 ),
             ),
             (
                 _load_rows,
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3,
-                    q_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
-                    H, HG, D_K, D_V, GATED, ROWS, STAGES,
+                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+                    H, HG, D_K, K1, K2, D_V, GATED, ROWS, STAGES,
                 ),
             ),
         ],
-        [4],
-        [LOADER_REGISTERS],
+        [4, 4],
+        [HALF_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip
 
 
@@ -284,16 +380,10 @@ def _load(
         k_tile = k_ptr + (key_row0 * G + group) * D_K
         v_tile = v_ptr + (key_row0 * G + group) * D_V
         for key in range(start, end, KEYS):
-            stage = loaded % STAGES
-            phase = ((loaded // STAGES) & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
-            load_tile(k_tile, k1_smem.index(stage), key, end, G, 1, D_K, K1, KEYS)
-            if K2 > 0:
-                load_tile(k_tile + K1, k2_smem.index(stage), key, end, G, 1, D_K, K2, KEYS)
-            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
-            mbarrier.wait(v_empty.index(stage), phase)
-            load_tile(v_tile, v_smem.index(stage), key, end, G, 1, D_V, D_V, KEYS)
-            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            load_keys(
+                k_tile, v_tile, key, end, loaded, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                G, D_K, K1, K2, D_V, KEYS, STAGES,
+            )  # fmt: skip
             loaded += 1
 
 
@@ -358,9 +448,7 @@ def _attend(
             stage = used % STAGES
             mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
             fence_async_shared()
-            scores = warpgroup_mma(q1, k1_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            if K2 > 0:
-                scores = warpgroup_mma(q2, k2_smem.index(stage).permute((1, 0)), scores, is_async=True)
+            scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
             weights, row_max, rescale = _weights(
@@ -374,9 +462,7 @@ def _attend(
                 mbarrier.wait(k_full.index(stage), ((used + tile) // STAGES) & 1)
                 mbarrier.wait(v_full.index(before), ((used + tile - 1) // STAGES) & 1)
                 fence_async_shared()
-                scores = warpgroup_mma(q1, k1_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                if K2 > 0:
-                    scores = warpgroup_mma(q2, k2_smem.index(stage).permute((1, 0)), scores, is_async=True)
+                scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
                 acc = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)

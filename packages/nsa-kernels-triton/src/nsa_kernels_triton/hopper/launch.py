@@ -40,8 +40,7 @@ def interval_forward(
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         score_factor(q, scale),
-        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **sizes, **_ring_constants(ring),
-        HALF_REGISTERS=(3 * REGISTERS_OF_THREE - ring.loader_registers) // 2, num_warps=4, maxnreg=REGISTERS_OF_THREE,
+        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **sizes, **_ring_constants(ring), **_options_of_three(ring),
     )  # fmt: skip
 
 
@@ -101,7 +100,7 @@ def interval_dkdv(
     kernels.dkdv_kernel[grid](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
-        D_K=q.shape[3], D_V=v.shape[3], GATED=gates is not None, **_ring_constants(ring), **_options(),
+        **_widths(q.shape[3], v.shape[3]), GATED=gates is not None, **_ring_constants(ring), **_options_of_three(ring),
     )  # fmt: skip
 
 
@@ -154,6 +153,14 @@ def _ring_constants(ring: Ring) -> dict[str, int]:
 
 def _options() -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": REGISTERS}
+
+
+def _options_of_three(ring: Ring) -> dict[str, int]:
+    return {
+        "HALF_REGISTERS": (3 * REGISTERS_OF_THREE - ring.loader_registers) // 2,
+        "num_warps": 4,
+        "maxnreg": REGISTERS_OF_THREE,
+    }
 
 
 def _gate(gates: Tensor | None, gate: int, delta: Tensor) -> Tensor:

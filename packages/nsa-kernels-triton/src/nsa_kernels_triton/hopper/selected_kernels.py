@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, load_tile
+from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, load_tile, start_scores
 
 
 @gluon.jit
@@ -62,15 +62,6 @@ def _gather(
 
 
 @gluon.jit
-def _scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
-    """Start a tile's products of queries and keys, in the registers of `scores`; the operands come in one part or two."""
-    scores = warpgroup_mma(left1, right1.permute((1, 0)), scores, use_acc=False, is_async=True)
-    if K2 > 0:
-        scores = warpgroup_mma(left2, right2.permute((1, 0)), scores, is_async=True)
-    return scores
-
-
-@gluon.jit
 def _multiply(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
     full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
@@ -92,7 +83,7 @@ def _multiply(
     mbarrier.wait(full.index(0), 0)
     fence_async_shared()
     scores = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    scores = _scores(k1_smem, k2_smem, q1_smem.index(0), q2_smem.index(0), scores, K2)
+    scores = start_scores(k1_smem, k2_smem, q1_smem.index(0), q2_smem.index(0), scores, K2)
     for tile in range(num_tiles):
         stage = tile % STAGES
         q1 = q1_smem.index(stage)
@@ -130,7 +121,7 @@ def _multiply(
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
         fence_async_shared()
-        scores = _scores(k1_smem, k2_smem, q1_smem.index(following), q2_smem.index(following), scores, K2)
+        scores = start_scores(k1_smem, k2_smem, q1_smem.index(following), q2_smem.index(following), scores, K2)
         barrier()
         # the tile of q has been read: partial dQ leaves through it
         q1.permute((1, 0)).store((dq1 * scale).to(dtype))
@@ -312,7 +303,7 @@ def _attend(
     mbarrier.wait(full.index(0), 0)
     fence_async_shared()
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = _scores(q1_smem.index(0), q2_smem.index(0), k1_smem, k2_smem, scores, K2)
+    scores = start_scores(q1_smem.index(0), q2_smem.index(0), k1_smem, k2_smem, scores, K2)
     for tile in range(num_tiles):
         stage = tile % STAGES
         own = own_smem.index(stage).load(OF_ROWS)
@@ -334,7 +325,7 @@ def _attend(
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
         fence_async_shared()
-        scores = _scores(q1_smem.index(following), q2_smem.index(following), k1_smem, k2_smem, scores, K2)
+        scores = start_scores(q1_smem.index(following), q2_smem.index(following), k1_smem, k2_smem, scores, K2)
         total = gl.where(row_sum > 0, row_sum, 1.0)
         rows = tile * ROWS + gl.arange(0, ROWS, OF_ROWS)
         target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG

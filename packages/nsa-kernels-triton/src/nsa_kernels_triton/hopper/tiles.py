@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma
 
 from nsa_kernels_triton import tiles
 
@@ -26,3 +26,30 @@ def load_tile(
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
     places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
     async_copy.async_copy_global_to_shared(smem, ptr + places[:, None] + columns[None, :], mask=(rows < last_row)[:, None])
+
+
+@gluon.jit
+def load_keys(
+    k_ptr, v_ptr, key, end, loaded, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fetch the keys key .. key + KEYS - 1 and their values as tile `loaded` of the rings; those from `end` on are zeros."""
+    stage = loaded % STAGES
+    phase = ((loaded // STAGES) & 1) ^ 1
+    mbarrier.wait(k_empty.index(stage), phase)
+    load_tile(k_ptr, k1_smem.index(stage), key, end, G, 1, D_K, K1, KEYS)
+    if K2 > 0:
+        load_tile(k_ptr + K1, k2_smem.index(stage), key, end, G, 1, D_K, K2, KEYS)
+    async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+    mbarrier.wait(v_empty.index(stage), phase)
+    load_tile(v_ptr, v_smem.index(stage), key, end, G, 1, D_V, D_V, KEYS)
+    async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
+    """Start a tile's products of queries and keys, in the registers of `scores`; the operands come in one part or two."""
+    scores = warpgroup_mma(left1, right1.permute((1, 0)), scores, use_acc=False, is_async=True)
+    if K2 > 0:
+        scores = warpgroup_mma(left2, right2.permute((1, 0)), scores, is_async=True)
+    return scores

@@ -14,7 +14,7 @@ from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, on_its_dev
 from nsa_kernels_triton.policy import Ring, Tiles, parts_of
 
 PROGRAMS_WANTED = 2048
-"""Programs that balance dK/dV over a large GPU."""
+"""Programs that balance dK/dV over a large GPU; half of them where one has a multiprocessor to itself."""
 MAX_SPLITS = 16
 """Partial dK/dV buffers at most, float32 each."""
 MIN_SPLIT_QUERIES = 256
@@ -291,7 +291,7 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
         ring, tiles = _key_tiles(x.q, k, v, x.dout)
         tiling = x.sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True)
         programs = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-        wanted = min(MAX_SPLITS, -(-PROGRAMS_WANTED // programs))
+        wanted = min(MAX_SPLITS, -(-(PROGRAMS_WANTED if ring is None else PROGRAMS_WANTED // 2) // programs))
         split_queries = max(MIN_SPLIT_QUERIES, -(-num_queries // wanted))
         splits = -(-num_queries // split_queries)
     # packed: rows beyond the last sequence's keys belong to no tile
