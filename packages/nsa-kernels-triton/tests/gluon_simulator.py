@@ -290,7 +290,7 @@ LANGUAGE = SimpleNamespace(
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
     cdiv=lambda x, y: (x + y - 1) // y, static_range=range, convert_layout=lambda x, layout: x, load=_load, store=_store,
     allocate_shared_memory=_allocate, warp_specialize=_specialize, NVMMADistributedLayout=Layout, DotOperandLayout=Layout,
-    SliceLayout=Layout, BlockedLayout=Layout, NVMMASharedLayout=Layout, SwizzledSharedLayout=Layout,
+    SliceLayout=Layout, BlockedLayout=Layout, DistributedLinearLayout=Layout, NVMMASharedLayout=Layout, SwizzledSharedLayout=Layout,
 )  # fmt: skip
 STAND_INS: dict[str, Any] = {
     "gl": LANGUAGE,

@@ -55,7 +55,7 @@ def simulated(monkeypatch, simulator):
     for module in (launch, interval, select, selected):
         # these kernels compute in base 2
         monkeypatch.setattr(module, "is_exact", lambda q: False)
-    monkeypatch.setattr(hopper, "_num_multiprocessors", lambda q: 3)
+    monkeypatch.setattr(hopper, "num_multiprocessors", lambda q: 3)
     found = {}
     for name, kernel in KERNELS:
         module = importlib.import_module(f"nsa_kernels_triton.hopper.{name}")

@@ -1,7 +1,7 @@
 """What every launch needs: tiles, sequences as kernel arguments, tiles of packed sequences."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -31,10 +31,35 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def cdiv(total: int, size: int) -> int:
+    """Return how many parts of `size` cover `total`. Triton's own is for kernels too, and ten times slower on the host."""
+    return -(-total // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is at least `number`, which is at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def num_multiprocessors(x: Tensor) -> int:
+    """Return the multiprocessors of x's device, 1 without a GPU."""
+    return _properties(x.device)[1] if x.is_cuda else 1
+
+
+def _capability(x: Tensor) -> tuple[int, int] | None:
+    return _properties(x.device)[0] if x.is_cuda else None
+
+
+@cache
+def _properties(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Return compute capability and multiprocessors; torch takes microseconds for each."""
+    found = torch.cuda.get_device_properties(device)
+    return (found.major, found.minor), found.multi_processor_count
+
+
 def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy.Tiles:
     """Return the tile sizes of a kernel on q's device."""
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    return policy.tiles(kind, capability, head_dim_qk, head_dim_v, q.element_size())
+    return policy.tiles(kind, _capability(q), head_dim_qk, head_dim_v, q.element_size())
 
 
 COPIED_BYTES = 16
@@ -48,8 +73,7 @@ def ring_for(kind: str, q: Tensor, v: Tensor, *others: Tensor) -> policy.Ring | 
     """
     if any(x.data_ptr() % COPIED_BYTES for x in (q, v, *others)):
         return None
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    return policy.ring(kind, capability, q.shape[3], v.shape[3], q.element_size())
+    return policy.ring(kind, _capability(q), q.shape[3], v.shape[3], q.element_size())
 
 
 def is_exact(q: Tensor) -> bool:

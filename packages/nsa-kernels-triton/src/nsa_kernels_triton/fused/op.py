@@ -3,14 +3,13 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.interval import kernels
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out, on_its_device, ring_for
+from nsa_kernels_triton.launch import Sequences, cdiv, exact_out, next_power_of_2, on_its_device, ring_for
 from nsa_kernels_triton.select import op as select
 from nsa_kernels_triton.selected import op as selected
 
@@ -170,10 +169,10 @@ def _sequences(
 def _branch_deltas(dout: Tensor, out_cmp: Tensor, out_slc: Tensor, out_win: Tensor) -> Tensor:
     """Return dO . O `(3, B, S, H)` float32 of the branches."""
     deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
-    rows, width = dout.shape[:3].numel(), triton.next_power_of_2(dout.shape[3])
+    rows, width = dout.shape[:3].numel(), next_power_of_2(dout.shape[3])
     block = max(1, 4096 // width)
     if rows:
-        kernels.branch_deltas_kernel[(triton.cdiv(rows, block),)](
+        kernels.branch_deltas_kernel[(cdiv(rows, block),)](
             out_cmp, out_slc, out_win, dout, deltas, rows, D_V=dout.shape[3], WIDTH=width, BLOCK_ROWS=block
         )
     return deltas

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_kernels_triton.launch import Sequences, score_factor
+from nsa_kernels_triton.launch import Sequences, num_multiprocessors, score_factor
 from nsa_kernels_triton.policy import Ring, parts_of
 
-REGISTERS = 128
-"""Of a thread when a program starts: two programs of eight warps fill a multiprocessor."""
+REGISTERS = {2: 128, 3: 80}
+"""Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
 REGISTERS_OF_THREE = 168
 """The same where one program of twelve warps does."""
 
@@ -35,17 +35,13 @@ def interval_forward(
 
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-    kernels.forward_kernel[(min(num_items, _num_multiprocessors(q)),)](
+    kernels.forward_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, v, out, lse,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         score_factor(q, scale),
         H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **sizes, **_ring_constants(ring), **_options_of_three(ring),
     )  # fmt: skip
-
-
-def _num_multiprocessors(q: Tensor) -> int:
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
 
 
 def interval_dq(
@@ -68,7 +64,7 @@ def interval_dq(
 
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-    kernels.dq_kernel[(min(num_items, _num_multiprocessors(q)),)](
+    kernels.dq_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dq,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
@@ -108,7 +104,7 @@ def selected_forward(num_items: int, operands: tuple[Any, ...], constants: dict[
     """Write partial out and lse; `operands` and `constants` are those of the portable kernel, `num_items` a bound."""
     from nsa_kernels_triton.hopper import selected_kernels as kernels
 
-    kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_ring_constants(ring), **_options())
+    kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_ring_constants(ring), **_options(ring))
 
 
 def selected_backward(
@@ -129,7 +125,7 @@ def selected_backward(
 
     kernels.backward_kernel[(num_items,)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
-        **_selected_constants(constants), GATED=gates is not None, **_ring_constants(ring), **_options(),
+        **_selected_constants(constants), GATED=gates is not None, **_ring_constants(ring), **_options(ring),
     )  # fmt: skip
 
 
@@ -151,8 +147,8 @@ def _ring_constants(ring: Ring) -> dict[str, int]:
     }
 
 
-def _options() -> dict[str, int]:
-    return {"num_warps": 4, "maxnreg": REGISTERS}
+def _options(ring: Ring) -> dict[str, int]:
+    return {"num_warps": 4, "maxnreg": REGISTERS[ring.num_programs]}
 
 
 def _options_of_three(ring: Ring) -> dict[str, int]:

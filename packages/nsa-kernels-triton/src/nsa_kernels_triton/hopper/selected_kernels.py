@@ -263,13 +263,45 @@ def backward_kernel(
 
 
 @gluon.jit
+def _load_shuffled_values(ptr, smem, num_keys, G: gl.constexpr, D_V: gl.constexpr, KEYS: gl.constexpr):
+    """Start copying 64 columns of values, in an order in which a thread of the product's result holds eight neighbours.
+
+    Column 8 j + 2 c + e of 32 comes from column 8 c + 2 j + e.
+    """
+    TILE: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    rows = gl.arange(0, KEYS, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, TILE))
+    columns = columns // 32 * 32 + columns // 2 % 4 * 8 + columns // 8 % 4 * 2 + columns % 2
+    async_copy.async_copy_global_to_shared(smem, ptr + (rows * (G * D_V))[:, None] + columns[None, :], mask=(rows < num_keys)[:, None])
+
+
+@gluon.jit
+def _store_unshuffled(ptr, target, acc, inverse, exists, dtype: gl.constexpr, D_V: gl.constexpr, ROWS: gl.constexpr):
+    """Write 64 columns of a tile's outputs to the rows `target`, 16 bytes a thread; no value changes its thread."""
+    PIECES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 64]
+    )
+    out = (acc * inverse[:, None]).to(dtype).reshape([ROWS, 2, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, 64])
+    columns = gl.arange(0, 64, gl.SliceLayout(0, PIECES))
+    gl.store(ptr + target[:, None] * D_V + columns[None, :], gl.convert_layout(out, PIECES), mask=exists[:, None])
+
+
+@gluon.jit
 def _gather_queries(
-    q_ptr, entries_ptr, own_ptr, q1_smem, q2_smem, own_smem, entry_smem, full, empty, start, num_rows,
-    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr,
+    q_ptr, k_ptr, v_ptr, entries_ptr, own_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, own_smem, entry_smem, full, empty, keys_full,
+    start, num_rows, num_keys,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the tiles of an item. Rows beyond the last are zeros."""
+    """Fetch the keys and values of an item, and fill the ring with its tiles of queries. Rows beyond the last are zeros."""
+    HG: gl.constexpr = H // G
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    load_tile(k_ptr, k1_smem, 0, num_keys, G, 1, D_K, K1, KEYS)
+    if K2 > 0:
+        load_tile(k_ptr + K1, k2_smem, 0, num_keys, G, 1, D_K, K2, KEYS)
+    for part in gl.static_range(D_V // 64):
+        _load_shuffled_values(v_ptr + part * 64, v_smem.index(part), num_keys, G, D_V, KEYS)
+    async_copy.mbarrier_arrive(keys_full.index(0), increment_count=False)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
         rows = tile * ROWS + gl.arange(0, ROWS, LINE)
@@ -286,20 +318,22 @@ def _gather_queries(
 
 @gluon.jit
 def _attend(
-    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, out_smem, own_smem, entry_smem, full, empty,
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
     out_ptr, lse_ptr, key_row0, last_key, num_rows, is_masked, factor,
     G: gl.constexpr, HG: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write partial out and lse of every tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
+    PIECES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 64]
+    )
     dtype: gl.constexpr = q1_smem.dtype
     keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
-    columns = gl.arange(0, D_V, gl.SliceLayout(0, TILE))
     num_tiles = gl.cdiv(num_rows, ROWS)
+    mbarrier.wait(keys_full.index(0), 0)
     mbarrier.wait(full.index(0), 0)
     fence_async_shared()
     scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
@@ -308,7 +342,7 @@ def _attend(
         stage = tile % STAGES
         own = own_smem.index(stage).load(OF_ROWS)
         entry = entry_smem.index(stage).load(OF_ROWS)
-        entry_t = entry_smem.index(stage).load(gl.SliceLayout(1, TILE))
+        entry_t = entry_smem.index(stage).load(gl.SliceLayout(1, PIECES))
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(empty.index(stage), count=1)
         visible = scores
@@ -320,7 +354,10 @@ def _attend(
         weights = gl.exp2(visible * factor - row_max[:, None])
         row_sum = gl.sum(weights, 1)
         left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
-        acc = warpgroup_mma(left, v_smem, gl.zeros([ROWS, D_V], gl.float32, ACC), use_acc=False, is_async=True)
+        acc1 = warpgroup_mma(left, v_smem.index(0), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
+        acc2 = acc1
+        if D_V > 64:
+            acc2 = warpgroup_mma(left, v_smem.index(1), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
         # the next tile's scores are computed while this one's results leave; after the last tile, those of an old stage, in vain
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
@@ -331,14 +368,15 @@ def _attend(
         target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
         gl.store(lse_ptr + target, (row_max + gl.log2(total)) * LN2, mask=rows < num_rows)
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC))
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        # the last tile's outputs have left
-        barrier()
-        out_smem.store((acc * inverse[:, None]).to(dtype))
-        barrier()
-        rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+        rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PIECES))
         target_t = (entry_t // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry_t % SLOTS_TOTAL) * HG + rows_t % HG
-        gl.store(out_ptr + target_t[:, None] * D_V + columns[None, :], out_smem.load(TILE), mask=(rows_t < num_rows)[:, None])
+        if D_V > 64:
+            acc1, acc2 = warpgroup_mma_wait(1, deps=[acc1, acc2])
+            _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, ROWS)
+            _store_unshuffled(out_ptr + 64, target_t, acc2, inverse, rows_t < num_rows, dtype, D_V, ROWS)
+        else:
+            acc1 = warpgroup_mma_wait(1, deps=[acc1])
+            _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, ROWS)
     warpgroup_mma_wait(0, deps=[scores])
 
 
@@ -365,7 +403,7 @@ def forward_kernel(
     is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(K2, 16)], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 64], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k1_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], K1_SHARED)
@@ -375,8 +413,7 @@ def forward_kernel(
     if K2 > 0:
         k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], K2_SHARED)
         q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], V_SHARED)
-    out_smem = gl.allocate_shared_memory(dtype, [ROWS, D_V], V_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [D_V // 64, KEYS, 64], V_SHARED)
     own_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     entry_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -384,15 +421,10 @@ def forward_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=1)
+    keys_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    mbarrier.init(keys_full.index(0), count=128)
     num_keys = last_key + 1 - key_row0
     key_place = key_row0.to(gl.int64) * G + group
-    load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, K1, KEYS)
-    if K2 > 0:
-        load_tile(k_ptr + key_place * D_K + K1, k2_smem, 0, num_keys, G, 1, D_K, K2, KEYS)
-    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, D_V, KEYS)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
     barrier()
     head0 = first_row.to(gl.int64) * H + group * HG
     num_item_rows = (end - start) * HG
@@ -401,7 +433,7 @@ def forward_kernel(
             (
                 _attend,
                 (
-                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, out_smem, own_smem, entry_smem, full, empty,
+                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
                     out_ptr + group * (SLOTS_TOTAL * HG * D_V), part_lse_ptr + group * (SLOTS_TOTAL * HG),
                     key_row0, last_key, num_item_rows, is_masked, factor,
                     G, HG, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
@@ -410,8 +442,9 @@ def forward_kernel(
             (
                 _gather_queries,
                 (
-                    q_ptr + head0 * D_K, entries_ptr, own_ptr, q1_smem, q2_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                    H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, STAGES,
+                    q_ptr + head0 * D_K, k_ptr + key_place * D_K, v_ptr + key_place * D_V, entries_ptr, own_ptr,
+                    q1_smem, q2_smem, k1_smem, k2_smem, v_smem, own_smem, entry_smem, full, empty, keys_full, start, num_item_rows, num_keys,
+                    H, G, D_K, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
                 ),
             ),
         ],

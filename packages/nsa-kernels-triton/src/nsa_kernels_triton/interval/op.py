@@ -3,14 +3,24 @@
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_core.backends.base import BranchOutput, Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import Sequences, exact_out, is_exact, on_its_device, optional, ring_for, score_factor, tiles_for
+from nsa_kernels_triton.launch import (
+    Sequences,
+    cdiv,
+    exact_out,
+    is_exact,
+    next_power_of_2,
+    on_its_device,
+    optional,
+    ring_for,
+    score_factor,
+    tiles_for,
+)
 from nsa_kernels_triton.policy import Ring, Tiles, parts_of
 
 PROGRAMS_WANTED = 2048
@@ -198,10 +208,10 @@ def attend_into(
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """Return dO . O - dlse `(B, S, H)` float32."""
     delta = out.new_empty(out.shape[:3], dtype=torch.float32)
-    width = triton.next_power_of_2(out.shape[3])
+    width = next_power_of_2(out.shape[3])
     block = max(1, 4096 // width)
     if delta.numel():
-        kernels.delta_kernel[(triton.cdiv(delta.numel(), block),)](
+        kernels.delta_kernel[(cdiv(delta.numel(), block),)](
             out, dout, dlse, delta, delta.numel(), D_V=out.shape[3], WIDTH=width, BLOCK_ROWS=block
         )
     return delta

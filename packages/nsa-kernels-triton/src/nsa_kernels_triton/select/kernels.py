@@ -110,7 +110,7 @@ def scores_kernel(
 
 @triton.jit
 def choose_kernel(
-    scores_ptr, positions_ptr, indices_ptr, first_row, num_blocks, next_scores,
+    scores_ptr, positions_ptr, indices_ptr, first_row, num_queries, num_blocks, next_scores,
     G: tl.constexpr, SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
     REACHES: tl.constexpr, SLOTS: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,8 @@ def choose_kernel(
     row = first_row + tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     target = indices_ptr + (row * G + group) * NUM_SELECTED
-    t = tl.load(positions_ptr + row)
+    # one sequence to a batch element: the position is the row's place there
+    t = (row % num_queries).to(tl.int32) if positions_ptr is None else tl.load(positions_ptr + row)
     own = tl.where(t >= 0, t // SELECTION_SIZE, -1)
     slots = tl.arange(0, SLOTS)
     if own < NUM_SELECTED:

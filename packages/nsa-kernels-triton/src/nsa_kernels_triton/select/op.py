@@ -3,14 +3,13 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_core import blocks
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_core.reference.rows import rows_of
-from nsa_kernels_triton.launch import Sequences, is_exact, on_its_device, score_factor, tiles_for
+from nsa_kernels_triton.launch import Sequences, cdiv, is_exact, next_power_of_2, on_its_device, score_factor, tiles_for
 from nsa_kernels_triton.policy import parts_of
 from nsa_kernels_triton.select import kernels
 
@@ -59,7 +58,9 @@ def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale
     total = q.shape[0] * q.shape[1]
     if not chosen.numel():
         return chosen
-    positions = rows_of(sequences.placement, q.shape[0], q.shape[1], q.device).positions.to(torch.int32).contiguous()
+    positions = None
+    if sequences.is_packed or sequences.is_cached:
+        positions = rows_of(sequences.placement, q.shape[0], q.shape[1], q.device).positions.to(torch.int32).contiguous()
     num_blocks = max(1, blocks.num_selection_blocks(sequences.placement.max_key_count, geometry))
     has_choice = num_blocks > geometry.num_selected_blocks
     chunk = min(total, max(1, SCORE_BYTES // (8 * num_groups * num_blocks))) if has_choice else total
@@ -71,11 +72,11 @@ def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale
         elif has_choice:
             _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences)
         kernels.choose_kernel[(last - first, num_groups)](
-            scores, positions, chosen, first, num_blocks, scores[0].numel(),
+            scores, positions, chosen, first, q.shape[1], num_blocks, scores[0].numel(),
             G=num_groups, SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
             NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks,
             REACHES=geometry.compression_block_size > geometry.compression_stride,
-            SLOTS=triton.next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=triton.next_power_of_2(num_blocks),
+            SLOTS=next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=next_power_of_2(num_blocks),
             num_warps=_warps(num_blocks),
         )  # fmt: skip
     return chosen
@@ -83,7 +84,7 @@ def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale
 
 def _warps(num_blocks: int) -> int:
     """Return the warps of one row's search: about 32 scores a thread."""
-    warps: int = triton.next_power_of_2(num_blocks) // 1024
+    warps: int = next_power_of_2(num_blocks) // 1024
     return max(1, min(16, warps))
 
 
@@ -99,16 +100,16 @@ def _score(
     sequences: Sequences,
 ) -> None:
     num_heads, num_groups = q.shape[2], k_cmp.shape[2]
-    heads = triton.next_power_of_2(num_heads // num_groups)
+    heads = next_power_of_2(num_heads // num_groups)
     strides = geometry.selection_block_size // geometry.compression_stride
-    padded_strides = triton.next_power_of_2(strides)
+    padded_strides = next_power_of_2(strides)
     tiles = tiles_for("scores", q, q.shape[3], q.shape[3])
     block_queries = max(1, tiles.block_rows // heads)
     tiling = sequences.tiling(q.shape[1], 1, block_queries, of_keys=False)
     first_tile, num_tiles = 0, tiling.num_tiles
     if not sequences.is_packed and q.shape[0] == 1:
         first_tile = first // block_queries
-        num_tiles = triton.cdiv(last, block_queries) - first_tile
+        num_tiles = cdiv(last, block_queries) - first_tile
     parts = parts_of(q.shape[3])
     kernels.scores_kernel[(num_tiles, tiling.num_sequences, num_groups)](
         q, k_cmp, lse, scores,

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_core.config import BlockGeometry
-from nsa_kernels_triton.launch import Sequences
+from nsa_kernels_triton.launch import Sequences, cdiv, next_power_of_2
 from nsa_kernels_triton.selected import index_kernels
 
 CHUNK_BYTES = 2**30
@@ -34,7 +33,7 @@ def pieces_of(geometry: BlockGeometry, block_keys: int) -> Pieces:
     """Return the pieces of a selection block for tiles of at most `block_keys` keys."""
     block_size = geometry.selection_block_size
     size = min(block_size, block_keys)
-    return Pieces(block_size, -(-block_size // size), size, max(16, triton.next_power_of_2(size)))
+    return Pieces(block_size, -(-block_size // size), size, max(16, next_power_of_2(size)))
 
 
 class Index(NamedTuple):
@@ -92,7 +91,7 @@ def index_of(
     placement, pieces = sequences.placement, pieces_of(geometry, block_keys)
     total = batch * num_queries
     rows = block_indices.new_empty(3, total)
-    index_kernels.describe_rows_kernel[(triton.cdiv(total, 256),)](
+    index_kernels.describe_rows_kernel[(cdiv(total, 256),)](
         rows, placement.cu_seqlens, placement.query_start, placement.query_count,
         total, sequences.num_sequences, num_queries, num_keys, sequences.search_steps,
         SELECTION_SIZE=geometry.selection_block_size, PIECES=pieces.per_block, PACKED=sequences.is_packed, CACHED=sequences.is_cached,
@@ -102,7 +101,7 @@ def index_of(
     blocks = num_keys // geometry.selection_block_size + sequences.num_sequences if sequences.is_packed else batch * per_sequence
     slots = num_selected * pieces.per_block
     affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * row_bytes))
-    chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, triton.next_power_of_2(total)))
+    chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, next_power_of_2(total)))
     item_queries = max(1, ITEM_ROWS // (num_heads // num_groups))
     return Index(
         block_indices.contiguous(), rows, pieces, blocks * pieces.per_block, num_groups, slots, chunk_rows, item_queries, first_position
@@ -121,13 +120,13 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         last = min(first + chunk_rows, index.num_rows)
         marks = torch.zeros(num_lists, chunk_rows, dtype=mark_dtype, device=device)
         key_rows = torch.empty(index.num_pieces, dtype=torch.int32, device=device)
-        index_kernels.mark_kernel[(triton.cdiv(last - first, 32), index.num_groups)](
+        index_kernels.mark_kernel[(cdiv(last - first, 32), index.num_groups)](
             index.block_indices, index.rows, marks, key_rows, first, index.num_rows, index.num_pieces, chunk_rows, index.first_position,
-            G=index.num_groups, NUM_SELECTED=num_selected, SLOTS=triton.next_power_of_2(num_selected),
+            G=index.num_groups, NUM_SELECTED=num_selected, SLOTS=next_power_of_2(num_selected),
             SELECTION_SIZE=geometry.selection_block_size, PIECES=index.pieces.per_block, PIECE_SIZE=index.pieces.size, BLOCK=32,
         )  # fmt: skip
         counts = torch.empty(3, num_lists, dtype=torch.int32, device=device)
-        index_kernels.count_kernel[(triton.cdiv(num_lists, 4),)](
+        index_kernels.count_kernel[(cdiv(num_lists, 4),)](
             marks, counts, num_lists, chunk_rows, ITEM_QUERIES=index.item_queries, STEP=step, BLOCK=4
         )
         ends = counts.cumsum(1, dtype=torch.int32)
@@ -136,6 +135,6 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         present = torch.zeros(chunk_rows, index.num_groups, index.slots, dtype=torch.int8, device=device)
         index_kernels.list_kernel[(num_lists,)](
             marks, ends, entries, items, present, index.num_pieces, chunk_rows, G=index.num_groups, SLOTS_TOTAL=index.slots,
-            ITEM_QUERIES=index.item_queries, ITEM_SLOTS=triton.next_power_of_2(triton.cdiv(chunk_rows, index.item_queries)), STEP=step,
+            ITEM_QUERIES=index.item_queries, ITEM_SLOTS=next_power_of_2(cdiv(chunk_rows, index.item_queries)), STEP=step,
         )  # fmt: skip
         yield Chunk(first, last, ends, entries, items, key_rows, present)

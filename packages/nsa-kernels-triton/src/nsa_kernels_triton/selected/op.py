@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from attrs import evolve
 from torch import Tensor
 
@@ -13,8 +12,10 @@ from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.launch import (
     Sequences,
+    cdiv,
     exact_out,
     is_exact,
+    next_power_of_2,
     on_its_device,
     optional,
     partial_dtype,
@@ -212,7 +213,7 @@ def forward(
     if early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
     constants = _constants(q, k, v, index)
-    width = triton.next_power_of_2(v.shape[3])
+    width = next_power_of_2(v.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], v.shape[3], dtype=dtype)
     part_lse = lse.new_empty(parts.shape[0])
     ring = _ring("selected_forward", index, q, v, k)
@@ -229,7 +230,7 @@ def forward(
                 *operands, **constants, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages
             )
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
-        kernels.merge_kernel[(triton.cdiv(rows, _merge_rows(width)),)](
+        kernels.merge_kernel[(cdiv(rows, _merge_rows(width)),)](
             parts, part_lse, chunk.present, out, optional(exact), lse,
             *((None, None, None, None) if others is None else (others.cmp, others.win, others.gates, total)),
             index.rows, chunk.first_row, chunk.last_row, early,
@@ -271,7 +272,7 @@ def backward(
         operands = interval.Operands(dout, delta, None, lse, q, k, v, gates, GATE, True, window, scale, sequences)
         interval.backward_into(dq, dk, dv, operands, limit=early)
     constants = _constants(q, k, v, index)
-    width = triton.next_power_of_2(q.shape[3])
+    width = next_power_of_2(q.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
     gate = {"GATE": -1 if gates is None else GATE}
     ring = _ring("selected_backward", index, q, v, k, dout)
@@ -292,11 +293,11 @@ def backward(
         for total, extra in ((dk, dk_extra), (dv, dv_extra)):
             kernels.add_extras_kernel[(chunk.ends.shape[1],)](
                 total, extra, chunk.items, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place,
-                G=k.shape[2], D=total.shape[3], WIDTH=triton.next_power_of_2(total.shape[3]),
+                G=k.shape[2], D=total.shape[3], WIDTH=next_power_of_2(total.shape[3]),
                 SLOTS_TOTAL=index.slots, **_piece_constants(index),
             )  # fmt: skip
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
-        kernels.merge_dq_kernel[(triton.cdiv(rows, _merge_rows(width)),)](
+        kernels.merge_dq_kernel[(cdiv(rows, _merge_rows(width)),)](
             parts, chunk.present, dq, chunk.first_row, chunk.last_row,
             H=q.shape[2], G=k.shape[2], D_K=q.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds,
             BLOCK_ROWS=_merge_rows(width),
