@@ -297,6 +297,7 @@ STAND_INS: dict[str, Any] = {
     "tl": LANGUAGE,
     "barrier": lambda: None,
     "fence_async_shared": lambda: None,
+    "layout_of": lambda x: None,
     "warpgroup_mma": _multiply,
     "warpgroup_mma_init": lambda acc: acc,
     "warpgroup_mma_wait": _wait_for_products,

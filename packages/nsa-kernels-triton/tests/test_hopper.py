@@ -26,6 +26,7 @@ KERNELS = [
     ("interval_kernels", "forward_kernel"),
     ("interval_kernels", "dkdv_kernel"),
     ("dq_kernels", "dq_kernel"),
+    ("scores_kernels", "scores_kernel"),
     ("selected_kernels", "forward_kernel"),
     ("selected_kernels", "backward_kernel"),
 ]
@@ -72,16 +73,19 @@ def shape_of(num_queries=0, head_dims=(64, 64), heads=(4, 2), **sizes):
 SHAPES = {
     "dense": shape_of(330),
     "packed": shape_of(lengths=(210, 0, 1, 50), heads=(2, 1)),
-    "batch": shape_of(140, batch=2, heads=(3, 1)),
-    "128": shape_of(230, (128, 128), (8, 1)),
-    "192": shape_of(260, (192, 128), (1, 1)),
+    "batch": shape_of(260, batch=2, heads=(3, 1)),
+    "128": shape_of(290, (128, 128), (16, 1)),
+    "packed 128": shape_of(lengths=(210, 0, 1, 290), head_dims=(128, 128), heads=(12, 1)),
+    "192": shape_of(330, (192, 128), (16, 1)),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
     properties.check_agrees_with_oracle(shape, WHERE)
-    assert all(kernel.num_launches for kernel in simulated.values()), "each of them ran"
+    idle = {name for name, kernel in simulated.items() if not kernel.num_launches}
+    # the scores of few heads, or of narrow ones, are the portable kernel's
+    assert idle == (set() if shape.head_dim_qk > 64 else {("scores_kernels", "scores_kernel")})
 
 
 @pytest.mark.usefixtures("simulated")

@@ -201,6 +201,7 @@ def test_rings_are_for_half_precision_on_capability_9_0(kind):
         ((9, 0), 128, 128, 4),
         ((9, 0), 80, 64, 2),
         ((9, 0), 256, 256, 2),
+        # scores have no values, and none of their rings is for 64
         ((9, 0), 64, 128, 2),
     ):
         assert policy.ring(kind, capability, head_dim_qk, head_dim_v, itemsize) is None

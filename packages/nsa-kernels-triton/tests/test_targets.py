@@ -16,8 +16,8 @@ KERNELS = {
     "merge_dq_kernel", "branch_deltas_kernel", "describe_rows_kernel", "mark_kernel", "count_kernel", "list_kernel", "add_extras_kernel",
 }  # fmt: skip
 # dQ is portable on 9.0 where lse has a gradient
-REPLACED = {"forward_kernel", "dkdv_kernel", "backward_kernel"}
-ALONE = {"hopper interval forward_kernel", "hopper interval dkdv_kernel", "hopper dq dq_kernel"}
+REPLACED = {"forward_kernel", "dkdv_kernel", "scores_kernel", "backward_kernel"}
+ALONE = {"hopper interval forward_kernel", "hopper interval dkdv_kernel", "hopper dq dq_kernel", "hopper scores scores_kernel"}
 """What compute capability 9.0 has in place of them, each program with a multiprocessor to itself."""
 HOPPER = ALONE | {"hopper selected forward_kernel", "hopper selected backward_kernel"}
 
@@ -39,7 +39,7 @@ def assert_within_shared_memory(found, capability):
 
 @pytest.mark.parametrize(
     ("capability", "head_dims", "case"),
-    [((8, 0), (192, 128), "dense"), ((8, 9), (256, 256), "packed"), ((9, 0), (128, 128), "cached")],
+    [((8, 0), (192, 128), "dense"), ((8, 9), (256, 256), "packed"), ((9, 0), (128, 128), "cached group of 16")],
     ids=["sm_80", "sm_89", "sm_90"],
 )
 def test_every_kernel_compiles(without_interpreter, capability, head_dims, case):

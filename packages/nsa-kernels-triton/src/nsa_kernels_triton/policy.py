@@ -184,7 +184,7 @@ def _half_table(capability: tuple[int, int]) -> Table:
 
 @frozen
 class Ring:
-    """How a kernel of `hopper` cuts its work: four warps load tiles into a ring, four or twice four compute."""
+    """How a kernel of `hopper` cuts its work: four warps load tiles into a ring; four, twice four or four times four compute."""
 
     block_rows: int
     """Rows of q in a tile: queries times the heads of their group."""
@@ -203,6 +203,7 @@ RINGS: dict[str, dict[int, Ring]] = {
     "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 5, 40), 192: Ring(128, 64, 3, 40)},
     "interval_dq": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 3, 40), 192: Ring(128, 64, 3, 40)},
     "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(32, 128, 8, 40), 192: Ring(32, 128, 6, 40)},
+    "scores": {128: Ring(256, 64, 4, 32), 192: Ring(256, 64, 3, 32)},
     "selected_forward": {64: Ring(64, 64, 3, 32, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
     "selected_backward": {64: Ring(32, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(32, 64, 2, 32)},
 }
@@ -212,7 +213,9 @@ RING_CAPABILITY = (9, 0)
 
 def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Ring | None:
     """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves."""
-    if capability != RING_CAPABILITY or itemsize != 2 or head_dim_v not in RING_HEAD_DIMS_V or head_dim_v > head_dim_qk:
+    if capability != RING_CAPABILITY or itemsize != 2:
+        return None
+    if kind != "scores" and (head_dim_v not in RING_HEAD_DIMS_V or head_dim_v > head_dim_qk):
         return None
     return RINGS[kind].get(head_dim_qk) if has_gluon() else None
 

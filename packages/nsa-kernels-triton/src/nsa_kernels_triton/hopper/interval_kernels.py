@@ -105,6 +105,9 @@ def _multiply(
     k1 = k1_smem.index(half)
     k2 = k2_smem.index(half)
     v = v_smem.index(half)
+    if K2 == 0:
+        # with few rows in a tile, the keys would be most of what its product reads; registers are left for one part
+        k1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
     key0 += half * HALF
     keys = key0 + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
     dk1 = gl.zeros([HALF, K1], gl.float32, ACC_K1)
@@ -445,10 +448,16 @@ def _attend(
         num_key_tiles = gl.cdiv(last_end - start, KEYS)
         mbarrier.wait(q_full.index(place), (number // 2) & 1)
         if num_key_tiles > 0:
+            left1 = q1
+            left2 = q2
+            if K2 > 0:
+                # registers are left, and the tiles of keys are narrow
+                left1 = q1.load(gl.DotOperandLayout(0, SCORES, 2))
+                left2 = q2.load(gl.DotOperandLayout(0, SCORES, 2))
             stage = used % STAGES
             mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
             fence_async_shared()
-            scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
+            scores = start_scores(left1, left2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
             weights, row_max, rescale = _weights(
@@ -462,7 +471,7 @@ def _attend(
                 mbarrier.wait(k_full.index(stage), ((used + tile) // STAGES) & 1)
                 mbarrier.wait(v_full.index(before), ((used + tile - 1) // STAGES) & 1)
                 fence_async_shared()
-                scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
+                scores = start_scores(left1, left2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
                 acc = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)

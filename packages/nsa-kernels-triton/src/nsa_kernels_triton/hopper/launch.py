@@ -14,6 +14,9 @@ REGISTERS_OF_THREE = 168
 """The same where one program of twelve warps does."""
 
 
+REGISTERS_OF_FIVE = 96
+"""The same where one program of twenty warps does."""
+
 WIDEST_TWICE = 128
 """Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
 
@@ -97,6 +100,38 @@ def interval_dkdv(
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
         **_widths(q.shape[3], v.shape[3]), GATED=gates is not None, **_ring_constants(ring), **_options_of_three(ring),
+    )  # fmt: skip
+
+
+def scores(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    rows: tuple[int, int],
+    tiles: tuple[int, int, int],
+    sequence_arguments: tuple[Any, ...],
+    num_sequences: int,
+    search_steps: int,
+    factor: float,
+    constants: dict[str, Any],
+    ring: Ring,
+) -> None:
+    """Write the scores of the rows from the first to before the last one of `rows`; `constants` are those of the portable kernel.
+
+    `tiles`: the first tile, tiles of a sequence, sequences.
+    """
+    from nsa_kernels_triton.hopper import scores_kernels as kernels
+
+    first_tile, num_tiles, num_columns = tiles
+    num_items = num_tiles * num_columns * k.shape[2]
+    kernels.scores_kernel[(min(num_items, num_multiprocessors(q)),)](
+        q, k, lse, out,
+        *sequence_arguments,
+        num_sequences, q.shape[1], k.shape[1], out.shape[3], out[0].numel(), num_tiles, num_columns, num_items,
+        *rows, first_tile, search_steps, factor,
+        **constants, ROWS=ring.block_rows, KEYS=ring.block_keys, STAGES=ring.num_stages, LOADER_REGISTERS=ring.loader_registers,
+        PART_REGISTERS=(5 * REGISTERS_OF_FIVE - ring.loader_registers) // 4, num_warps=4, maxnreg=REGISTERS_OF_FIVE,
     )  # fmt: skip
 
 

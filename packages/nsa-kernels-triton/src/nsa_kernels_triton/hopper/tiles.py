@@ -53,3 +53,9 @@ def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
     if K2 > 0:
         scores = warpgroup_mma(left2, right2.permute((1, 0)), scores, is_async=True)
     return scores
+
+
+@gluon.constexpr_function
+def layout_of(x):
+    """Return the layout of x, where reshaping made it."""
+    return x.type.layout

@@ -9,10 +9,15 @@ from nsa_core import blocks
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_core.reference.rows import rows_of
-from nsa_kernels_triton.launch import Sequences, cdiv, is_exact, next_power_of_2, on_its_device, score_factor, tiles_for
+from nsa_kernels_triton.hopper import launch as hopper
+from nsa_kernels_triton.launch import Sequences, cdiv, is_exact, next_power_of_2, on_its_device, ring_for, score_factor, tiles_for
 from nsa_kernels_triton.policy import parts_of
 from nsa_kernels_triton.select import kernels
 
+RING_HEADS = 16
+"""Heads of a group, rounded up to a power of two, that the kernel for compute capability 9.0 takes; with fewer it is the slower one."""
+RING_STRIDES = (2, 16)
+"""Fewest and most strides of a selection block that it takes."""
 SCORE_BYTES = 256 * 2**20
 """Importance of one chunk of queries, at most."""
 
@@ -103,24 +108,47 @@ def _score(
     heads = next_power_of_2(num_heads // num_groups)
     strides = geometry.selection_block_size // geometry.compression_stride
     padded_strides = next_power_of_2(strides)
+    ring = ring_for("scores", q, k_cmp)
+    if heads != RING_HEADS or not RING_STRIDES[0] <= padded_strides <= RING_STRIDES[1]:
+        ring = None
     tiles = tiles_for("scores", q, q.shape[3], q.shape[3])
-    block_queries = max(1, tiles.block_rows // heads)
+    block_queries = max(1, (ring or tiles).block_rows // heads)
     tiling = sequences.tiling(q.shape[1], 1, block_queries, of_keys=False)
     first_tile, num_tiles = 0, tiling.num_tiles
     if not sequences.is_packed and q.shape[0] == 1:
         first_tile = first // block_queries
         num_tiles = cdiv(last, block_queries) - first_tile
     parts = parts_of(q.shape[3])
+    constants = {
+        "H": num_heads,
+        "G": num_groups,
+        "D_K": q.shape[3],
+        "K1": parts.first,
+        "K2": parts.second,
+        "SIZE": geometry.compression_block_size,
+        "STRIDE": geometry.compression_stride,
+        "STRIDES": strides,
+        "PADDED_STRIDES": padded_strides,
+        "REACH": geometry.compression_block_size // geometry.compression_stride,
+        "SELECTION_SIZE": geometry.selection_block_size,
+        "NUM_SELECTED": geometry.num_selected_blocks,
+        "NUM_LOCAL": geometry.num_local_blocks,
+        "PACKED": sequences.is_packed,
+        "CACHED": sequences.is_cached,
+        "HEADS": heads,
+    }
+    factor = score_factor(q, scale)
+    if ring is not None:
+        hopper.scores(
+            q, k_cmp, lse, scores, (first, last), (first_tile, num_tiles, tiling.num_sequences), sequences.arguments(tiling),
+            sequences.num_sequences, sequences.search_steps, factor, constants, ring,
+        )  # fmt: skip
+        return
     kernels.scores_kernel[(num_tiles, tiling.num_sequences, num_groups)](
         q, k_cmp, lse, scores,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k_cmp.shape[1], scores.shape[3], scores[0].numel(), first, last, first_tile,
-        sequences.search_steps, score_factor(q, scale),
-        H=num_heads, G=num_groups, D_K=q.shape[3], K1=parts.first, K2=parts.second,
-        SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides,
-        REACH=geometry.compression_block_size // geometry.compression_stride,
-        SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks, NUM_LOCAL=geometry.num_local_blocks,
-        PACKED=sequences.is_packed, CACHED=sequences.is_cached, EXACT=is_exact(q),
-        HEADS=heads, BLOCK_QUERIES=block_queries, BLOCK_BLOCKS=max(1, tiles.block_keys // padded_strides),
+        sequences.search_steps, factor,
+        **constants, EXACT=is_exact(q), BLOCK_QUERIES=block_queries, BLOCK_BLOCKS=max(1, tiles.block_keys // padded_strides),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

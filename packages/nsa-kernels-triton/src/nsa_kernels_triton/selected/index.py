@@ -55,6 +55,11 @@ class Index(NamedTuple):
     """Of the queries whose lists are made; earlier ones are attended to in another way."""
 
     @property
+    def item_slots(self) -> int:
+        """Return a bound on the items of one list, a power of two."""
+        return next_power_of_2(cdiv(self.chunk_rows, self.item_queries))
+
+    @property
     def num_rows(self) -> int:
         """Return B * S."""
         return self.rows.shape[1]
@@ -123,7 +128,7 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         index_kernels.mark_kernel[(cdiv(last - first, 32), index.num_groups)](
             index.block_indices, index.rows, marks, key_rows, first, index.num_rows, index.num_pieces, chunk_rows, index.first_position,
             G=index.num_groups, NUM_SELECTED=num_selected, SLOTS=next_power_of_2(num_selected),
-            SELECTION_SIZE=geometry.selection_block_size, PIECES=index.pieces.per_block, PIECE_SIZE=index.pieces.size, BLOCK=32,
+            SELECTION_SIZE=geometry.selection_block_size, PIECES=index.pieces.per_block, PIECE_SIZE=index.pieces.size, BLOCK=32, num_warps=1,
         )  # fmt: skip
         counts = torch.empty(3, num_lists, dtype=torch.int32, device=device)
         index_kernels.count_kernel[(cdiv(num_lists, 4),)](
@@ -135,6 +140,6 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         present = torch.zeros(chunk_rows, index.num_groups, index.slots, dtype=torch.int8, device=device)
         index_kernels.list_kernel[(num_lists,)](
             marks, ends, entries, items, present, index.num_pieces, chunk_rows, G=index.num_groups, SLOTS_TOTAL=index.slots,
-            ITEM_QUERIES=index.item_queries, ITEM_SLOTS=next_power_of_2(cdiv(chunk_rows, index.item_queries)), STEP=step,
+            ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, STEP=step,
         )  # fmt: skip
         yield Chunk(first, last, ends, entries, items, key_rows, present)

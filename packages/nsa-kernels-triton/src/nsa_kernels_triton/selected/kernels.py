@@ -264,37 +264,58 @@ def backward_kernel(
 
 
 @triton.jit
-def add_extras_kernel(
-    sum_ptr, extra_ptr, items_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
-    G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+def _add_extras(
+    sum_ptr, extra_ptr, in_piece, keys, key_rows, is_in_piece, owns, first, num_extras, last_key,
+    D: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Add what the later items of one list kept apart to the running sum, in their order; grid (lists,)."""
+    """Add the extras first .. first + num_extras - 1 of one list, in their order; each holds the keys up to its entry of `owns`."""
+    columns = tl.arange(0, WIDTH)
+    slots = tl.arange(0, SLOTS)
+    is_column = (columns < D)[None, :]
+    target = sum_ptr + keys[:, None] * D + columns[None, :]
+    mask = (is_in_piece & (key_rows <= last_key))[:, None] & is_column
+    acc = tl.load(target, mask=mask, other=0.0)
+    for number in tl.range(0, num_extras, loop_unroll_factor=4):
+        own = tl.sum(tl.where(slots == number, owns, 0), 0)
+        source = extra_ptr + ((wide(first) + number) * KEYS + in_piece)[:, None] * D + columns[None, :]
+        acc += tl.load(source, mask=(is_in_piece & (key_rows <= own))[:, None] & is_column, other=0.0)
+    tl.store(target, acc, mask=mask)
+
+
+@triton.jit
+def add_extras_kernel(
+    dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, items_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
+    G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, SLOTS_TOTAL: tl.constexpr,
+    SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Add to the sums what the later items of one list, at most SLOTS, kept apart, in their order; grid (lists, parts of a piece, 2)."""
     index = tl.program_id(0)
     num_lists = tl.num_programs(0)
     last = tl.load(ends_ptr + 2 * num_lists + index)
     first = tl.load(ends_ptr + 2 * num_lists + index - 1, mask=index > 0, other=0)
     if last == first:
         return
-    in_piece = tl.arange(0, KEYS)
     piece = index % num_pieces
+    in_piece = tl.program_id(1) * PART + tl.arange(0, PART)
     key_rows = tl.load(key_rows_ptr + piece) + in_piece
-    columns = tl.arange(0, WIDTH)
     keys = key_rows.to(tl.int64) * G + index // num_pieces
-    final = first_row + tl.load(entries_ptr + tl.load(ends_ptr + index) - 1) // SLOTS_TOTAL
-    mask = (_is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (key_rows <= tl.load(rows_ptr + num_rows + final)))[
-        :, None
-    ] & (columns < D)[None, :]
-    target = sum_ptr + keys[:, None] * D + columns[None, :]
-    acc = tl.load(target, mask=mask, other=0.0)
+    is_in_piece = _is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE)
+    own_ptr = rows_ptr + num_rows + first_row
+    last_key = tl.load(own_ptr + tl.load(entries_ptr + tl.load(ends_ptr + index) - 1) // SLOTS_TOTAL)
+    # an item's keys end with its own last query
+    slots = tl.arange(0, SLOTS)
+    is_item = slots < last - first
     item = tl.load(ends_ptr + num_lists + index) - (last - first)
-    for extra in tl.range(first, last):
-        # an item's keys end with its own last query
-        stop = tl.load(items_ptr + (item + extra - first) * 4 + 2)
-        own = tl.load(rows_ptr + num_rows + first_row + tl.load(entries_ptr + stop - 1) // SLOTS_TOTAL)
-        numbers = extra * KEYS + in_piece.to(tl.int64)
-        acc += tl.load(extra_ptr + numbers[:, None] * D + columns[None, :], mask=mask & (key_rows <= own)[:, None], other=0.0)
-    tl.store(target, acc, mask=mask)
+    stops = tl.load(items_ptr + (item + slots) * 4 + 2, mask=is_item, other=1)
+    owns = tl.load(own_ptr + tl.load(entries_ptr + stops - 1, mask=is_item, other=0) // SLOTS_TOTAL, mask=is_item, other=0)
+    if tl.program_id(2) == 0:
+        _add_extras(
+            dk_ptr, dk_extra_ptr, in_piece, keys, key_rows, is_in_piece, owns, first, last - first, last_key, D_K, WIDTH_K, SLOTS, KEYS
+        )
+    else:
+        _add_extras(
+            dv_ptr, dv_extra_ptr, in_piece, keys, key_rows, is_in_piece, owns, first, last - first, last_key, D_V, WIDTH_V, SLOTS, KEYS
+        )
 
 
 @triton.jit

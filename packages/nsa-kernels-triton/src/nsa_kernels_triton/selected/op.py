@@ -240,6 +240,10 @@ def forward(
     return out, lse, exact, total
 
 
+EXTRA_KEYS = 32
+"""Keys of a program that adds what a list's later items kept apart: four of these at a time fit its registers."""
+
+
 def backward(
     dout: Tensor,
     delta: Tensor,
@@ -290,12 +294,11 @@ def backward(
                 q, k, v, dout, lse, delta, gates, *results, *numbers, **constants, **gate,
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
-        for total, extra in ((dk, dk_extra), (dv, dv_extra)):
-            kernels.add_extras_kernel[(chunk.ends.shape[1],)](
-                total, extra, chunk.items, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place,
-                G=k.shape[2], D=total.shape[3], WIDTH=next_power_of_2(total.shape[3]),
-                SLOTS_TOTAL=index.slots, **_piece_constants(index),
-            )  # fmt: skip
+        kernels.add_extras_kernel[(chunk.ends.shape[1], cdiv(index.pieces.keys, EXTRA_KEYS), 2)](
+            dk, dv, dk_extra, dv_extra, chunk.items, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place,
+            G=k.shape[2], D_K=q.shape[3], D_V=v.shape[3], WIDTH_K=width, WIDTH_V=next_power_of_2(v.shape[3]),
+            SLOTS_TOTAL=index.slots, SLOTS=index.item_slots, **_piece_constants(index), PART=min(index.pieces.keys, EXTRA_KEYS),
+        )  # fmt: skip
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_dq_kernel[(cdiv(rows, _merge_rows(width)),)](
             parts, chunk.present, dq, chunk.first_row, chunk.last_row,

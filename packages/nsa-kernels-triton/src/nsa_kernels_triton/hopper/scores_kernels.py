@@ -1,0 +1,326 @@
+"""Importance of blocks for compute capability 9.0: four warps load, four times four compute, with their rows of q in registers.
+
+Exponentials take as long as the products: many warps, few registers each, so that some multiply while others sum. Sums need
+few exchanges: a thread of a product's result holds all strides of a block.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, find_sequence, layout_of, query_rows, start_scores, visible_keys
+
+
+@gluon.jit
+def _tile_of(
+    item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, first_row, last_row, first_tile, search_steps,
+    SIZE: gl.constexpr, STRIDE: gl.constexpr, SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr,
+    PACKED: gl.constexpr, CACHED: gl.constexpr, QUERIES: gl.constexpr,
+):  # fmt: skip
+    """Return of tile number `item`: group, first row of q and of k, queries, position of query 0, visible keys, blocks to score.
+
+    The longest rows come first. No block is scored where no query has a choice.
+    """
+    tile = first_tile + num_tiles - 1 - item % num_tiles
+    sequence = item // num_tiles % num_columns
+    group = item // (num_tiles * num_columns)
+    is_tile = True
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        is_tile = sequence < num_sequences
+        sequence = gl.minimum(sequence, num_sequences - 1)
+        tile -= gl.load(cu_tiles_ptr + sequence)
+    q_row0, _num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    key_row0 = sequence.to(gl.int64) * num_keys
+    if PACKED:
+        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
+    query0 = tile * QUERIES
+    last_query = gl.minimum(query0 + QUERIES, num_valid) - 1
+    own_last = (position + last_query) // SELECTION_SIZE
+    has_choice = is_tile & (last_query >= query0) & (own_last >= NUM_SELECTED)
+    has_choice = has_choice & (q_row0 + query0 < last_row) & (q_row0 + last_query >= first_row)
+    _first, end = visible_keys(position + last_query, False, SIZE, STRIDE, 1)
+    return group, q_row0, key_row0, query0, last_query, position, end, gl.where(has_choice, own_last - NUM_LOCAL + 1, 0)
+
+
+@gluon.jit
+def _load_rows(
+    ptr, smem, query0, last_query,
+    H: gl.constexpr, HG: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Start copying WIDTH columns of ROWS rows: the heads of a group, HEADS to a query. Those that do not exist are zeros."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
+    queries = query0 + rows // HEADS
+    places = (queries.to(gl.int64) * H + rows % HEADS) * D
+    exists = (queries <= last_query) & (rows % HEADS < HG)
+    async_copy.async_copy_global_to_shared(smem, ptr + places[:, None] + columns[None, :], mask=exists[:, None])
+
+
+@gluon.jit
+def _key_order(columns, PADDED_STRIDES: gl.constexpr):
+    """Return which stride of a tile's blocks stands in a column of its scores: whole blocks in a thread, by turns of four threads.
+
+    Thread c of four holds the columns 8 j + 2 c and 8 j + 2 c + 1.
+    """
+    number = columns // 8 * 2 + columns % 2
+    return (number // PADDED_STRIDES * 4 + columns // 2 % 4) * PADDED_STRIDES + number % PADDED_STRIDES
+
+
+@gluon.jit
+def _load_strides(
+    ptr, smem, block, end,
+    G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """Start copying WIDTH columns of the keys of blocks, in the order of `_key_order`. Those that do not exist are zeros."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, KEYS, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
+    in_order = _key_order(rows, PADDED_STRIDES)
+    stride = in_order % PADDED_STRIDES
+    keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
+    exists = (stride < STRIDES) & (keys < end)
+    async_copy.async_copy_global_to_shared(smem, ptr + (keys.to(gl.int64) * (G * D))[:, None] + columns[None, :], mask=exists[:, None])
+
+
+@gluon.jit
+def _load(
+    q_ptr, k_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
+    SIZE: gl.constexpr, STRIDE: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr,
+    SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fetch the rows of the program's tiles, and fill the ring with their keys; those beyond `end` are zeros."""
+    HG: gl.constexpr = H // G
+    BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
+    loaded = 0
+    number = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        group, q_row0, key_row0, query0, last_query, _position, end, num_blocks = _tile_of(
+            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+            num_sequences, num_queries, num_keys, num_tiles, num_columns, first_row, last_row, first_tile, search_steps,
+            SIZE, STRIDE, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED, ROWS // HEADS,
+        )  # fmt: skip
+        if num_blocks > 0:
+            q_tile = q_ptr + (q_row0 * H + group * HG) * D_K
+            mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
+            for part in gl.static_range(4):
+                first = query0 + part * (ROWS // 4 // HEADS)
+                _load_rows(q_tile, q1_smem.index(part), first, last_query, H, HG, HEADS, D_K, K1, ROWS // 4)
+                if K2 > 0:
+                    _load_rows(q_tile + K1, q2_smem.index(part), first, last_query, H, HG, HEADS, D_K, K2, ROWS // 4)
+            async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
+            number += 1
+            k_tile = k_ptr + (key_row0 * G + group) * D_K
+            for block in range(0, num_blocks, BLOCKS):
+                stage = loaded % STAGES
+                mbarrier.wait(k_empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+                _load_strides(k_tile, k1_smem.index(stage), block, end, G, D_K, K1, STRIDES, PADDED_STRIDES, KEYS)
+                if K2 > 0:
+                    _load_strides(k_tile + K1, k2_smem.index(stage), block, end, G, D_K, K2, STRIDES, PADDED_STRIDES, KEYS)
+                async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+                loaded += 1
+
+
+@gluon.jit
+def _store(
+    scores, shift, ends, block, is_masked, scores_ptr, next_scores, first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
+    G: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
+    PART: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Write the importance that a tile of keys gives to its blocks, and to the block after each."""
+    BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
+    weights = gl.exp2(scores * factor - shift[:, None])
+    if is_masked:
+        columns = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+        in_order = _key_order(columns, PADDED_STRIDES)
+        stride = in_order % PADDED_STRIDES
+        keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
+        weights = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), weights, 0.0)
+    # of the 16 heads of a query, a thread holds two, eight apart
+    shares = gl.sum(weights.reshape([PART // 16, 2, 8, KEYS]), 1)
+    shares = shares.reshape([PART // 16, 8, BLOCKS // 4, PADDED_STRIDES // 2, 4, 2]).permute((0, 1, 2, 4, 3, 5))
+    shares = shares.reshape([PART // 16, 8, BLOCKS, PADDED_STRIDES])
+    LAST: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout_of(shares))))
+    strides = gl.arange(0, PADDED_STRIDES, LAST)
+    own_weight = gl.where(strides < STRIDES, gl.minimum(REACH, STRIDES - strides), 0).to(gl.float32)[None, :][:, None, :][:, :, None, :]
+    own = gl.sum(gl.sum(shares * own_weight, 3), 1)
+    OF: gl.constexpr = layout_of(own)
+    queries = first_query + gl.arange(0, PART // 16, gl.SliceLayout(1, OF))
+    blocks = block + gl.arange(0, BLOCKS, gl.SliceLayout(0, OF))
+    rows = q_row0 + queries
+    keeps = (queries <= last_query) & (rows >= first_row) & (rows < last_row)
+    target = scores_ptr + (((rows - first_row) * G + group) * num_blocks)[:, None] + blocks[None, :]
+    gl.store(target, own, mask=keeps[:, None] & (blocks < num_blocks)[None, :])
+    if REACH > 1:
+        next_weight = gl.where(strides < STRIDES, gl.maximum(0, strides + REACH - STRIDES), 0)
+        next_weight = next_weight.to(gl.float32)[None, :][:, None, :][:, :, None, :]
+        reaching = gl.sum(gl.sum(shares * next_weight, 3), 1)
+        gl.store(target + next_scores + 1, reaching, mask=keeps[:, None] & (blocks + 1 < num_blocks)[None, :])
+
+
+@gluon.jit
+def _score(
+    part: gl.constexpr, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
+    H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr,
+    SIZE: gl.constexpr, STRIDE: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
+    SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write the scores of one quarter of the rows of the program's tiles."""
+    HG: gl.constexpr = H // G
+    PART: gl.constexpr = ROWS // 4
+    BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    used = 0
+    number = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        group, q_row0, _key_row0, query0, last_query, position, _end, scored_blocks = _tile_of(
+            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+            num_sequences, num_queries, num_keys, num_tiles, num_columns, first_row, last_row, first_tile, search_steps,
+            SIZE, STRIDE, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED, ROWS // HEADS,
+        )  # fmt: skip
+        if scored_blocks > 0:
+            first_query = query0 + part * (PART // HEADS)
+            rows = gl.arange(0, PART, OF_ROWS)
+            queries = first_query + rows // HEADS
+            exists = (queries <= last_query) & (rows % HEADS < HG)
+            heads = (q_row0 + queries) * H + group * HG + rows % HEADS
+            lse = gl.load(lse_ptr + heads, mask=exists, other=float("-inf"))
+            shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            _first, ends = visible_keys(gl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
+            # the first query sees all keys of the blocks before `tail`, and so does every other
+            _first, full_end = visible_keys(position + query0, False, SIZE, STRIDE, 1)
+            tail = full_end // STRIDES - BLOCKS if STRIDES == PADDED_STRIDES else -1
+            zeros = gl.zeros([PART, KEYS], gl.float32, SCORES)
+            num_key_tiles = gl.cdiv(scored_blocks, BLOCKS)
+            mbarrier.wait(q_full.index(0), number & 1)
+            number += 1
+            q1 = q1_smem.index(part).load(LEFT)
+            q2 = q1
+            if K2 > 0:
+                q2 = q2_smem.index(part).load(LEFT)
+            mbarrier.arrive(q_empty.index(0), count=1)
+            for tile in range(num_key_tiles):
+                stage = (used + tile) % STAGES
+                mbarrier.wait(k_full.index(stage), ((used + tile) // STAGES) & 1)
+                fence_async_shared()
+                scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                block = tile * BLOCKS
+                _store(
+                    scores, shift, ends, block, block > tail, scores_ptr, next_scores,
+                    first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
+                    G, STRIDES, PADDED_STRIDES, REACH, PART, KEYS, SCORES,
+                )  # fmt: skip
+            used += num_key_tiles
+
+
+@gluon.jit
+def scores_kernel(
+    q_ptr, k_ptr, lse_ptr, scores_ptr,
+    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_blocks, next_scores, num_tiles, num_columns, num_items,
+    first_row, last_row, first_tile, search_steps, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
+    SIZE: gl.constexpr, STRIDE: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
+    SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write what `select.kernels.scores_kernel` does, where HEADS is 16; a program takes every num_programs-th of the tiles of rows.
+
+    A tile's rows are shared out to four times four computing warps, by which the same keys pass.
+    """
+    PART: gl.constexpr = ROWS // 4
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    FIRST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, K1], dtype)
+    SECOND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, max(K2, 16)], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q1_smem = gl.allocate_shared_memory(dtype, [4, PART, K1], FIRST)
+    k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], FIRST)
+    q2_smem = q1_smem
+    k2_smem = k1_smem
+    if K2 > 0:
+        q2_smem = gl.allocate_shared_memory(dtype, [4, PART, K2], SECOND)
+        k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], SECOND)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # every loading thread arrives once its copies have landed, and each quarter once it has read them
+    mbarrier.init(q_full.index(0), count=128)
+    mbarrier.init(q_empty.index(0), count=4)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=128)
+        mbarrier.init(k_empty.index(stage), count=4)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (
+                _score,
+                (
+                    0, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
+                    H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
+                    HEADS, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _score,
+                (
+                    1, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
+                    H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
+                    HEADS, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _score,
+                (
+                    2, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
+                    H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
+                    HEADS, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _score,
+                (
+                    3, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
+                    H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
+                    HEADS, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _load,
+                (
+                    q_ptr, k_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty,
+                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
+                    H, G, D_K, K1, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
+                    HEADS, ROWS, KEYS, STAGES,
+                ),
+            ),
+        ],
+        [4, 4, 4, 4],
+        [PART_REGISTERS, PART_REGISTERS, PART_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
