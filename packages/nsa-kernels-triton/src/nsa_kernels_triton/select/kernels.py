@@ -130,15 +130,14 @@ def choose_kernel(
         tl.store(target + slots, tl.where(slots <= own, slots, -1), mask=slots < NUM_SELECTED)
         return
     blocks = tl.arange(0, BLOCK_BLOCKS)
-    is_forced = (blocks < NUM_INITIAL) | (blocks > own - NUM_LOCAL)
-    is_forced = is_forced & (blocks <= own)
-    is_free = (blocks <= own) & (is_forced == 0)
+    is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL)
     source = scores_ptr + ((row - first_row) * G + group) * num_blocks
     scores = tl.load(source + blocks, mask=is_free, other=0.0)
     if REACHES:
         scores += tl.load(source + next_scores + blocks, mask=is_free & (blocks > 0), other=0.0)
     bits = tl.where(is_free, scores.to(tl.int32, bitcast=True), -1)
-    wanted = NUM_SELECTED - tl.sum(is_forced.to(tl.int32), 0)
+    # where there is a choice, no initial block is local
+    wanted = NUM_SELECTED - NUM_INITIAL - NUM_LOCAL
     # most scores lie within a few powers of two of the highest: its exponent and the three below are tried before all bits
     exponent = tl.max(bits, 0) >> 23
     found = tl.sum((bits >= exponent << 23).to(tl.int32), 0)
@@ -154,9 +153,12 @@ def choose_kernel(
         found = tl.sum((bits >= candidate).to(tl.int32), 0)
         threshold = tl.where(found >= wanted, candidate, threshold)
         step = tl.where(found == wanted, -1, step - 1)
-    is_above = bits > threshold
-    room = wanted - tl.sum(is_above.to(tl.int32), 0)
+    is_sure = (bits > threshold) | ((blocks <= own) & (is_free == 0))
     is_tie = bits == threshold
-    is_chosen = is_forced | is_above | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) <= room))
-    place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+    # one scan for both: what is sure above bit 20, ties below it
+    before = tl.cumsum((is_sure.to(tl.int32) << 20) | is_tie.to(tl.int32), 0)
+    num_ties = before & ((1 << 20) - 1)
+    room = NUM_SELECTED - tl.sum(is_sure.to(tl.int32), 0)
+    is_chosen = is_sure | (is_tie & (num_ties <= room))
+    place = (before >> 20) + tl.minimum(num_ties, room) - 1
     tl.store(target + place, blocks, mask=is_chosen)

@@ -53,6 +53,8 @@ class Index(NamedTuple):
     item_queries: int
     first_position: int
     """Of the queries whose lists are made; earlier ones are attended to in another way."""
+    sequence_rows: int
+    """Of each sequence, where all have as many rows and start with their first token; 0 elsewhere."""
 
     @property
     def item_slots(self) -> int:
@@ -63,6 +65,14 @@ class Index(NamedTuple):
     def num_rows(self) -> int:
         """Return B * S."""
         return self.rows.shape[1]
+
+    def pieces_until(self, last_row: int) -> int:
+        """Return a bound on the pieces that the rows before `last_row` see."""
+        if not self.sequence_rows:
+            return self.num_pieces
+        sequence, position = divmod(last_row - 1, self.sequence_rows)
+        blocks = sequence * cdiv(self.sequence_rows, self.pieces.block_size) + position // self.pieces.block_size + 1
+        return blocks * self.pieces.per_block
 
 
 class Chunk(NamedTuple):
@@ -77,6 +87,8 @@ class Chunk(NamedTuple):
     """int32 (bound, 4); ends[1, -1] of them exist."""
     key_rows: Tensor
     """int32 (num_pieces,): the first key row of each piece that some row chose."""
+    num_pieces: int
+    """That have a list: those that some row may see."""
     present: Tensor
     """int8 (rows, G, slots): 1 where the partial result of a slot is written."""
 
@@ -108,25 +120,28 @@ def index_of(
     affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * row_bytes))
     chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, next_power_of_2(total)))
     item_queries = max(1, ITEM_ROWS // (num_heads // num_groups))
+    sequence_rows = 0 if sequences.is_packed or sequences.is_cached else num_queries
+    num_pieces = blocks * pieces.per_block
     return Index(
-        block_indices.contiguous(), rows, pieces, blocks * pieces.per_block, num_groups, slots, chunk_rows, item_queries, first_position
+        block_indices.contiguous(), rows, pieces, num_pieces, num_groups, slots, chunk_rows, item_queries, first_position, sequence_rows
     )
 
 
 def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
     """Yield the lists of each chunk of rows, in order. Each call of `next` overwrites nothing of the last one."""
-    num_lists = index.num_groups * index.num_pieces
     num_entries = index.chunk_rows * index.num_groups * index.slots
-    num_items = min(num_lists, num_entries) + num_entries // index.item_queries
     num_selected, device, chunk_rows = index.block_indices.shape[3], index.rows.device, index.chunk_rows
     mark_dtype = torch.int8 if index.slots < 127 else torch.int32
     step = min(chunk_rows, 1024)
     for first in range(0, index.num_rows, chunk_rows):
         last = min(first + chunk_rows, index.num_rows)
+        num_pieces = index.pieces_until(last)
+        num_lists = index.num_groups * num_pieces
+        num_items = min(num_lists, num_entries) + num_entries // index.item_queries
         marks = torch.zeros(num_lists, chunk_rows, dtype=mark_dtype, device=device)
-        key_rows = torch.empty(index.num_pieces, dtype=torch.int32, device=device)
+        key_rows = torch.empty(num_pieces, dtype=torch.int32, device=device)
         index_kernels.mark_kernel[(cdiv(last - first, 32), index.num_groups)](
-            index.block_indices, index.rows, marks, key_rows, first, index.num_rows, index.num_pieces, chunk_rows, index.first_position,
+            index.block_indices, index.rows, marks, key_rows, first, index.num_rows, num_pieces, chunk_rows, index.first_position,
             G=index.num_groups, NUM_SELECTED=num_selected, SLOTS=next_power_of_2(num_selected),
             SELECTION_SIZE=geometry.selection_block_size, PIECES=index.pieces.per_block, PIECE_SIZE=index.pieces.size, BLOCK=32, num_warps=1,
         )  # fmt: skip
@@ -139,7 +154,7 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         items = torch.empty(num_items, 4, dtype=torch.int32, device=device)
         present = torch.zeros(chunk_rows, index.num_groups, index.slots, dtype=torch.int8, device=device)
         index_kernels.list_kernel[(num_lists,)](
-            marks, ends, entries, items, present, index.num_pieces, chunk_rows, G=index.num_groups, SLOTS_TOTAL=index.slots,
+            marks, ends, entries, items, present, num_pieces, chunk_rows, G=index.num_groups, SLOTS_TOTAL=index.slots,
             ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, STEP=step,
         )  # fmt: skip
-        yield Chunk(first, last, ends, entries, items, key_rows, present)
+        yield Chunk(first, last, ends, entries, items, key_rows, num_pieces, present)

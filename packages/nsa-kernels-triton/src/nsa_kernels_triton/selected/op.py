@@ -220,7 +220,7 @@ def forward(
     for chunk in chunks(index, geometry):
         operands = (
             q, k, v, parts, part_lse, *_lists(chunk), index.rows, chunk.key_rows,
-            chunk.first_row, index.num_rows, index.num_pieces, score_factor(q, scale),
+            chunk.first_row, index.num_rows, chunk.num_pieces, score_factor(q, scale),
         )  # fmt: skip
         # a scale of 0 times -inf would be NaN
         if ring is not None and scale > 0:
@@ -284,7 +284,7 @@ def backward(
     dk_extra = dk.new_empty(num_extras * index.pieces.keys, q.shape[3])
     dv_extra = dv.new_empty(num_extras * index.pieces.keys, v.shape[3])
     for chunk in chunks(index, geometry):
-        place = (chunk.first_row, index.num_rows, index.num_pieces)
+        place = (chunk.first_row, index.num_rows, chunk.num_pieces)
         results = (parts, dk, dv, dk_extra, dv_extra)
         numbers = (*_lists(chunk), index.rows, chunk.key_rows, *place, scale, score_factor(q, scale))
         if ring is not None:
