@@ -4,6 +4,7 @@ import errno
 import io
 
 import pytest
+from attrs import evolve
 
 from nsa_train.telemetry.progress import ProgressDisplay, Screen, StepFigures
 
@@ -21,6 +22,16 @@ def test_elsewhere_only_logged_steps_are_lines() -> None:
         display.show_step(FIGURES, is_logged=True)
         display.note("a note [with brackets]")
     assert output.getvalue().splitlines() == [str(FIGURES), "a note [with brackets]"]
+
+
+def test_a_line_holds_the_throughput_since_the_last_one() -> None:
+    output = io.StringIO()
+    with ProgressDisplay(Screen(file=output, force_terminal=False), 100) as display:
+        for speeds in ((300.0, 100.0), (50.0,)):
+            for place, speed in enumerate(speeds, 1):
+                display.show_step(evolve(FIGURES, toks_per_s=speed), is_logged=place == len(speeds))
+    # as many tokens at 300 as at 100 to the second: 150
+    assert [line.split(" | ")[3] for line in output.getvalue().splitlines()] == ["toks/s 150", "toks/s 50"]
 
 
 class Terminal(io.StringIO):

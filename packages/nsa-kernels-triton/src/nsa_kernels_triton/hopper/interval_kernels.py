@@ -1,7 +1,7 @@
-"""Forward, dK and dV of attention over an interval of keys for compute capability 9.0: loading warps feed computing ones.
+"""Forward, dK and dV of attention over an interval of keys for compute capability 9.0: four warps load, two times four compute.
 
-As in `selected_kernels`, four warps load tiles into a ring and four compute, two programs to a multiprocessor; in the forward
-kernel eight compute, and the program has it to itself.
+A program has the multiprocessor to itself. Forward shares out a tile's rows, which read the same keys; dK and dV share out a
+tile's keys, by which the same rows pass.
 """
 
 from triton.experimental import gluon

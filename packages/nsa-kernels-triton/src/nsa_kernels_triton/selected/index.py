@@ -147,7 +147,7 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         )  # fmt: skip
         counts = torch.empty(3, num_lists, dtype=torch.int32, device=device)
         index_kernels.count_kernel[(cdiv(num_lists, 4),)](
-            marks, counts, num_lists, chunk_rows, ITEM_QUERIES=index.item_queries, STEP=step, BLOCK=4
+            marks, counts, num_lists, chunk_rows, ITEM_QUERIES=index.item_queries, STEP=step, BLOCK=4, num_warps=1
         )
         ends = counts.cumsum(1, dtype=torch.int32)
         entries = torch.empty(num_entries, dtype=torch.int32, device=device)

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from types import TracebackType
 from typing import Self, TextIO, cast
 
-from attrs import frozen
+from attrs import evolve, frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -59,6 +60,7 @@ class ProgressDisplay:
         # colours may be forced upon a file, and not every terminal moves its cursor
         is_live = console.file.isatty() and console.is_interactive
         self._bar = Progress(*columns, console=console, transient=True) if is_live else None
+        self._seconds_per_token: list[float] = []
         self._task: TaskID | None = self._bar.add_task("starting", total=total_steps) if self._bar else None
 
     def __enter__(self) -> Self:
@@ -76,12 +78,17 @@ class ProgressDisplay:
                 self._bar.stop()
 
     def show_step(self, figures: StepFigures, *, is_logged: bool) -> None:
-        """Show a step: every one on a terminal's live line, those that are logged elsewhere."""
+        """Show a step: every one on a terminal's live line; elsewhere those that are logged, with the throughput since the last.
+
+        A logged step is not compiled and computes telemetry: its own throughput alone says little of the run's.
+        """
+        self._seconds_per_token.append(1 / figures.toks_per_s)
         if self._bar and self._task is not None:
             with self._shown():
                 self._bar.update(self._task, completed=figures.step, description=str(figures))
         elif is_logged:
-            self.note(str(figures))
+            self.note(str(evolve(figures, toks_per_s=1 / fmean(self._seconds_per_token))))
+            self._seconds_per_token.clear()
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
