@@ -134,6 +134,46 @@ def test_an_error_on_its_way_out_says_more_than_the_sigterm_that_follows(
     assert capsys.readouterr().err == "nsa-train: rank 0: lost contact with another rank\n"
 
 
+def test_sigterm_keeps_no_error_from_being_recorded(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    halted = Recorder.halted
+
+    def hit(self: Recorder, *args: Any, **fields: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        halted(self, *args, **fields)
+
+    def lose(self: Trainer, step: int) -> None:
+        raise LostContactError("rank 0: lost contact with another rank")
+
+    monkeypatch.setattr(Trainer, "_step", lose)
+    monkeypatch.setattr(Recorder, "halted", hit)
+    code, run = train()
+    last = json.loads(run.heartbeat.read_text().splitlines()[-1])
+    assert (code, last["msg"], last["code"]) == (1, "halt", 1)
+
+
+LAST_WORDS = """
+import os, signal, sys
+from nsa_train import cli
+said = cli.warn
+cli.warn = lambda line: (os.kill(os.getpid(), signal.SIGTERM), said(line))
+cli.main(["run", "nowhere.toml"])
+"""
+FIRST_MOMENT = """
+import os, signal
+from nsa_train import cli
+cli.run_command = lambda tokens: os.kill(os.getpid(), signal.SIGTERM)
+cli.main(["run", "nowhere.toml"])
+"""
+
+
+@pytest.mark.parametrize(("program", "code", "words"), [(LAST_WORDS, 2, "nsa-train: "), (FIRST_MOMENT, -signal.SIGTERM, "")])
+def test_sigterm_ends_a_process_before_its_command_and_not_its_last_words(program: str, code: int, words: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(words)
+    assert bool(done.stderr) == bool(words)
+
+
 def test_ctrl_c_ends_every_command_in_a_line(
     tiny_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,8 +47,8 @@ def test_files_and_threads_do_not_pile_up(train: Callable[..., Any], monkeypatch
     """Twenty steps in which everything happens: the quick part of the soak."""
     seen = _soak(train, monkeypatch, 20, "train.eval_every=2", "train.save_every=2", "train.log_every=1", "train.async_save=true")
     for place, name in ((1, "files"), (2, "threads")):
-        # fewer is well: other tests' leavings may be collected meanwhile
-        assert max(row[place] for row in seen[14:]) <= max(row[place] for row in seen[4:10]), name
+        # a save under way holds files for a moment, and other tests' leavings may be collected: what piles up never falls again
+        assert min(row[place] for row in seen[14:]) <= max(row[place] for row in seen[4:10]), name
 
 
 @pytest.mark.slow

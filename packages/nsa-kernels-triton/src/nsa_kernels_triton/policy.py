@@ -194,7 +194,7 @@ class Ring:
     loader_registers: int
     """Registers of a loading thread; computing ones share what is left."""
     num_programs: int = 2
-    """To a multiprocessor, where four warps of each compute."""
+    """To a multiprocessor; read for the selected kernels alone, for of the others one program fills it."""
 
 
 # measured on an H200, at 32,768 tokens; kind -> head_dim_qk -> ring

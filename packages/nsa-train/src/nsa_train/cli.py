@@ -17,7 +17,7 @@ from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, Terminate
 from nsa_train.options import check_sampling, check_seconds
 from nsa_train.parallel.outcomes import Ending, ending_of, note_worker, reported
 from nsa_train.recipe import load_config, settled, to_toml
-from nsa_train.signals import ending_by_signals
+from nsa_train.signals import ending_by_signals, last_words
 from nsa_train.streams import discard, is_unread, settle_streams, warn
 
 app = App(
@@ -273,9 +273,10 @@ def export(
 def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
     settle_streams()
-    if not note_worker():
-        sys.exit(reported(TerminatedError.exit_code, is_own=True))
-    sys.exit(run_command(sys.argv[1:] if tokens is None else tokens))
+    with last_words():
+        if not note_worker():
+            sys.exit(reported(TerminatedError.exit_code, is_own=True))
+        sys.exit(run_command(sys.argv[1:] if tokens is None else tokens))
 
 
 def run_command(tokens: Iterable[str]) -> int:

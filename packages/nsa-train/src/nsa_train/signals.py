@@ -1,16 +1,20 @@
 """What a signal does to a command while it does not train; the training loop has its own handlers (`stopping`). Imports no torch."""
 
 import faulthandler
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from nsa_train.errors import INTERRUPTED, SignalledError, TerminatedError
+from nsa_train.errors import INTERRUPTED, SignalledError, TerminatedError, TrainError
 
 STDERR = 2
+_ENDED = threading.Event()
+"""A command has ended in this process: what follows are its last words."""
 
 
 @contextmanager
@@ -31,9 +35,35 @@ def ending_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _ENDED.set()
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+@contextmanager
+def last_words() -> Iterator[None]:
+    """Let no SIGTERM cut off what a process says of its end: torchrun sends it to the peers of a rank that failed.
+
+    For the whole of a process that runs one command. Before the command sets its own handlers (`ending_by_signals`), a signal
+    ends the process as ever.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not _ENDED.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    if isinstance(sys.exc_info()[1], TrainError):
+        # the process is on its way out, and says why
+        return
     name = signal.Signals(number).name
     message = f"stopped by {name} before the first step or after the last; nothing was lost: start again, with --resume if it had begun"
     raise SignalledError(message, exit_code=TerminatedError.exit_code)

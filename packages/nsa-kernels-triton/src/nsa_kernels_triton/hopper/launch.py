@@ -12,11 +12,8 @@ REGISTERS = {2: 128, 3: 80}
 """Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
 REGISTERS_OF_THREE = 168
 """The same where one program of twelve warps does."""
-
-
 REGISTERS_OF_FIVE = 96
 """The same where one program of twenty warps does."""
-
 WIDEST_TWICE = 128
 """Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
 

@@ -1,8 +1,9 @@
 """Forward and backward of attention over chosen blocks for compute capability 9.0: loading warps gather rows while others compute.
 
-A program has four warps that compute and four that load, two programs to a multiprocessor. The loading warps gather the
-rows of q and dO of an item (`selected.index_kernels`) into a ring of tiles; the computing warps hold the block's dK and dV.
-Everything is transposed, (keys, rows), so that weights come out of one product as the next one's first operand.
+A program has four warps that compute and four that load, two or three programs to a multiprocessor. The loading warps gather
+the rows of q, backward also of dO, of an item (`selected.index_kernels`) into a ring of tiles. Backward, the computing warps
+hold the block's dK and dV, and everything is transposed, (keys, rows), so that weights come out of one product as the next
+one's first operand. Forward, the columns of v are shuffled on their way in, so that results leave 16 bytes a thread.
 """
 
 from triton.experimental import gluon
@@ -275,12 +276,18 @@ def _load_shuffled_values(ptr, smem, num_keys, G: gl.constexpr, D_V: gl.constexp
     async_copy.async_copy_global_to_shared(smem, ptr + (rows * (G * D_V))[:, None] + columns[None, :], mask=(rows < num_keys)[:, None])
 
 
+@gluon.constexpr_function
+def _of_pieces(num_rows):
+    """Return the layout of 64 unshuffled columns: eight neighbours to a thread, of a row and of the one eight below it."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [num_rows, 64]
+    )
+
+
 @gluon.jit
 def _store_unshuffled(ptr, target, acc, inverse, exists, dtype: gl.constexpr, D_V: gl.constexpr, ROWS: gl.constexpr):
     """Write 64 columns of a tile's outputs to the rows `target`, 16 bytes a thread; no value changes its thread."""
-    PIECES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 64]
-    )
+    PIECES: gl.constexpr = _of_pieces(ROWS)
     out = (acc * inverse[:, None]).to(dtype).reshape([ROWS, 2, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, 64])
     columns = gl.arange(0, 64, gl.SliceLayout(0, PIECES))
     gl.store(ptr + target[:, None] * D_V + columns[None, :], gl.convert_layout(out, PIECES), mask=exists[:, None])
@@ -327,9 +334,7 @@ def _attend(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    PIECES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 64]
-    )
+    PIECES: gl.constexpr = _of_pieces(ROWS)
     dtype: gl.constexpr = q1_smem.dtype
     keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
     num_tiles = gl.cdiv(num_rows, ROWS)

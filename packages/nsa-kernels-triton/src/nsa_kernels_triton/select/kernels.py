@@ -155,10 +155,15 @@ def choose_kernel(
         step = tl.where(found == wanted, -1, step - 1)
     is_sure = (bits > threshold) | ((blocks <= own) & (is_free == 0))
     is_tie = bits == threshold
-    # one scan for both: what is sure above bit 20, ties below it
-    before = tl.cumsum((is_sure.to(tl.int32) << 20) | is_tie.to(tl.int32), 0)
-    num_ties = before & ((1 << 20) - 1)
+    if NUM_SELECTED < 2**11:
+        # one scan for both: what is sure above bit 20, ties below it
+        before = tl.cumsum((is_sure.to(tl.int32) << 20) | is_tie.to(tl.int32), 0)
+        num_sure = before >> 20
+        num_ties = before & ((1 << 20) - 1)
+    else:
+        num_sure = tl.cumsum(is_sure.to(tl.int32), 0)
+        num_ties = tl.cumsum(is_tie.to(tl.int32), 0)
     room = NUM_SELECTED - tl.sum(is_sure.to(tl.int32), 0)
     is_chosen = is_sure | (is_tie & (num_ties <= room))
-    place = (before >> 20) + tl.minimum(num_ties, room) - 1
+    place = num_sure + tl.minimum(num_ties, room) - 1
     tl.store(target + place, blocks, mask=is_chosen)

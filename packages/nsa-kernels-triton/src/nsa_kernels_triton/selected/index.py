@@ -67,12 +67,12 @@ class Index(NamedTuple):
         return self.rows.shape[1]
 
     def pieces_until(self, last_row: int) -> int:
-        """Return a bound on the pieces that the rows before `last_row` see."""
+        """Return a bound on the pieces that the rows before `last_row` see, a multiple of 16 or all: kernels are compiled for either."""
         if not self.sequence_rows:
             return self.num_pieces
         sequence, position = divmod(last_row - 1, self.sequence_rows)
         blocks = sequence * cdiv(self.sequence_rows, self.pieces.block_size) + position // self.pieces.block_size + 1
-        return blocks * self.pieces.per_block
+        return min(self.num_pieces, 16 * cdiv(blocks * self.pieces.per_block, 16))
 
 
 class Chunk(NamedTuple):

@@ -78,15 +78,16 @@ class ProgressDisplay:
                 self._bar.stop()
 
     def show_step(self, figures: StepFigures, *, is_logged: bool) -> None:
-        """Show a step: every one on a terminal's live line; elsewhere those that are logged, with the throughput since the last.
+        """Show a step: every one on a terminal's live line; elsewhere those that are logged, with the throughput of all since the last.
 
         A logged step is not compiled and computes telemetry: its own throughput alone says little of the run's.
         """
-        self._seconds_per_token.append(1 / figures.toks_per_s)
         if self._bar and self._task is not None:
             with self._shown():
                 self._bar.update(self._task, completed=figures.step, description=str(figures))
-        elif is_logged:
+            return
+        self._seconds_per_token.append(1 / figures.toks_per_s)
+        if is_logged:
             self.note(str(evolve(figures, toks_per_s=1 / fmean(self._seconds_per_token))))
             self._seconds_per_token.clear()
 
