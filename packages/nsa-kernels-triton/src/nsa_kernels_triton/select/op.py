@@ -114,10 +114,10 @@ def _score(
     tiles = tiles_for("scores", q, q.shape[3], q.shape[3])
     block_queries = max(1, (ring or tiles).block_rows // heads)
     tiling = sequences.tiling(q.shape[1], 1, block_queries, of_keys=False)
-    first_tile, num_tiles = 0, tiling.num_tiles
+    first_tile = 0
     if not sequences.is_packed and q.shape[0] == 1:
         first_tile = first // block_queries
-        num_tiles = cdiv(last, block_queries) - first_tile
+        tiling = tiling._replace(num_tiles=cdiv(last, block_queries) - first_tile)
     parts = parts_of(q.shape[3])
     constants = {
         "H": num_heads,
@@ -139,12 +139,9 @@ def _score(
     }
     factor = score_factor(q, scale)
     if ring is not None:
-        hopper.scores(
-            q, k_cmp, lse, scores, (first, last), (first_tile, num_tiles, tiling.num_sequences), sequences.arguments(tiling),
-            sequences.num_sequences, sequences.search_steps, factor, constants, ring,
-        )  # fmt: skip
+        hopper.scores(q, k_cmp, lse, scores, (first, last), first_tile, tiling, sequences, factor, constants, ring)
         return
-    kernels.scores_kernel[(num_tiles, tiling.num_sequences, num_groups)](
+    kernels.scores_kernel[(tiling.num_tiles, tiling.num_sequences, num_groups)](
         q, k_cmp, lse, scores,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k_cmp.shape[1], scores.shape[3], scores[0].numel(), first, last, first_tile,
