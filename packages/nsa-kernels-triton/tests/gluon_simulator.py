@@ -287,6 +287,7 @@ LANGUAGE = SimpleNamespace(
     full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
     where=lambda condition, x, y: torch.where(_tensor(condition), _tensor(x), _tensor(y)),
     minimum=lambda x, y: torch.minimum(_tensor(x), _tensor(y)), maximum=lambda x, y: torch.maximum(_tensor(x), _tensor(y)),
+    join=lambda x, y: torch.stack([x, y], -1), split=lambda x: x.unbind(-1),
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
     cdiv=lambda x, y: (x + y - 1) // y, static_range=range, convert_layout=lambda x, layout: x, load=_load, store=_store,
     allocate_shared_memory=_allocate, warp_specialize=_specialize, NVMMADistributedLayout=Layout, DotOperandLayout=Layout,
@@ -298,6 +299,8 @@ STAND_INS: dict[str, Any] = {
     "barrier": lambda: None,
     "fence_async_shared": lambda: None,
     "layout_of": lambda x: None,
+    # of a product's tile (queries, 8, columns), row r of the eight lies in the lanes 4 r to 4 r + 3
+    "exchange_lanes": lambda x, distance: x[:, torch.arange(8) ^ distance // 4],
     "warpgroup_mma": _multiply,
     "warpgroup_mma_init": lambda acc: acc,
     "warpgroup_mma_wait": _wait_for_products,

@@ -217,6 +217,27 @@ def test_blocks_may_be_named_in_any_order() -> None:
     assert_close(found.out, flipped.out.double())
 
 
+def test_a_block_that_stands_twice_counts_once() -> None:
+    # the public function refuses it on a CPU; on a GPU nobody looks
+    shape = Shape(num_queries=70, num_heads=4, num_kv_heads=2)
+    inputs = inputs_of(shape)
+    indices = random_block_indices(shape, device=DEVICE)
+    last = torch.where(indices[..., -1] < 0, indices[..., 0], indices[..., -1])
+    twice = torch.cat([indices, indices[..., :1], last[..., None]], -1)
+    geometry = evolve(SMALL, num_selected_blocks=twice.shape[-1])
+    exact = attend_and_differentiate(inputs, indices, SMALL)
+    for choice in (twice, twice.flip(-1)):
+        for ours, expected in zip(attend_and_differentiate(inputs, choice, geometry), exact, strict=True):
+            assert_close(ours, expected.double())
+
+
+def attend_and_differentiate(inputs: Inputs, indices: Tensor, geometry: BlockGeometry) -> list[Tensor]:
+    """Return out and the gradients of q, k and v, past what refuses odd choices."""
+    leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
+    out = selected.selected_attention(*leaves, indices, geometry, 0.3, Placement(0, 0)).out
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
 @pytest.fixture
 def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut work as finely as only huge inputs are cut: chunks of 32 rows, items of 16, scores of a few rows, splits of 8 queries."""
@@ -225,7 +246,7 @@ def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_kernels_triton.selected import index
 
     monkeypatch.setattr(index, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(index, "ITEM_ROWS", 16)
+    monkeypatch.setattr(index, "ITEM_ROWS", {"forward": 16, "backward": 16})
     monkeypatch.setattr(select, "SCORE_BYTES", 500)
     monkeypatch.setattr(interval, "MIN_SPLIT_QUERIES", 8)
 

@@ -204,8 +204,8 @@ RINGS: dict[str, dict[int, Ring]] = {
     "interval_dq": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 3, 40), 192: Ring(128, 64, 3, 40)},
     "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(32, 128, 8, 40), 192: Ring(32, 128, 6, 40)},
     "scores": {128: Ring(256, 64, 4, 32), 192: Ring(256, 64, 3, 32)},
-    "selected_forward": {64: Ring(64, 64, 3, 32, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
-    "selected_backward": {64: Ring(32, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(32, 64, 2, 32)},
+    "selected_forward": {64: Ring(64, 64, 4, 40, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
+    "selected_backward": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(64, 64, 3, 56, num_programs=1)},
 }
 RING_HEAD_DIMS_V = (64, 128)
 RING_CAPABILITY = (9, 0)

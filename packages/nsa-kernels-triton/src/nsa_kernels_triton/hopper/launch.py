@@ -151,11 +151,14 @@ def selected_backward(
     ring: Ring,
 ) -> None:
     """Write partial dQ, and add dK and dV; `rest` and `constants` are those of the portable kernel, `num_items` a bound."""
-    from nsa_kernels_triton.hopper import selected_kernels as kernels
+    from nsa_kernels_triton.hopper import selected_kernels, wide_kernels
 
-    kernels.backward_kernel[(num_items,)](
+    is_wide = ring.num_programs == 1
+    kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
+    kernel[(num_items,)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
-        **_selected_constants(constants), GATED=gates is not None, **_ring_constants(ring), **_options(ring),
+        **_selected_constants(constants), GATED=gates is not None, **_ring_constants(ring),
+        **(_options_of_three(ring) if is_wide else _options(ring)),
     )  # fmt: skip
 
 

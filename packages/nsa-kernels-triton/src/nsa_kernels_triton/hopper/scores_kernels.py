@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, layout_of, place_of, start_scores, visible_keys
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, exchange_lanes, layout_of, place_of, start_scores, visible_keys
 
 
 @gluon.jit
@@ -119,6 +119,29 @@ def _load(
 
 
 @gluon.jit
+def _sum_heads(values):
+    """Return (queries, 8, W / 8) of the sums over the eight rows of (queries, 8, W), which lie in every fourth lane of a warp.
+
+    With each exchange a lane passes on half of its columns and keeps the others: row r comes to hold the columns
+    r W / 8 to (r + 1) W / 8 - 1. The last four columns, which lie in four lanes, stay together: every row that would share
+    them holds them all.
+    """
+    for step in gl.static_range(3):
+        if values.shape[2] > 4:
+            halves = values.reshape([values.shape[0], 8, 2, values.shape[2] // 2]).permute((0, 1, 3, 2))
+            lower, upper = gl.split(halves)
+            row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, layout_of(lower))))
+            is_upper = (row // (4 >> step) % 2 == 1)[None, :][:, :, None]
+            kept = gl.where(is_upper, upper, lower)
+            passed = gl.where(is_upper, lower, upper)
+        else:
+            kept = values
+            passed = values
+        values = kept + exchange_lanes(passed, 16 >> step)
+    return values
+
+
+@gluon.jit
 def _store(
     scores, shift, ends, block, is_masked, scores_ptr, next_scores, first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
     G: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
@@ -140,19 +163,29 @@ def _store(
     LAST: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout_of(shares))))
     strides = gl.arange(0, PADDED_STRIDES, LAST)
     own_weight = gl.where(strides < STRIDES, gl.minimum(REACH, STRIDES - strides), 0).to(gl.float32)[None, :][:, None, :][:, :, None, :]
-    own = gl.sum(gl.sum(shares * own_weight, 3), 1)
-    OF: gl.constexpr = layout_of(own)
-    queries = first_query + gl.arange(0, PART // 16, gl.SliceLayout(1, OF))
-    blocks = block + gl.arange(0, BLOCKS, gl.SliceLayout(0, OF))
-    rows = q_row0 + queries
-    keeps = (queries <= last_query) & (rows >= first_row) & (rows < last_row)
-    target = scores_ptr + (((rows - first_row) * G + group) * num_blocks)[:, None] + blocks[None, :]
-    gl.store(target, own, mask=keeps[:, None] & (blocks < num_blocks)[None, :])
+    sums = gl.sum(shares * own_weight, 3)
+    WIDTH: gl.constexpr = BLOCKS * (2 if REACH > 1 else 1)
     if REACH > 1:
         next_weight = gl.where(strides < STRIDES, gl.maximum(0, strides + REACH - STRIDES), 0)
         next_weight = next_weight.to(gl.float32)[None, :][:, None, :][:, :, None, :]
-        reaching = gl.sum(gl.sum(shares * next_weight, 3), 1)
-        gl.store(target + next_scores + 1, reaching, mask=keeps[:, None] & (blocks + 1 < num_blocks)[None, :])
+        sums = gl.join(sums, gl.sum(shares * next_weight, 3)).permute((0, 1, 3, 2)).reshape([PART // 16, 8, WIDTH])
+    sums = _sum_heads(sums)
+    OF: gl.constexpr = layout_of(sums)
+    row = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(0, OF)))
+    column = gl.arange(0, sums.shape[2], gl.SliceLayout(0, gl.SliceLayout(0, OF)))
+    # rows that hold the same four columns
+    SHARERS: gl.constexpr = max(1, 32 // WIDTH)
+    place = (row // SHARERS * sums.shape[2])[:, None] + column[None, :]
+    reaches = place // BLOCKS
+    blocks = block + place % BLOCKS + reaches
+    queries = first_query + gl.arange(0, PART // 16, gl.SliceLayout(1, gl.SliceLayout(2, OF)))
+    rows = q_row0 + queries
+    keeps = (queries <= last_query) & (rows >= first_row) & (rows < last_row)
+    target = (
+        scores_ptr + (((rows - first_row) * G + group) * num_blocks)[:, None][:, :, None] + (reaches * next_scores + blocks)[None, :, :]
+    )
+    mask = keeps[:, None][:, :, None] & ((row % SHARERS == 0)[:, None] & (blocks < num_blocks))[None, :, :]
+    gl.store(target, sums, mask=mask)
 
 
 @gluon.jit

@@ -19,22 +19,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, load_tile, start_scores
 
 
+@gluon.constexpr_function
+def tile_of(width, lane_columns):
+    """Return the layout of tiles of rows whose copies share their places: `lane_columns` lanes to a row, whatever its width."""
+    return gl.BlockedLayout([1, width // lane_columns], [32 // lane_columns, lane_columns], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _load_entries(entries_ptr, tile, num_rows, HG: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the list's entries of a tile's rows."""
+    rows = tile * ROWS + gl.arange(0, ROWS, LAYOUT)
+    return gl.load(entries_ptr + rows // HG, mask=rows < num_rows, other=0)
+
+
 @gluon.jit
 def _gather_tile(
-    ptr, entries_ptr, smem, tile, num_rows,
-    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr,
+    ptr, entry, smem, tile, num_rows,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
-    """Start copying WIDTH columns of a tile's rows."""
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    """Start copying WIDTH columns of a tile's rows, whose entries are given."""
+    TILE: gl.constexpr = tile_of(WIDTH, LANES)
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
-    exists = rows < num_rows
-    heads = gl.load(entries_ptr + rows // HG, mask=exists, other=0) // SLOTS_TOTAL * H + rows % HG
-    async_copy.async_copy_global_to_shared(smem, ptr + heads[:, None] * D + columns[None, :], mask=exists[:, None])
+    heads = gl.convert_layout(entry, gl.SliceLayout(1, TILE)) // SLOTS_TOTAL * H + rows % HG
+    async_copy.async_copy_global_to_shared(smem, ptr + heads[:, None] * D + columns[None, :], mask=(rows < num_rows)[:, None])
 
 
 @gluon.jit
-def _gather(
+def gather(
     q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, entries_ptr, own_ptr,
     q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_rows,
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
@@ -42,53 +54,59 @@ def _gather(
 ):  # fmt: skip
     """Fill the ring with the tiles of an item. Rows beyond the last are zeros."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LANES: gl.constexpr = K1 // 8
+    OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
+    entries_ptr += start
+    entry = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, LINE)
+    entry_t = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, OF_TILE)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
-        rows = tile * ROWS + gl.arange(0, ROWS, LINE)
-        entry = gl.load(entries_ptr + start + rows // HG, mask=rows < num_rows, other=0)
-        heads = entry // SLOTS_TOTAL * H + rows % HG
+        # the next tile's places are on their way while this one's stage is waited for
+        next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
+        next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        _gather_tile(q_ptr, entries_ptr + start, q1_smem.index(stage), tile, num_rows, H, HG, D_K, K1, SLOTS_TOTAL, ROWS)
+        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), tile, num_rows, H, HG, D_K, K1, SLOTS_TOTAL, ROWS, LANES)
         if K2 > 0:
-            _gather_tile(q_ptr + K1, entries_ptr + start, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K2, SLOTS_TOTAL, ROWS)
-        _gather_tile(dout_ptr, entries_ptr + start, dout_smem.index(stage), tile, num_rows, H, HG, D_V, D_V, SLOTS_TOTAL, ROWS)
+            _gather_tile(q_ptr + K1, entry_t, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K2, SLOTS_TOTAL, ROWS, LANES)
+        _gather_tile(dout_ptr, entry_t, dout_smem.index(stage), tile, num_rows, H, HG, D_V, D_V, SLOTS_TOTAL, ROWS, LANES)
+        rows = tile * ROWS + gl.arange(0, ROWS, LINE)
         exists = rows < num_rows
+        heads = entry // SLOTS_TOTAL * H + rows % HG
         async_copy.async_copy_global_to_shared(lse_smem.index(stage), lse_ptr + heads, mask=exists)
         async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
         if GATED:
             async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=exists)
         async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
-        async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + start + rows // HG, mask=exists)
+        async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + rows // HG, mask=exists)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        entry = next_entry
+        entry_t = next_entry_t
 
 
 @gluon.jit
 def _multiply(
-    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
+    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
     full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write partial dQ of every tile, and add or store dK and dV of the block."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
-    ACC_K2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(K2, 16), 16])
+    ACC_K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_K, 16])
     ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    dtype: gl.constexpr = q1_smem.dtype
+    dtype: gl.constexpr = q_smem.dtype
     keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-    dk1 = gl.zeros([KEYS, K1], gl.float32, ACC_K1)
-    dk2 = gl.zeros([KEYS, max(K2, 16)], gl.float32, ACC_K2)
+    dk = gl.zeros([KEYS, D_K], gl.float32, ACC_K)
     dv = gl.zeros([KEYS, D_V], gl.float32, ACC_V)
     num_tiles = gl.cdiv(num_rows, ROWS)
     mbarrier.wait(full.index(0), 0)
     fence_async_shared()
     scores = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    scores = start_scores(k1_smem, k2_smem, q1_smem.index(0), q2_smem.index(0), scores, K2)
+    scores = start_scores(k_smem, k_smem, q_smem.index(0), q_smem.index(0), scores, 0)
     for tile in range(num_tiles):
         stage = tile % STAGES
-        q1 = q1_smem.index(stage)
-        q2 = q2_smem.index(stage)
+        q = q_smem.index(stage)
         dout = dout_smem.index(stage)
         scores = warpgroup_mma_wait(0, deps=[scores])
         zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
@@ -106,42 +124,30 @@ def _multiply(
         dweights = warpgroup_mma_wait(1, deps=[dweights])
         dscores = (weights * (dweights - delta[None, :])).to(dtype)
         ds_smem.store(dscores)
-        dk1 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_K1, 2)), q1, dk1, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_K, 2)), q, dk, is_async=True)
         fence_async_shared()
         barrier()
-        if K2 > 0:
-            # after one another: both at once need more registers than there are
-            dk2 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_K2, 2)), q2, dk2, is_async=True)
-            dq2 = warpgroup_mma(k2_smem.permute((1, 0)), ds_smem, gl.zeros([K2, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
-            dv, dk1, dk2, dq2 = warpgroup_mma_wait(0, deps=[dv, dk1, dk2, dq2])
-            barrier()
-            q2.permute((1, 0)).store((dq2 * scale).to(dtype))
-        dq1 = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
-        dv, dk1, dq1 = warpgroup_mma_wait(0, deps=[dv, dk1, dq1])
+        dq = warpgroup_mma(k_smem.permute((1, 0)), ds_smem, gl.zeros([D_K, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
+        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
         # the next tile's scores are computed while this one's results leave; after the last tile, those of an old stage, in vain
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
         fence_async_shared()
-        scores = start_scores(k1_smem, k2_smem, q1_smem.index(following), q2_smem.index(following), scores, K2)
+        scores = start_scores(k_smem, k_smem, q_smem.index(following), q_smem.index(following), scores, 0)
         barrier()
         # the tile of q has been read: partial dQ leaves through it
-        q1.permute((1, 0)).store((dq1 * scale).to(dtype))
+        q.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
-        entry = entry_smem.index(stage)
-        _store_tile(dq_ptr, q1, entry, tile, num_rows, G, HG, D_K, K1, SLOTS_TOTAL, ROWS)
-        if K2 > 0:
-            _store_tile(dq_ptr + K1, q2, entry, tile, num_rows, G, HG, D_K, K2, SLOTS_TOTAL, ROWS)
+        store_tile(dq_ptr, q, entry_smem.index(stage), tile, num_rows, G, HG, D_K, D_K, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    _add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * scale, G, D_K, K1, KEYS, ACC_K1)
-    if K2 > 0:
-        _add_or_store(dk_ptr + K1, dk_extra_ptr + K1, key_row0, last_key, group, place, dk2 * scale, G, D_K, K2, KEYS, ACC_K2)
-    _add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, D_V, KEYS, ACC_V)
+    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk * scale, G, D_K, D_K, KEYS, ACC_K)
+    add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, D_V, KEYS, ACC_V)
 
 
 @gluon.jit
-def _store_tile(
+def store_tile(
     ptr, smem, entry_smem, tile, num_rows,
     G: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -155,7 +161,7 @@ def _store_tile(
 
 
 @gluon.jit
-def _add_or_store(
+def add_or_store(
     sum_ptr, extra_ptr, key_row0, last_key, group, place, values,
     G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
@@ -168,8 +174,9 @@ def _add_or_store(
         target = sum_ptr + keys[:, None] * D + columns[None, :]
         gl.store(target, gl.load(target, mask=mask, other=0.0) + values, mask=mask)
     else:
+        # all of it: to keys that none of the item's queries sees it gives 0
         numbers = place.to(gl.int64) * KEYS + in_piece
-        gl.store(extra_ptr + numbers[:, None] * D + columns[None, :], values, mask=mask)
+        gl.store(extra_ptr + numbers[:, None] * D + columns[None, :], values)
 
 
 @gluon.jit
@@ -179,7 +186,7 @@ def backward_kernel(
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys; grid (bound on items,)."""
+    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys, where K2 is 0; grid (bound on items,)."""
     HG: gl.constexpr = H // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     if gl.program_id(0) >= gl.load(num_items_ptr):
@@ -196,19 +203,13 @@ def backward_kernel(
     last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
     is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
 
-    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
-    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(K2, 16)], dtype)
+    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_K], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
     DS_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k1_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], K1_SHARED)
-    q1_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], K1_SHARED)
-    k2_smem = k1_smem
-    q2_smem = q1_smem
-    if K2 > 0:
-        k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], K2_SHARED)
-        q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
+    k_smem = gl.allocate_shared_memory(dtype, [KEYS, D_K], K_SHARED)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_K], K_SHARED)
     v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], V_SHARED)
     dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], V_SHARED)
     ds_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], DS_SHARED)
@@ -226,9 +227,7 @@ def backward_kernel(
 
     num_keys = last_key + 1 - key_row0
     key_place = key_row0.to(gl.int64) * G + group
-    load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, K1, KEYS)
-    if K2 > 0:
-        load_tile(k_ptr + key_place * D_K + K1, k2_smem, 0, num_keys, G, 1, D_K, K2, KEYS)
+    load_tile(k_ptr + key_place * D_K, k_smem, 0, num_keys, G, 1, D_K, D_K, KEYS)
     load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, D_V, KEYS)
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -243,17 +242,17 @@ def backward_kernel(
             (
                 _multiply,
                 (
-                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
+                    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
                     full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
                     key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
-                    G, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                    G, HG, D_K, D_V, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
-                _gather,
+                gather,
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
-                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
+                    q_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
                     H, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, STAGES,
                 ),
             ),
@@ -309,18 +308,27 @@ def _gather_queries(
     for part in gl.static_range(D_V // 64):
         _load_shuffled_values(v_ptr + part * 64, v_smem.index(part), num_keys, G, D_V, KEYS)
     async_copy.mbarrier_arrive(keys_full.index(0), increment_count=False)
+    LANES: gl.constexpr = K1 // 8
+    OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
+    entries_ptr += start
+    entry = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, LINE)
+    entry_t = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, OF_TILE)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
+        # the next tile's places are on their way while this one's stage is waited for
+        next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
+        next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
+        mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
+        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), tile, num_rows, H, HG, D_K, K1, SLOTS_TOTAL, ROWS, LANES)
+        if K2 > 0:
+            _gather_tile(q_ptr + K1, entry_t, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K2, SLOTS_TOTAL, ROWS, LANES)
         rows = tile * ROWS + gl.arange(0, ROWS, LINE)
         exists = rows < num_rows
-        entry = gl.load(entries_ptr + start + rows // HG, mask=exists, other=0)
-        mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        _gather_tile(q_ptr, entries_ptr + start, q1_smem.index(stage), tile, num_rows, H, HG, D_K, K1, SLOTS_TOTAL, ROWS)
-        if K2 > 0:
-            _gather_tile(q_ptr + K1, entries_ptr + start, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K2, SLOTS_TOTAL, ROWS)
         async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
-        async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + start + rows // HG, mask=exists)
+        async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + rows // HG, mask=exists)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        entry = next_entry
+        entry_t = next_entry_t
 
 
 @gluon.jit

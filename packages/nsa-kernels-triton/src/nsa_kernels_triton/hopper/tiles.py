@@ -86,3 +86,14 @@ def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
 def layout_of(x):
     """Return the layout of x, where reshaping made it."""
     return x.type.layout
+
+
+@gluon.constexpr_function
+def _exchange_code(distance):
+    return f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+
+
+@gluon.jit
+def exchange_lanes(x, DISTANCE: gl.constexpr):
+    """Return the float32 values that the lane whose number differs in the bit DISTANCE holds in the same registers."""
+    return gl.inline_asm_elementwise(_exchange_code(DISTANCE), "=f,f", [x], gl.float32, is_pure=False, pack=1)

@@ -76,21 +76,33 @@ def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale
             scores.zero_()
         elif has_choice:
             _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences)
+        searched = _searched(first, last, q.shape[1], num_blocks, geometry, positions)
         kernels.choose_kernel[(last - first, num_groups)](
             scores, positions, chosen, first, q.shape[1], num_blocks, scores[0].numel(),
             G=num_groups, SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
             NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks,
             REACHES=geometry.compression_block_size > geometry.compression_stride,
-            SLOTS=next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=next_power_of_2(num_blocks),
-            num_warps=_warps(num_blocks),
+            SLOTS=next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=searched, num_warps=_warps(searched),
         )  # fmt: skip
     return chosen
 
 
-def _warps(num_blocks: int) -> int:
+SEARCHED_BLOCKS = 128
+"""Fewest blocks that a search covers, where there are as many: it is compiled for every power of two from here on."""
+
+
+def _searched(first: int, last: int, num_queries: int, num_blocks: int, geometry: BlockGeometry, positions: Tensor | None) -> int:
+    """Return a bound on the blocks that the rows first .. last - 1 see, a power of two. Without `positions` a sequence starts every `num_queries`."""
+    if positions is None:
+        is_one = first // num_queries == (last - 1) // num_queries
+        last_position = (last - 1) % num_queries if is_one else num_queries - 1
+        num_blocks = min(num_blocks, max(SEARCHED_BLOCKS, last_position // geometry.selection_block_size + 1))
+    return next_power_of_2(num_blocks)
+
+
+def _warps(searched: int) -> int:
     """Return the warps of one row's search: about 32 scores a thread."""
-    warps: int = next_power_of_2(num_blocks) // 1024
-    return max(1, min(16, warps))
+    return max(1, min(16, searched // 1024))
 
 
 def _score(

@@ -13,9 +13,18 @@ from nsa_kernels_triton.selected import index_kernels
 CHUNK_BYTES = 2**30
 """Partial results of one chunk of queries, at most."""
 MAX_CHUNK_ROWS = 8192
-MIN_CHUNK_ROWS = 32
-ITEM_ROWS = 4096
-"""Rows (queries times heads of a group) of one work item: a block that every query chose is cut into many."""
+WORD_ROWS = 32
+"""Queries whose choice of one piece is a word of bits."""
+MIN_CHUNK_ROWS = WORD_ROWS
+COUNTED_WORDS = 1024
+"""Words of a program that counts their bits."""
+CUT_LISTS = 32
+"""Lists of a program that cuts them into items."""
+ITEM_ROWS = {"forward": 2048, "backward": 4096}
+"""Rows (queries times heads of a group) of one work item: a block that every query chose is cut into many.
+
+Small ones end a launch evenly; backward, each but the first of its list has to add its dK and dV to theirs.
+"""
 
 
 class Pieces(NamedTuple):
@@ -94,6 +103,7 @@ class Chunk(NamedTuple):
 
 
 def index_of(
+    direction: str,
     block_indices: Tensor,
     sequences: Sequences,
     num_keys: int,
@@ -103,7 +113,7 @@ def index_of(
     row_bytes: int,
     first_position: int,
 ) -> Index:
-    """Return the index, from `first_position` on, of a call whose partial results take `row_bytes` per (query, head, slot)."""
+    """Return the index, from `first_position` on, of a pass whose partial results take `row_bytes` per (query, head, slot)."""
     batch, num_queries, num_groups, num_selected = block_indices.shape
     placement, pieces = sequences.placement, pieces_of(geometry, block_keys)
     total = batch * num_queries
@@ -119,7 +129,7 @@ def index_of(
     slots = num_selected * pieces.per_block
     affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * row_bytes))
     chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, next_power_of_2(total)))
-    item_queries = max(1, ITEM_ROWS // (num_heads // num_groups))
+    item_queries = max(1, ITEM_ROWS[direction] // (num_heads // num_groups))
     sequence_rows = 0 if sequences.is_packed or sequences.is_cached else num_queries
     num_pieces = blocks * pieces.per_block
     return Index(
@@ -131,30 +141,40 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
     """Yield the lists of each chunk of rows, in order. Each call of `next` overwrites nothing of the last one."""
     num_entries = index.chunk_rows * index.num_groups * index.slots
     num_selected, device, chunk_rows = index.block_indices.shape[3], index.rows.device, index.chunk_rows
-    mark_dtype = torch.int8 if index.slots < 127 else torch.int32
-    step = min(chunk_rows, 1024)
+    words = chunk_rows // WORD_ROWS
+    choice = {
+        "G": index.num_groups,
+        "NUM_SELECTED": num_selected,
+        "SLOTS": next_power_of_2(num_selected),
+        "PIECES": index.pieces.per_block,
+        "WORDS": words,
+    }
     for first in range(0, index.num_rows, chunk_rows):
         last = min(first + chunk_rows, index.num_rows)
         num_pieces = index.pieces_until(last)
         num_lists = index.num_groups * num_pieces
         num_items = min(num_lists, num_entries) + num_entries // index.item_queries
-        marks = torch.zeros(num_lists, chunk_rows, dtype=mark_dtype, device=device)
+        grid = (cdiv(last - first, WORD_ROWS), index.num_groups)
+        marks = torch.zeros(num_lists, words, dtype=torch.int32, device=device)
         key_rows = torch.empty(num_pieces, dtype=torch.int32, device=device)
-        index_kernels.mark_kernel[(cdiv(last - first, 32), index.num_groups)](
-            index.block_indices, index.rows, marks, key_rows, first, index.num_rows, num_pieces, chunk_rows, index.first_position,
-            G=index.num_groups, NUM_SELECTED=num_selected, SLOTS=next_power_of_2(num_selected),
-            SELECTION_SIZE=geometry.selection_block_size, PIECES=index.pieces.per_block, PIECE_SIZE=index.pieces.size, BLOCK=32, num_warps=1,
+        present = torch.empty(chunk_rows, index.num_groups, index.slots, dtype=torch.int8, device=device)
+        index_kernels.mark_kernel[grid](
+            index.block_indices, index.rows, marks, key_rows, present, first, index.num_rows, num_pieces, index.first_position,
+            **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size, num_warps=1,
         )  # fmt: skip
+        ranks = torch.empty_like(marks)
         counts = torch.empty(3, num_lists, dtype=torch.int32, device=device)
-        index_kernels.count_kernel[(cdiv(num_lists, 4),)](
-            marks, counts, num_lists, chunk_rows, ITEM_QUERIES=index.item_queries, STEP=step, BLOCK=4, num_warps=1
+        block = max(1, COUNTED_WORDS // words)
+        index_kernels.count_kernel[(cdiv(num_lists, block),)](
+            marks, ranks, counts, num_lists, ITEM_QUERIES=index.item_queries, WORDS=words, BLOCK=block, num_warps=1
         )
         ends = counts.cumsum(1, dtype=torch.int32)
         entries = torch.empty(num_entries, dtype=torch.int32, device=device)
+        index_kernels.list_kernel[grid](
+            index.block_indices, index.rows, marks, ranks, ends, entries, present, first, index.num_rows, num_pieces, **choice, num_warps=1
+        )
         items = torch.empty(num_items, 4, dtype=torch.int32, device=device)
-        present = torch.zeros(chunk_rows, index.num_groups, index.slots, dtype=torch.int8, device=device)
-        index_kernels.list_kernel[(num_lists,)](
-            marks, ends, entries, items, present, num_pieces, chunk_rows, G=index.num_groups, SLOTS_TOTAL=index.slots,
-            ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, STEP=step,
-        )  # fmt: skip
+        index_kernels.cut_kernel[(cdiv(num_lists, CUT_LISTS),)](
+            ends, items, num_lists, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=CUT_LISTS, num_warps=1
+        )
         yield Chunk(first, last, ends, entries, items, key_rows, num_pieces, present)

@@ -1,4 +1,4 @@
-"""From the choice of every query to the queries of every block: a table of marks, its counts, and lists in ascending order.
+"""From the choice of every query to the queries of every block: a table of bits, their ranks, and lists in ascending order.
 
 A *piece* is a block of the choice, or one of PIECES parts of a large one. Pieces of all sequences share one numbering
 of `num_pieces`; list group * num_pieces + piece holds the queries that chose it, so that a group's queries stay in the
@@ -43,44 +43,66 @@ def describe_rows_kernel(
 
 @triton.jit
 def mark_kernel(
-    indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, first_row, num_rows, num_pieces, chunk_rows, first_position,
+    indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, present_ptr, first_row, num_rows, num_pieces, first_position,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write slot + 1 at (group, piece, row - first_row) of every piece that a row chose, and the piece's first key row.
+    """Set the bit (group, piece, row - first_row) of every piece that a row chose; grid (WORDS, G).
 
-    The slot is the piece's place in the row's choice. Rows whose position is below `first_position` are left out. Grid (tiles of rows, G).
+    Write the first key row of such pieces, and which slots (row - first_row, G, slots) of the choice count: not those outside
+    0 .. own, of a block that stands there twice only the first, and none of rows whose position is below `first_position`.
     """
     group = tl.program_id(1)
-    local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # a tile's rows are the bits of one word
+    bits = tl.arange(0, 32)
+    local = tl.program_id(0) * 32 + bits
     row = first_row + local
-    exists = (row < num_rows) & (local < chunk_rows)
+    exists = row < num_rows
     position = tl.load(rows_ptr + row, mask=exists, other=-1)
     position = tl.where(position >= first_position, position, -1)
     key_row = tl.load(rows_ptr + num_rows + row, mask=exists, other=0)
-    base = tl.load(rows_ptr + 2 * num_rows + row, mask=exists, other=0)
+    piece0 = tl.load(rows_ptr + 2 * num_rows + row, mask=exists, other=0)
     slots = tl.arange(0, SLOTS)
+    in_choice = (slots < NUM_SELECTED)[None, :]
     source = (row.to(tl.int64) * G + group) * NUM_SELECTED
-    block = tl.load(indices_ptr + source[:, None] + slots[None, :], mask=exists[:, None] & (slots < NUM_SELECTED)[None, :], other=-1)
+    block = tl.load(indices_ptr + source[:, None] + slots[None, :], mask=exists[:, None] & in_choice, other=-1)
+    is_block = (block >= 0) & (block <= position[:, None] // SELECTION_SIZE)
+    for slot in tl.range(0, NUM_SELECTED - 1):
+        earlier = tl.load(indices_ptr + source + slot, mask=exists, other=-1)
+        is_block = is_block & ((block != earlier[:, None]) | (slots <= slot)[None, :])
+    bit = tl.full([32, SLOTS], 1, tl.int32) << bits[:, None]
     for part in tl.static_range(PIECES):
         start = block * SELECTION_SIZE + part * PIECE_SIZE
-        # what lies outside 0 .. own counts as absent
-        is_present = (block >= 0) & (block <= position[:, None] // SELECTION_SIZE) & (start <= position[:, None])
-        piece = base[:, None] + block * PIECES + part
-        target = (group.to(tl.int64) * num_pieces + piece) * chunk_rows + local[:, None]
-        tl.store(marks_ptr + target, slots[None, :] * PIECES + (part + 1), mask=is_present)
+        is_present = is_block & (start <= position[:, None])
+        piece = piece0[:, None] + block * PIECES + part
+        place = (group.to(tl.int64) * num_pieces + piece) * WORDS + tl.program_id(0)
+        tl.atomic_or(marks_ptr + place, bit, mask=is_present, sem="relaxed")
         tl.store(key_rows_ptr + piece, (key_row - position)[:, None] + start, mask=is_present)
+        target = present_ptr + (local * G + group)[:, None] * (NUM_SELECTED * PIECES) + slots[None, :] * PIECES + part
+        tl.store(target, is_present.to(tl.int8), mask=in_choice)
 
 
 @triton.jit
-def count_kernel(marks_ptr, counts_ptr, num_lists, chunk_rows, ITEM_QUERIES: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """Write int32 (3, lists): the queries of each list, the work items that they make, and the items beyond the first."""
+def _count_bits(words):
+    """Return how many bits of each int32 are set."""
+    bits = words.to(tl.uint32, bitcast=True)
+    bits -= (bits >> 1) & 0x55555555
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def count_kernel(
+    marks_ptr, ranks_ptr, counts_ptr, num_lists, ITEM_QUERIES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write of every word how many bits its list has before it, and of every list int32 (3, lists): queries, items, items beyond the first."""
     lists = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = lists < num_lists
-    source = marks_ptr + lists.to(tl.int64)[:, None] * chunk_rows + tl.arange(0, STEP)[None, :]
-    count = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, chunk_rows, STEP):
-        count += tl.sum((tl.load(source + start, mask=exists[:, None], other=0) > 0).to(tl.int32), 1)
+    places = lists.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    bits = _count_bits(tl.load(marks_ptr + places, mask=exists[:, None], other=0))
+    tl.store(ranks_ptr + places, tl.cumsum(bits, 1) - bits, mask=exists[:, None])
+    count = tl.sum(bits, 1)
     items = tl.cdiv(count, ITEM_QUERIES)
     tl.store(counts_ptr + lists, count, mask=exists)
     tl.store(counts_ptr + num_lists + lists, items, mask=exists)
@@ -89,35 +111,56 @@ def count_kernel(marks_ptr, counts_ptr, num_lists, chunk_rows, ITEM_QUERIES: tl.
 
 @triton.jit
 def list_kernel(
-    marks_ptr, ends_ptr, entries_ptr, items_ptr, present_ptr, num_pieces, chunk_rows,
-    G: tl.constexpr, SLOTS_TOTAL: tl.constexpr, ITEM_QUERIES: tl.constexpr, ITEM_SLOTS: tl.constexpr, STEP: tl.constexpr,
+    indices_ptr, rows_ptr, marks_ptr, ranks_ptr, ends_ptr, entries_ptr, present_ptr, first_row, num_rows, num_pieces,
+    G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the queries of one list in ascending order, and its work items; grid (lists,).
+    """Write the queries of the lists in ascending order; grid (WORDS, G).
 
-    An entry is (row - first_row) * SLOTS_TOTAL + slot. An item is int32 (4,): list, first entry, last entry + 1, and where
-    its dK, dV go: -1 for the list's first item, else a place of their own.
+    An entry is (row - first_row) * slots + slot, where the slot is the piece's place in the row's choice.
     """
-    index = tl.program_id(0)
-    num_lists = tl.num_programs(0)
-    end = tl.load(ends_ptr + index)
-    item_end = tl.load(ends_ptr + num_lists + index)
-    place = tl.load(ends_ptr + index - 1, mask=index > 0, other=0)
-    item = tl.load(ends_ptr + num_lists + index - 1, mask=index > 0, other=0)
-    extra = tl.load(ends_ptr + 2 * num_lists + index - 1, mask=index > 0, other=0)
-    if end == place:
-        return
-    numbers = tl.arange(0, ITEM_SLOTS)
+    SLOTS_TOTAL: tl.constexpr = NUM_SELECTED * PIECES
+    group = tl.program_id(1)
+    bits = tl.arange(0, 32)
+    local = tl.program_id(0) * 32 + bits
+    row = first_row + local
+    exists = row < num_rows
+    piece0 = tl.load(rows_ptr + 2 * num_rows + row, mask=exists, other=0)
+    slots = tl.arange(0, SLOTS)[None, :]
+    in_choice = exists[:, None] & (slots < NUM_SELECTED)
+    block = tl.load(indices_ptr + ((row.to(tl.int64) * G + group) * NUM_SELECTED)[:, None] + slots, mask=in_choice, other=-1)
+    below = ((tl.full([32], 1, tl.int32) << bits) - 1)[:, None]
+    for part in tl.static_range(PIECES):
+        slot = (local * G + group)[:, None] * SLOTS_TOTAL + slots * PIECES + part
+        is_present = tl.load(present_ptr + slot, mask=in_choice, other=0) == 1
+        index = group * num_pieces + piece0[:, None] + block * PIECES + part
+        place = index.to(tl.int64) * WORDS + tl.program_id(0)
+        before = _count_bits(tl.load(marks_ptr + place, mask=is_present, other=0) & below)
+        rank = tl.load(ranks_ptr + place, mask=is_present, other=0) + before
+        start = tl.load(ends_ptr + index - 1, mask=is_present & (index > 0), other=0)
+        tl.store(entries_ptr + start + rank, local[:, None] * SLOTS_TOTAL + slots * PIECES + part, mask=is_present)
+
+
+@triton.jit
+def cut_kernel(ends_ptr, items_ptr, num_lists, ITEM_QUERIES: tl.constexpr, ITEM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the work items of the lists; grid (cdiv(lists, BLOCK),).
+
+    An item is int32 (4,): list, first entry, last entry + 1, and where its dK, dV go: -1 for the list's first item, else a
+    place of their own. Long items come first, so that a launch ends evenly.
+    """
+    lists = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = lists < num_lists
+    has_previous = exists & (lists > 0)
+    end = tl.load(ends_ptr + lists, mask=exists, other=0)[:, None]
+    place = tl.load(ends_ptr + lists - 1, mask=has_previous, other=0)[:, None]
+    item_end = tl.load(ends_ptr + num_lists + lists, mask=exists, other=0)[:, None]
+    item = tl.load(ends_ptr + num_lists + lists - 1, mask=has_previous, other=0)[:, None]
+    extra = tl.load(ends_ptr + 2 * num_lists + lists - 1, mask=has_previous, other=0)[:, None]
+    numbers = tl.arange(0, ITEM_SLOTS)[None, :]
     is_item = item + numbers < item_end
-    target = items_ptr + (item + numbers) * 4
-    tl.store(target, index, mask=is_item)
+    # items but the last of a list are full; before this list's there are `extra` of them, and item - extra that may not be
+    num_full = tl.load(ends_ptr + 3 * num_lists - 1)
+    target = items_ptr + tl.where(item + numbers < item_end - 1, extra + numbers, num_full + item - extra) * 4
+    tl.store(target, lists[:, None], mask=is_item)
     tl.store(target + 1, place + numbers * ITEM_QUERIES, mask=is_item)
     tl.store(target + 2, tl.minimum(place + (numbers + 1) * ITEM_QUERIES, end), mask=is_item)
     tl.store(target + 3, tl.where(numbers == 0, -1, extra + numbers - 1), mask=is_item)
-    steps = tl.arange(0, STEP)
-    for start in tl.range(0, chunk_rows, STEP):
-        mark = tl.load(marks_ptr + index.to(tl.int64) * chunk_rows + start + steps).to(tl.int32)
-        is_member = mark > 0
-        rank = tl.cumsum(is_member.to(tl.int32), 0) - 1
-        tl.store(entries_ptr + place + rank, (start + steps) * SLOTS_TOTAL + mark - 1, mask=is_member)
-        tl.store(present_ptr + ((start + steps) * G + index // num_pieces) * SLOTS_TOTAL + mark - 1, 1, mask=is_member)
-        place += tl.sum(is_member.to(tl.int32), 0)

@@ -168,8 +168,9 @@ def _add_or_store(sum_ptr, extra_ptr, keys, key_mask, place, values, FIRST: tl.c
         target = sum_ptr + keys[:, None] * NUM_COLUMNS + columns[None, :]
         tl.store(target, tl.load(target, mask=mask, other=0.0) + values, mask=mask)
     else:
+        # all of it: to keys that none of the item's queries sees it gives 0
         numbers = place.to(tl.int64) * values.shape[0] + tl.arange(0, values.shape[0])
-        tl.store(extra_ptr + numbers[:, None] * NUM_COLUMNS + columns[None, :], values, mask=mask)
+        tl.store(extra_ptr + numbers[:, None] * NUM_COLUMNS + columns[None, :], values, mask=(columns < NUM_COLUMNS)[None, :])
 
 
 @triton.jit
@@ -264,77 +265,64 @@ def backward_kernel(
 
 
 @triton.jit
-def _add_extras(
-    sum_ptr, extra_ptr, in_piece, keys, key_rows, is_in_piece, owns, first, num_extras, last_key,
-    D: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Add the extras first .. first + num_extras - 1 of one list, in their order; each holds the keys up to its entry of `owns`."""
+def _add_extras(sum_ptr, extra_ptr, in_piece, keys, key_mask, first, last, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
+    """Add the extras first .. last - 1 of one list, in their order."""
     columns = tl.arange(0, WIDTH)
-    slots = tl.arange(0, SLOTS)
-    is_column = (columns < D)[None, :]
+    mask = key_mask[:, None] & (columns < D)[None, :]
     target = sum_ptr + keys[:, None] * D + columns[None, :]
-    mask = (is_in_piece & (key_rows <= last_key))[:, None] & is_column
     acc = tl.load(target, mask=mask, other=0.0)
-    for number in tl.range(0, num_extras, loop_unroll_factor=4):
-        own = tl.sum(tl.where(slots == number, owns, 0), 0)
-        source = extra_ptr + ((wide(first) + number) * KEYS + in_piece)[:, None] * D + columns[None, :]
-        acc += tl.load(source, mask=(is_in_piece & (key_rows <= own))[:, None] & is_column, other=0.0)
+    for number in tl.range(first, last, loop_unroll_factor=8):
+        acc += tl.load(extra_ptr + (wide(number) * KEYS + in_piece)[:, None] * D + columns[None, :], mask=mask, other=0.0)
     tl.store(target, acc, mask=mask)
 
 
 @triton.jit
 def add_extras_kernel(
-    dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, items_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
+    dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, num_lists,
     G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, SLOTS_TOTAL: tl.constexpr,
-    SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    LISTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Add to the sums what the later items of one list, at most SLOTS, kept apart, in their order; grid (lists, parts of a piece, 2)."""
-    index = tl.program_id(0)
-    num_lists = tl.num_programs(0)
-    last = tl.load(ends_ptr + 2 * num_lists + index)
-    first = tl.load(ends_ptr + 2 * num_lists + index - 1, mask=index > 0, other=0)
-    if last == first:
-        return
-    piece = index % num_pieces
-    in_piece = tl.program_id(1) * PART + tl.arange(0, PART)
-    key_rows = tl.load(key_rows_ptr + piece) + in_piece
-    keys = key_rows.to(tl.int64) * G + index // num_pieces
-    is_in_piece = _is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE)
-    own_ptr = rows_ptr + num_rows + first_row
-    last_key = tl.load(own_ptr + tl.load(entries_ptr + tl.load(ends_ptr + index) - 1) // SLOTS_TOTAL)
-    # an item's keys end with its own last query
-    slots = tl.arange(0, SLOTS)
-    is_item = slots < last - first
-    item = tl.load(ends_ptr + num_lists + index) - (last - first)
-    stops = tl.load(items_ptr + (item + slots) * 4 + 2, mask=is_item, other=1)
-    owns = tl.load(own_ptr + tl.load(entries_ptr + stops - 1, mask=is_item, other=0) // SLOTS_TOTAL, mask=is_item, other=0)
-    if tl.program_id(2) == 0:
-        _add_extras(
-            dk_ptr, dk_extra_ptr, in_piece, keys, key_rows, is_in_piece, owns, first, last - first, last_key, D_K, WIDTH_K, SLOTS, KEYS
-        )
-    else:
-        _add_extras(
-            dv_ptr, dv_extra_ptr, in_piece, keys, key_rows, is_in_piece, owns, first, last - first, last_key, D_V, WIDTH_V, SLOTS, KEYS
-        )
+    """Add to the sums what the later items of lists kept apart, in their order; grid (cdiv(lists, LISTS), parts of a piece, 2)."""
+    for number in tl.static_range(LISTS):
+        index = tl.program_id(0) * LISTS + number
+        exists = index < num_lists
+        last = tl.load(ends_ptr + 2 * num_lists + index, mask=exists, other=0)
+        first = tl.load(ends_ptr + 2 * num_lists + index - 1, mask=exists & (index > 0), other=0)
+        if last > first:
+            piece = index % num_pieces
+            in_piece = tl.program_id(1) * PART + tl.arange(0, PART)
+            key_rows = tl.load(key_rows_ptr + piece) + in_piece
+            keys = key_rows.to(tl.int64) * G + index // num_pieces
+            # the last query sees the most; beyond it a store may hold anything
+            last_entry = tl.load(entries_ptr + tl.load(ends_ptr + index) - 1)
+            last_key = tl.load(rows_ptr + num_rows + first_row + last_entry // SLOTS_TOTAL)
+            key_mask = _is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (key_rows <= last_key)
+            if tl.program_id(2) == 0:
+                _add_extras(dk_ptr, dk_extra_ptr, in_piece, keys, key_mask, first, last, D_K, WIDTH_K, KEYS)
+            else:
+                _add_extras(dv_ptr, dv_extra_ptr, in_piece, keys, key_mask, first, last, D_V, WIDTH_V, KEYS)
 
 
 @triton.jit
 def merge_dq_kernel(
     parts_ptr, present_ptr, dq_ptr, first_row, last_row,
-    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, ADD: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    G: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, ADD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of (query, head) rows, the sum of their partial ones. ADD: to what stands there."""
-    HG: tl.constexpr = H // G
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    local = rows // H
-    exists = local < last_row - first_row
-    source = (local * G + rows % H // HG) * SLOTS_TOTAL
-    acc = tl.zeros([BLOCK_ROWS, WIDTH], tl.float32)
+    """Write dQ, the sum of partial ones, of rows (query, group), WIDTH = H/G D_k wide, COLUMNS at a time. ADD: to what stands there."""
+    PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    rows = (tl.program_id(0) // PARTS).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    exists = rows < (last_row - first_row) * G
+    is_column = (columns < WIDTH)[None, :]
+    source = rows * SLOTS_TOTAL
+    acc = tl.zeros([BLOCK_ROWS, COLUMNS], tl.float32)
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
-        acc += load_columns(parts_ptr, ((source + slot) * HG + rows % HG) * D_K, is_present, 0, WIDTH, D_K, True).to(tl.float32)
-    target = (wide(first_row) * H + rows) * D_K
+        places = ((source + slot) * WIDTH)[:, None] + columns[None, :]
+        acc += tl.load(parts_ptr + places, mask=is_present[:, None] & is_column, other=0.0).to(tl.float32)
+    target = dq_ptr + ((wide(first_row) * G + rows) * WIDTH)[:, None] + columns[None, :]
+    mask = exists[:, None] & is_column
     if ADD:
-        acc += load_columns(dq_ptr, target, exists, 0, WIDTH, D_K, True).to(tl.float32)
-    store_columns(dq_ptr, target, exists, acc, 0, WIDTH, D_K)
+        acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, cast(acc, dq_ptr.dtype.element_ty), mask=mask)

@@ -177,9 +177,13 @@ def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequ
     return early if programs >= PROGRAMS_WANTED or not q.is_cuda else 0
 
 
+MERGED = 4096
+"""Elements of a merging tile: 16 KiB of float32."""
+
+
 def _merge_rows(width: int) -> int:
-    """Return the rows of a merging tile: 16 KiB of float32."""
-    return max(1, 4096 // width)
+    """Return the rows of a merging tile."""
+    return max(1, MERGED // width)
 
 
 def forward(
@@ -209,7 +213,9 @@ def forward(
     tiles = tiles_for("selected_forward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, v.shape[3])
     early = 0 if others is None else early_queries(q, k, v, geometry, sequences)
-    index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, early)
+    index = index_of(
+        "forward", block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, early
+    )
     if early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
     constants = _constants(q, k, v, index)
@@ -240,8 +246,10 @@ def forward(
     return out, lse, exact, total
 
 
-EXTRA_KEYS = 32
-"""Keys of a program that adds what a list's later items kept apart: four of these at a time fit its registers."""
+EXTRA_KEYS = 16
+"""Keys of a program that adds what lists' later items kept apart: eight of these at a time fit its registers."""
+EXTRA_LISTS = 8
+"""Lists of such a program; most of them have one item."""
 
 
 def backward(
@@ -269,15 +277,19 @@ def backward(
     tiles = tiles_for("selected_backward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, q.shape[3])
     early = 0 if gates is None else early_queries(q, k, v, geometry, sequences)
-    index = index_of(block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, early)
+    index = index_of(
+        "backward", block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, early
+    )
     if early:
         assert gates is not None and adds
         window = evolve(geometry, window_size=early)
         operands = interval.Operands(dout, delta, None, lse, q, k, v, gates, GATE, True, window, scale, sequences)
         interval.backward_into(dq, dk, dv, operands, limit=early)
     constants = _constants(q, k, v, index)
-    width = next_power_of_2(q.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
+    # a query's heads of one group lie side by side: nothing is padded where a power of two divides their width
+    width = q.shape[2] // k.shape[2] * q.shape[3]
+    columns = max(16, min(1024, width & -width))
     gate = {"GATE": -1 if gates is None else GATE}
     ring = _ring("selected_backward", index, q, v, k, dout)
     num_extras = index.chunk_rows * index.num_groups * index.slots // index.item_queries
@@ -294,15 +306,15 @@ def backward(
                 q, k, v, dout, lse, delta, gates, *results, *numbers, **constants, **gate,
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
-        kernels.add_extras_kernel[(chunk.ends.shape[1], cdiv(index.pieces.keys, EXTRA_KEYS), 2)](
-            dk, dv, dk_extra, dv_extra, chunk.items, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place,
-            G=k.shape[2], D_K=q.shape[3], D_V=v.shape[3], WIDTH_K=width, WIDTH_V=next_power_of_2(v.shape[3]),
-            SLOTS_TOTAL=index.slots, SLOTS=index.item_slots, **_piece_constants(index), PART=min(index.pieces.keys, EXTRA_KEYS),
+        num_lists = chunk.ends.shape[1]
+        kernels.add_extras_kernel[(cdiv(num_lists, EXTRA_LISTS), cdiv(index.pieces.keys, EXTRA_KEYS), 2)](
+            dk, dv, dk_extra, dv_extra, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place, num_lists,
+            G=k.shape[2], D_K=q.shape[3], D_V=v.shape[3], WIDTH_K=next_power_of_2(q.shape[3]), WIDTH_V=next_power_of_2(v.shape[3]),
+            SLOTS_TOTAL=index.slots, **_piece_constants(index), LISTS=EXTRA_LISTS, PART=min(index.pieces.keys, EXTRA_KEYS),
         )  # fmt: skip
-        rows = (chunk.last_row - chunk.first_row) * q.shape[2]
-        kernels.merge_dq_kernel[(cdiv(rows, _merge_rows(width)),)](
+        num_rows = (chunk.last_row - chunk.first_row) * k.shape[2]
+        kernels.merge_dq_kernel[(cdiv(num_rows, MERGED // columns) * cdiv(width, columns),)](
             parts, chunk.present, dq, chunk.first_row, chunk.last_row,
-            H=q.shape[2], G=k.shape[2], D_K=q.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds,
-            BLOCK_ROWS=_merge_rows(width),
+            G=k.shape[2], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds, COLUMNS=columns, BLOCK_ROWS=MERGED // columns,
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)

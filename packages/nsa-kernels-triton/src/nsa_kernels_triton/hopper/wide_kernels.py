@@ -1,0 +1,241 @@
+"""Backward of attention over chosen blocks for compute capability 9.0 and wide heads: four warps load, twice four compute.
+
+One group of computing warps holds dV and makes the first columns of partial dQ, the other dK and the rest of them. Both compute
+weights and their gradients, which is cheaper than their exchange: neither ever waits for the other.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, store_tile
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_tile, start_scores
+
+
+@gluon.jit
+def _weights_of(
+    scores, zeros, dout, v_smem, lse_smem, gate_smem, own_smem, keys, is_masked, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Return a tile's weights, times the gates, and their gradients, whose product is under way."""
+    OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = lse_smem.load(OF_ROWS)
+    shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    weights = gl.exp2(scores * factor - shift[None, :])
+    if is_masked:
+        weights = gl.where(keys[:, None] <= own_smem.load(OF_ROWS)[None, :], weights, 0.0)
+    if GATED:
+        weights = weights * gate_smem.load(OF_ROWS)[None, :]
+    return weights, dweights
+
+
+@gluon.jit
+def _start_next(tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr):
+    """Start the products of queries and keys of a tile; beyond the last, those of an old stage, in vain."""
+    stage = tile % STAGES
+    mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < num_tiles)
+    fence_async_shared()
+    return start_scores(k1_smem, k2_smem, q1_smem.index(stage), q2_smem.index(stage), scores, K2)
+
+
+@gluon.jit
+def _multiply_values(
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
+    full, empty, dq_ptr, dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write the first K1 columns of partial dQ of every tile, and add or store dV of the block."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    dtype: gl.constexpr = q1_smem.dtype
+    keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    dv = gl.zeros([KEYS, D_V], gl.float32, ACC)
+    num_tiles = gl.cdiv(num_rows, ROWS)
+    zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+    scores = _start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+    for tile in range(num_tiles):
+        stage = tile % STAGES
+        dout = dout_smem.index(stage)
+        weights, dweights = _weights_of(
+            scores,
+            zeros,
+            dout,
+            v_smem,
+            lse_smem.index(stage),
+            gate_smem.index(stage),
+            own_smem.index(stage),
+            keys,
+            is_masked,
+            factor,
+            GATED,
+            SCORES,
+        )
+        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2)), dout, dv, is_async=True)
+        delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
+        dweights = warpgroup_mma_wait(1, deps=[dweights])
+        ds_smem.store((weights * (dweights - delta[None, :])).to(dtype))
+        fence_async_shared()
+        barrier()
+        dq = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
+        dv, dq = warpgroup_mma_wait(0, deps=[dv, dq])
+        scores = _start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+        dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
+        barrier()
+        store_tile(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K1, SLOTS_TOTAL, ROWS)
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+    warpgroup_mma_wait(0, deps=[scores])
+    add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, D_V, KEYS, ACC)
+
+
+@gluon.jit
+def _multiply_keys(
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
+    full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write the last K2 columns of partial dQ of every tile, and add or store dK of the block."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    ACC_1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
+    ACC_2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K2, 16])
+    dtype: gl.constexpr = q1_smem.dtype
+    keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
+    dk1 = gl.zeros([KEYS, K1], gl.float32, ACC_1)
+    dk2 = gl.zeros([KEYS, K2], gl.float32, ACC_2)
+    num_tiles = gl.cdiv(num_rows, ROWS)
+    zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+    scores = _start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+    for tile in range(num_tiles):
+        stage = tile % STAGES
+        weights, dweights = _weights_of(
+            scores, zeros, dout_smem.index(stage), v_smem, lse_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
+            keys, is_masked, factor, GATED, SCORES,
+        )  # fmt: skip
+        delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
+        dweights = warpgroup_mma_wait(0, deps=[dweights])
+        dscores = (weights * (dweights - delta[None, :])).to(dtype)
+        dk1 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_1, 2)), q1_smem.index(stage), dk1, is_async=True)
+        dk2 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_2, 2)), q2_smem.index(stage), dk2, is_async=True)
+        ds_smem.store(dscores)
+        fence_async_shared()
+        barrier()
+        dq = warpgroup_mma(k2_smem.permute((1, 0)), ds_smem, gl.zeros([K2, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
+        dk1, dk2, dq = warpgroup_mma_wait(0, deps=[dk1, dk2, dq])
+        scores = _start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+        dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
+        barrier()
+        store_tile(dq_ptr + K1, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K2, SLOTS_TOTAL, ROWS)
+        barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+    warpgroup_mma_wait(0, deps=[scores])
+    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * scale, G, D_K, K1, KEYS, ACC_1)
+    add_or_store(dk_ptr + K1, dk_extra_ptr + K1, key_row0, last_key, group, place, dk2 * scale, G, D_K, K2, KEYS, ACC_2)
+
+
+@gluon.jit
+def backward_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Write what `selected_kernels.backward_kernel` does, where a head of q has two parts; grid (bound on items,)."""
+    HG: gl.constexpr = H // G
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    if gl.program_id(0) >= gl.load(num_items_ptr):
+        return
+    item = items_ptr + gl.program_id(0) * 4
+    index = gl.load(item)
+    start = gl.load(item + 1)
+    end = gl.load(item + 2)
+    place = gl.load(item + 3)
+    group = index // num_pieces
+    key_row0 = gl.load(key_rows_ptr + index % num_pieces)
+    own_ptr = rows_ptr + num_rows + first_row
+    # the last query sees the most; beyond it a store may hold anything
+    last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
+    is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
+
+    FIRST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
+    SECOND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K2], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    k1_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], FIRST)
+    k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], SECOND)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], VALUES)
+    q1_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], FIRST)
+    q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], SECOND)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], VALUES)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
+    dq1_smem = gl.allocate_shared_memory(dtype, [ROWS, K1], FIRST)
+    dq2_smem = gl.allocate_shared_memory(dtype, [ROWS, K2], SECOND)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    gate_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    own_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
+    entry_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        # every loading thread arrives once its copies have landed, and each half once it has read them
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=2)
+
+    num_keys = last_key + 1 - key_row0
+    key_place = key_row0.to(gl.int64) * G + group
+    load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, K1, KEYS)
+    load_tile(k_ptr + key_place * D_K + K1, k2_smem, 0, num_keys, G, 1, D_K, K2, KEYS)
+    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, D_V, KEYS)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+    # offsets within a chunk fit 32 bits
+    head0 = first_row.to(gl.int64) * H + group * HG
+    num_item_rows = (end - start) * HG
+    dq_ptr = dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K)
+    gl.warp_specialize(
+        [
+            (
+                _multiply_keys,
+                (
+                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem,
+                    ds_smem.index(0), dq2_smem, full, empty, dq_ptr, dk_ptr, dk_extra_ptr,
+                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
+                    G, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                _multiply_values,
+                (
+                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem,
+                    ds_smem.index(1), dq1_smem, full, empty, dq_ptr, dv_ptr, dv_extra_ptr,
+                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
+                    G, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                ),
+            ),
+            (
+                gather,
+                (
+                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
+                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
+                    H, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, STAGES,
+                ),
+            ),
+        ],
+        [4, 4],
+        [HALF_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
