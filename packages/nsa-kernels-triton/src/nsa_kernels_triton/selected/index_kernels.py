@@ -145,7 +145,7 @@ def cut_kernel(ends_ptr, items_ptr, num_lists, ITEM_QUERIES: tl.constexpr, ITEM_
     """Write the work items of the lists; grid (cdiv(lists, BLOCK),).
 
     An item is int32 (4,): list, first entry, last entry + 1, and where its dK, dV go: -1 for the list's first item, else a
-    place of their own. Long items come first, so that a launch ends evenly.
+    place of their own.
     """
     lists = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = lists < num_lists
@@ -157,9 +157,7 @@ def cut_kernel(ends_ptr, items_ptr, num_lists, ITEM_QUERIES: tl.constexpr, ITEM_
     extra = tl.load(ends_ptr + 2 * num_lists + lists - 1, mask=has_previous, other=0)[:, None]
     numbers = tl.arange(0, ITEM_SLOTS)[None, :]
     is_item = item + numbers < item_end
-    # items but the last of a list are full; before this list's there are `extra` of them, and item - extra that may not be
-    num_full = tl.load(ends_ptr + 3 * num_lists - 1)
-    target = items_ptr + tl.where(item + numbers < item_end - 1, extra + numbers, num_full + item - extra) * 4
+    target = items_ptr + (item + numbers) * 4
     tl.store(target, lists[:, None], mask=is_item)
     tl.store(target + 1, place + numbers * ITEM_QUERIES, mask=is_item)
     tl.store(target + 2, tl.minimum(place + (numbers + 1) * ITEM_QUERIES, end), mask=is_item)
