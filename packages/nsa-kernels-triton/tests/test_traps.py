@@ -240,7 +240,7 @@ def attend_and_differentiate(inputs: Inputs, indices: Tensor, geometry: BlockGeo
 
 @pytest.fixture
 def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut work as finely as only huge inputs are cut: chunks of 32 rows, items of 16, scores of a few rows, splits of 8 queries."""
+    """Cut work as finely as only huge inputs are cut: chunks of 32 rows, items of 16, scores and searches of a few rows, splits of 8 queries."""
     from nsa_kernels_triton.interval import op as interval
     from nsa_kernels_triton.select import op as select
     from nsa_kernels_triton.selected import index
@@ -248,6 +248,7 @@ def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "CHUNK_BYTES", 1)
     monkeypatch.setattr(index, "ITEM_ROWS", {"forward": 16, "backward": 16})
     monkeypatch.setattr(select, "SCORE_BYTES", 500)
+    monkeypatch.setattr(select, "SEARCHED_BLOCKS", 1)
     monkeypatch.setattr(interval, "MIN_SPLIT_QUERIES", 8)
 
 
