@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from nsa_core import BlockGeometry, compressed_attention, select_blocks, sliding_window_attention
+from nsa_core import BlockGeometry, compressed_attention, select_blocks, selected_attention, sliding_window_attention
 from nsa_core.testing import properties
 from nsa_core.testing.inputs import Shape, make_inputs
 from nsa_core.testing.properties import Where
@@ -95,6 +95,33 @@ def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
 
 
 @pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("head_dims", [(128, 64), (192, 128)], ids=str)
+def test_a_list_in_many_items_adds_up(head_dims, monkeypatch):
+    monkeypatch.setattr(selected, "FORWARD_ITEM_ROWS", 60)
+    monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 90)
+    monkeypatch.setattr(selected, "early_queries", lambda *_: 0)
+    properties.check_agrees_with_oracle(shape_of(200, head_dims, (2, 1)), WHERE)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("head_dims", [(128, 64), (192, 128)], ids=str)
+def test_a_block_that_is_chosen_late_hides_its_end_from_its_first_queries(head_dims):
+    inputs = make_inputs(shape_of(128, head_dims, (2, 1)), torch.float32)
+    # nobody chooses block 1 before its 41st token
+    position = torch.arange(128)
+    indices = torch.stack([torch.zeros(128), torch.where(position >= 64 + 40, 1, -1)], -1).to(torch.int32)[None, :, None]
+    geometry = evolve(GEOMETRY, num_selected_blocks=2, num_local_blocks=1, num_initial_blocks=1)
+
+    def evaluate(backend):
+        leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
+        out = selected_attention(*leaves, indices, geometry=geometry, backend=backend).out
+        return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
+
+    for ours, exact in zip(evaluate("triton"), evaluate("sdpa"), strict=True):
+        assert max_error(ours, exact.double()) <= 2 * allowed_error(exact.double(), torch.float32)
+
+
+@pytest.mark.usefixtures("simulated")
 def test_steps_over_stores_equal_one_pass():
     properties.check_steps_equal_whole(shape_of(230, heads=(2, 1)), (1, 97, 230), WHERE)
 
@@ -125,8 +152,13 @@ FINE = BlockGeometry(16, 4, 16, 3, 1, 1, 50)
                head_dim_qk=192, head_dim_v=64), 2**28),
         (Shape(geometry=evolve(FINE, compression_block_size=4), num_queries=250, num_heads=16, num_kv_heads=1,
                head_dim_qk=128, head_dim_v=64), 2**28),
+        # so many strides to a block that lanes run out of blocks to share
+        (Shape(geometry=BlockGeometry(16, 4, 64, 3, 1, 1, 50), num_queries=420, num_heads=16, num_kv_heads=1,
+               head_dim_qk=128, head_dim_v=64), 2**28),
+        (Shape(geometry=BlockGeometry(4, 4, 64, 3, 1, 1, 50), num_queries=420, num_heads=16, num_kv_heads=1,
+               head_dim_qk=128, head_dim_v=64), 2**28),
     ],
-    ids=["many tiles", "chunks", "three strides", "no overlap"],
+    ids=["many tiles", "chunks", "three strides", "no overlap", "four sums to a row", "two"],
 )  # fmt: skip
 def test_the_choice_is_that_of_the_portable_scores(shape, score_bytes, simulated, monkeypatch):
     monkeypatch.setattr(select, "SCORE_BYTES", score_bytes)

@@ -21,6 +21,8 @@ REPLACED = {"forward_kernel", "dkdv_kernel", "scores_kernel", "backward_kernel"}
 ALONE = {"hopper interval forward_kernel", "hopper interval dkdv_kernel", "hopper dq dq_kernel", "hopper scores scores_kernel"}
 """What compute capability 9.0 has in place of them, each program with a multiprocessor to itself."""
 HOPPER = ALONE | {"hopper selected forward_kernel", "hopper selected backward_kernel"}
+WIDE = HOPPER - {"hopper selected backward_kernel"} | {"hopper wide backward_kernel"}
+"""The same for heads of q in two parts, whose selected backward has a multiprocessor to itself as well."""
 
 
 def compiled(environment, capability, head_dims, *cases):
@@ -40,12 +42,18 @@ def assert_within_shared_memory(found, capability):
 
 @pytest.mark.parametrize(
     ("capability", "head_dims", "case"),
-    [((8, 0), (192, 128), "dense"), ((8, 9), (256, 256), "packed"), ((9, 0), (128, 128), "cached group of 16")],
-    ids=["sm_80", "sm_89", "sm_90"],
+    [
+        ((8, 0), (192, 128), "dense"),
+        ((8, 9), (256, 256), "packed"),
+        ((9, 0), (128, 128), "cached group of 16"),
+        ((9, 0), (192, 128), "cached group of 16"),
+    ],
+    ids=["sm_80", "sm_89", "sm_90", "sm_90 wide"],
 )
 def test_every_kernel_compiles(without_interpreter, capability, head_dims, case):
     found = compiled(without_interpreter, capability, head_dims, case)
-    assert {each["kernel"] for each in found} == (KERNELS - REPLACED | HOPPER if capability == (9, 0) else KERNELS)
+    written = WIDE if head_dims[0] == 192 else HOPPER
+    assert {each["kernel"] for each in found} == (KERNELS - REPLACED | written if capability == (9, 0) else KERNELS)
     assert_within_shared_memory(found, capability)
 
 

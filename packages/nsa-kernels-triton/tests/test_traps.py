@@ -223,7 +223,7 @@ def test_a_block_that_stands_twice_counts_once() -> None:
     inputs = inputs_of(shape)
     indices = random_block_indices(shape, device=DEVICE)
     last = torch.where(indices[..., -1] < 0, indices[..., 0], indices[..., -1])
-    twice = torch.cat([indices, indices[..., :1], last[..., None]], -1)
+    twice = torch.cat([indices, indices[..., :1], last[..., None], last[..., None]], -1)
     geometry = evolve(SMALL, num_selected_blocks=twice.shape[-1])
     exact = attend_and_differentiate(inputs, indices, SMALL)
     for choice in (twice, twice.flip(-1)):
@@ -240,13 +240,15 @@ def attend_and_differentiate(inputs: Inputs, indices: Tensor, geometry: BlockGeo
 
 @pytest.fixture
 def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut work as finely as only huge inputs are cut: chunks of 32 rows, items of 16, scores and searches of a few rows, splits of 8 queries."""
+    """Cut work as finely as only huge inputs are cut: chunks of 32 rows, items of 16 or 3, scores of a few, splits of 8 queries."""
     from nsa_kernels_triton.interval import op as interval
     from nsa_kernels_triton.select import op as select
     from nsa_kernels_triton.selected import index
 
     monkeypatch.setattr(index, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(index, "ITEM_ROWS", {"forward": 16, "backward": 16})
+    monkeypatch.setattr(selected, "FORWARD_ITEM_ROWS", 16)
+    # so few that a list's items end at different keys of its block
+    monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 3)
     monkeypatch.setattr(select, "SCORE_BYTES", 500)
     monkeypatch.setattr(select, "SEARCHED_BLOCKS", 1)
     monkeypatch.setattr(interval, "MIN_SPLIT_QUERIES", 8)

@@ -63,13 +63,13 @@ def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy
 
 
 COPIED_BYTES = 16
-"""What one instruction of the loading warps copies."""
+"""What one instruction of the loading warps copies, at most."""
 
 
 def ring_for(kind: str, q: Tensor, v: Tensor, *others: Tensor) -> policy.Ring | None:
     """Return the ring of a kernel that is written for q's device; None where the portable one serves.
 
-    It does for a tensor, one of `others` included, that does not start at 16 bytes: rows are copied in pieces of 16.
+    It does for a tensor, one of `others` included, that does not start at 16 bytes: rows are copied in pieces of up to 16.
     """
     if any(x.data_ptr() % COPIED_BYTES for x in (q, v, *others)):
         return None

@@ -153,7 +153,8 @@ def selected_backward(
     """Write partial dQ, and add dK and dV; `rest` and `constants` are those of the portable kernel, `num_items` a bound."""
     from nsa_kernels_triton.hopper import selected_kernels, wide_kernels
 
-    is_wide = ring.num_programs == 1
+    # heads of q in two parts
+    is_wide = constants["K2"] > 0
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     kernel[(num_items,)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,

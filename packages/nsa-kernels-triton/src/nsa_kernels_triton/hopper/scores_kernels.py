@@ -120,11 +120,11 @@ def _load(
 
 @gluon.jit
 def _sum_heads(values):
-    """Return (queries, 8, W / 8) of the sums over the eight rows of (queries, 8, W), which lie in every fourth lane of a warp.
+    """Return (queries, 8, max(4, W / 8)) of the sums over the eight rows of (queries, 8, W), which lie in every fourth lane of a warp.
 
     With each exchange a lane passes on half of its columns and keeps the others: row r comes to hold the columns
-    r W / 8 to (r + 1) W / 8 - 1. The last four columns, which lie in four lanes, stay together: every row that would share
-    them holds them all.
+    r W / 8 to (r + 1) W / 8 - 1. The last four columns, which lie in four lanes, stay together: with fewer than 32 columns
+    several rows hold the same four.
     """
     for step in gl.static_range(3):
         if values.shape[2] > 4:

@@ -84,6 +84,33 @@ def gather(
 
 
 @gluon.jit
+def weights_of(
+    scores, zeros, dout, v_smem, lse_smem, gate_smem, own_smem, keys, is_masked, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Return a tile's weights, times the gates, and their gradients, whose product is under way."""
+    OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = lse_smem.load(OF_ROWS)
+    shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    weights = gl.exp2(scores * factor - shift[None, :])
+    if is_masked:
+        weights = gl.where(keys[:, None] <= own_smem.load(OF_ROWS)[None, :], weights, 0.0)
+    if GATED:
+        weights = weights * gate_smem.load(OF_ROWS)[None, :]
+    return weights, dweights
+
+
+@gluon.jit
+def start_next(tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr):
+    """Start the products of queries and keys of a tile; beyond the last, those of an old stage, in vain."""
+    stage = tile % STAGES
+    mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < num_tiles)
+    fence_async_shared()
+    return start_scores(k1_smem, k2_smem, q1_smem.index(stage), q2_smem.index(stage), scores, K2)
+
+
+@gluon.jit
 def _multiply(
     k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
     full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
@@ -94,33 +121,23 @@ def _multiply(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     ACC_K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_K, 16])
     ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
-    OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     dtype: gl.constexpr = q_smem.dtype
     keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
     dk = gl.zeros([KEYS, D_K], gl.float32, ACC_K)
     dv = gl.zeros([KEYS, D_V], gl.float32, ACC_V)
     num_tiles = gl.cdiv(num_rows, ROWS)
-    mbarrier.wait(full.index(0), 0)
-    fence_async_shared()
-    scores = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    scores = start_scores(k_smem, k_smem, q_smem.index(0), q_smem.index(0), scores, 0)
+    zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
+    scores = start_next(0, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES)
     for tile in range(num_tiles):
         stage = tile % STAGES
         q = q_smem.index(stage)
         dout = dout_smem.index(stage)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-        dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        lse = lse_smem.index(stage).load(OF_ROWS)
-        shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-        weights = gl.exp2(scores * factor - shift[None, :])
-        if is_masked:
-            own = own_smem.index(stage).load(OF_ROWS)
-            weights = gl.where(keys[:, None] <= own[None, :], weights, 0.0)
-        if GATED:
-            weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
+        weights, dweights = weights_of(
+            scores, zeros, dout, v_smem, lse_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
+            keys, is_masked, factor, GATED, SCORES,
+        )  # fmt: skip
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC_V, 2)), dout, dv, is_async=True)
-        delta = delta_smem.index(stage).load(OF_ROWS)
+        delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
         dweights = warpgroup_mma_wait(1, deps=[dweights])
         dscores = (weights * (dweights - delta[None, :])).to(dtype)
         ds_smem.store(dscores)
@@ -129,11 +146,8 @@ def _multiply(
         barrier()
         dq = warpgroup_mma(k_smem.permute((1, 0)), ds_smem, gl.zeros([D_K, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
-        # the next tile's scores are computed while this one's results leave; after the last tile, those of an old stage, in vain
-        following = (tile + 1) % STAGES
-        mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
-        fence_async_shared()
-        scores = start_scores(k_smem, k_smem, q_smem.index(following), q_smem.index(following), scores, 0)
+        # the next tile's scores are computed while this one's results leave
+        scores = start_next(tile + 1, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES)
         barrier()
         # the tile of q has been read: partial dQ leaves through it
         q.permute((1, 0)).store((dq * scale).to(dtype))
@@ -253,7 +267,7 @@ def backward_kernel(
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
                     q_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                    H, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, STAGES,
+                    H, HG, D_K, D_K, 0, D_V, SLOTS_TOTAL, GATED, ROWS, STAGES,
                 ),
             ),
         ],

@@ -14,35 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, store_tile
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_tile, start_scores
-
-
-@gluon.jit
-def _weights_of(
-    scores, zeros, dout, v_smem, lse_smem, gate_smem, own_smem, keys, is_masked, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
-    """Return a tile's weights, times the gates, and their gradients, whose product is under way."""
-    OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    lse = lse_smem.load(OF_ROWS)
-    shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    weights = gl.exp2(scores * factor - shift[None, :])
-    if is_masked:
-        weights = gl.where(keys[:, None] <= own_smem.load(OF_ROWS)[None, :], weights, 0.0)
-    if GATED:
-        weights = weights * gate_smem.load(OF_ROWS)[None, :]
-    return weights, dweights
-
-
-@gluon.jit
-def _start_next(tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr):
-    """Start the products of queries and keys of a tile; beyond the last, those of an old stage, in vain."""
-    stage = tile % STAGES
-    mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < num_tiles)
-    fence_async_shared()
-    return start_scores(k1_smem, k2_smem, q1_smem.index(stage), q2_smem.index(stage), scores, K2)
+from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, start_next, store_tile, weights_of
+from nsa_kernels_triton.hopper.tiles import barrier, load_tile
 
 
 @gluon.jit
@@ -60,11 +33,11 @@ def _multiply_values(
     dv = gl.zeros([KEYS, D_V], gl.float32, ACC)
     num_tiles = gl.cdiv(num_rows, ROWS)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    scores = _start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+    scores = start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
     for tile in range(num_tiles):
         stage = tile % STAGES
         dout = dout_smem.index(stage)
-        weights, dweights = _weights_of(
+        weights, dweights = weights_of(
             scores,
             zeros,
             dout,
@@ -86,7 +59,7 @@ def _multiply_values(
         barrier()
         dq = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dv, dq = warpgroup_mma_wait(0, deps=[dv, dq])
-        scores = _start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+        scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
         dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
         store_tile(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K1, SLOTS_TOTAL, ROWS)
@@ -113,10 +86,10 @@ def _multiply_keys(
     dk2 = gl.zeros([KEYS, K2], gl.float32, ACC_2)
     num_tiles = gl.cdiv(num_rows, ROWS)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    scores = _start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+    scores = start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
     for tile in range(num_tiles):
         stage = tile % STAGES
-        weights, dweights = _weights_of(
+        weights, dweights = weights_of(
             scores, zeros, dout_smem.index(stage), v_smem, lse_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
             keys, is_masked, factor, GATED, SCORES,
         )  # fmt: skip
@@ -130,7 +103,7 @@ def _multiply_keys(
         barrier()
         dq = warpgroup_mma(k2_smem.permute((1, 0)), ds_smem, gl.zeros([K2, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dk1, dk2, dq = warpgroup_mma_wait(0, deps=[dk1, dk2, dq])
-        scores = _start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+        scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
         dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
         store_tile(dq_ptr + K1, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K2, SLOTS_TOTAL, ROWS)

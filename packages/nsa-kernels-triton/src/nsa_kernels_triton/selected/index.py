@@ -13,18 +13,19 @@ from nsa_kernels_triton.selected import index_kernels
 CHUNK_BYTES = 2**30
 """Partial results of one chunk of queries, at most."""
 MAX_CHUNK_ROWS = 8192
-WORD_ROWS = 32
-"""Queries whose choice of one piece is a word of bits."""
+WORD_ROWS: int = index_kernels.WORD_ROWS.value
 MIN_CHUNK_ROWS = WORD_ROWS
 COUNTED_WORDS = 1024
 """Words of a program that counts their bits."""
-CUT_LISTS = 32
-"""Lists of a program that cuts them into items."""
-ITEM_ROWS = {"forward": 2048, "backward": 4096}
+CUT_ITEMS = 1024
+"""Items, at most, of a program that cuts lists into them."""
+FORWARD_ITEM_ROWS = 2048
 """Rows (queries times heads of a group) of one work item: a block that every query chose is cut into many.
 
-Small ones end a launch evenly; backward, each but the first of its list has to add its dK and dV to theirs.
+Small ones end a launch evenly.
 """
+BACKWARD_ITEM_ROWS = 4096
+"""The same backward, where every item but the first of a list has dK and dV of its own to be added."""
 
 
 class Pieces(NamedTuple):
@@ -99,11 +100,10 @@ class Chunk(NamedTuple):
     num_pieces: int
     """That have a list: those that some row may see."""
     present: Tensor
-    """int8 (rows, G, slots): 1 where the partial result of a slot is written."""
+    """int8 (rows, G, slots): 1 where the partial result of a slot is written; of rows before `last_row`."""
 
 
 def index_of(
-    direction: str,
     block_indices: Tensor,
     sequences: Sequences,
     num_keys: int,
@@ -111,9 +111,13 @@ def index_of(
     block_keys: int,
     num_heads: int,
     row_bytes: int,
+    item_rows: int,
     first_position: int,
 ) -> Index:
-    """Return the index, from `first_position` on, of a pass whose partial results take `row_bytes` per (query, head, slot)."""
+    """Return the index, from `first_position` on, of a pass whose partial results take `row_bytes` per (query, head, slot).
+
+    A work item has at most `item_rows` rows.
+    """
     batch, num_queries, num_groups, num_selected = block_indices.shape
     placement, pieces = sequences.placement, pieces_of(geometry, block_keys)
     total = batch * num_queries
@@ -129,7 +133,7 @@ def index_of(
     slots = num_selected * pieces.per_block
     affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * row_bytes))
     chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, next_power_of_2(total)))
-    item_queries = max(1, ITEM_ROWS[direction] // (num_heads // num_groups))
+    item_queries = max(1, item_rows // (num_heads // num_groups))
     sequence_rows = 0 if sequences.is_packed or sequences.is_cached else num_queries
     num_pieces = blocks * pieces.per_block
     return Index(
@@ -149,6 +153,8 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         "PIECES": index.pieces.per_block,
         "WORDS": words,
     }
+    # a thread holds the slots of one row, up to 32
+    warps = min(16, max(1, choice["SLOTS"] // 32))
     for first in range(0, index.num_rows, chunk_rows):
         last = min(first + chunk_rows, index.num_rows)
         num_pieces = index.pieces_until(last)
@@ -160,7 +166,7 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         present = torch.empty(chunk_rows, index.num_groups, index.slots, dtype=torch.int8, device=device)
         index_kernels.mark_kernel[grid](
             index.block_indices, index.rows, marks, key_rows, present, first, index.num_rows, num_pieces, index.first_position,
-            **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size, num_warps=1,
+            **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size, num_warps=warps,
         )  # fmt: skip
         ranks = torch.empty_like(marks)
         counts = torch.empty(3, num_lists, dtype=torch.int32, device=device)
@@ -171,10 +177,24 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         ends = counts.cumsum(1, dtype=torch.int32)
         entries = torch.empty(num_entries, dtype=torch.int32, device=device)
         index_kernels.list_kernel[grid](
-            index.block_indices, index.rows, marks, ranks, ends, entries, present, first, index.num_rows, num_pieces, **choice, num_warps=1
+            index.block_indices,
+            index.rows,
+            marks,
+            ranks,
+            ends,
+            entries,
+            present,
+            first,
+            index.num_rows,
+            num_pieces,
+            **choice,
+            num_warps=warps,
         )
         items = torch.empty(num_items, 4, dtype=torch.int32, device=device)
-        index_kernels.cut_kernel[(cdiv(num_lists, CUT_LISTS),)](
-            ends, items, num_lists, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=CUT_LISTS, num_warps=1
+        block = max(1, CUT_ITEMS // index.item_slots)
+        index_kernels.cut_kernel[(cdiv(num_lists, block),)](
+            ends, items, num_lists, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=block, num_warps=1
         )
+        # the next chunk's take their place
+        del marks, ranks, counts
         yield Chunk(first, last, ends, entries, items, key_rows, num_pieces, present)

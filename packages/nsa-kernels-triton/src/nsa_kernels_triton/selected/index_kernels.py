@@ -10,6 +10,9 @@ import triton.language as tl
 
 from nsa_kernels_triton.tiles import find_sequence
 
+WORD_ROWS = tl.constexpr(32)
+"""Queries whose choice of one piece is a word of bits."""
+
 
 @triton.jit
 def describe_rows_kernel(
@@ -47,15 +50,15 @@ def mark_kernel(
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr,
     PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit (group, piece, row - first_row) of every piece that a row chose; grid (WORDS, G).
+    """Set the bit (group, piece, row - first_row) of every piece that a row chose; grid (words with rows, G).
 
     Write the first key row of such pieces, and which slots (row - first_row, G, slots) of the choice count: not those outside
     0 .. own, of a block that stands there twice only the first, and none of rows whose position is below `first_position`.
     """
     group = tl.program_id(1)
     # a tile's rows are the bits of one word
-    bits = tl.arange(0, 32)
-    local = tl.program_id(0) * 32 + bits
+    bits = tl.arange(0, WORD_ROWS)
+    local = tl.program_id(0) * WORD_ROWS + bits
     row = first_row + local
     exists = row < num_rows
     position = tl.load(rows_ptr + row, mask=exists, other=-1)
@@ -70,7 +73,7 @@ def mark_kernel(
     for slot in tl.range(0, NUM_SELECTED - 1):
         earlier = tl.load(indices_ptr + source + slot, mask=exists, other=-1)
         is_block = is_block & ((block != earlier[:, None]) | (slots <= slot)[None, :])
-    bit = tl.full([32, SLOTS], 1, tl.int32) << bits[:, None]
+    bit = tl.full([WORD_ROWS, SLOTS], 1, tl.int32) << bits[:, None]
     for part in tl.static_range(PIECES):
         start = block * SELECTION_SIZE + part * PIECE_SIZE
         is_present = is_block & (start <= position[:, None])
@@ -114,21 +117,21 @@ def list_kernel(
     indices_ptr, rows_ptr, marks_ptr, ranks_ptr, ends_ptr, entries_ptr, present_ptr, first_row, num_rows, num_pieces,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the queries of the lists in ascending order; grid (WORDS, G).
+    """Write the queries of the lists in ascending order; grid (words with rows, G).
 
     An entry is (row - first_row) * slots + slot, where the slot is the piece's place in the row's choice.
     """
     SLOTS_TOTAL: tl.constexpr = NUM_SELECTED * PIECES
     group = tl.program_id(1)
-    bits = tl.arange(0, 32)
-    local = tl.program_id(0) * 32 + bits
+    bits = tl.arange(0, WORD_ROWS)
+    local = tl.program_id(0) * WORD_ROWS + bits
     row = first_row + local
     exists = row < num_rows
     piece0 = tl.load(rows_ptr + 2 * num_rows + row, mask=exists, other=0)
     slots = tl.arange(0, SLOTS)[None, :]
     in_choice = exists[:, None] & (slots < NUM_SELECTED)
     block = tl.load(indices_ptr + ((row.to(tl.int64) * G + group) * NUM_SELECTED)[:, None] + slots, mask=in_choice, other=-1)
-    below = ((tl.full([32], 1, tl.int32) << bits) - 1)[:, None]
+    below = ((tl.full([WORD_ROWS], 1, tl.int32) << bits) - 1)[:, None]
     for part in tl.static_range(PIECES):
         slot = (local * G + group)[:, None] * SLOTS_TOTAL + slots * PIECES + part
         is_present = tl.load(present_ptr + slot, mask=in_choice, other=0) == 1

@@ -25,7 +25,7 @@ from nsa_kernels_triton.launch import (
 )
 from nsa_kernels_triton.policy import Ring, parts_of
 from nsa_kernels_triton.selected import kernels
-from nsa_kernels_triton.selected.index import Chunk, Index, chunks, index_of
+from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
 
 
 def selected_attention(
@@ -214,7 +214,7 @@ def forward(
     dtype = partial_dtype(q, v.shape[3])
     early = 0 if others is None else early_queries(q, k, v, geometry, sequences)
     index = index_of(
-        "forward", block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, early
+        block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early
     )
     if early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
@@ -278,7 +278,7 @@ def backward(
     dtype = partial_dtype(q, q.shape[3])
     early = 0 if gates is None else early_queries(q, k, v, geometry, sequences)
     index = index_of(
-        "backward", block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, early
+        block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, BACKWARD_ITEM_ROWS, early
     )
     if early:
         assert gates is not None and adds
@@ -287,7 +287,7 @@ def backward(
         interval.backward_into(dq, dk, dv, operands, limit=early)
     constants = _constants(q, k, v, index)
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
-    # a query's heads of one group lie side by side: nothing is padded where a power of two divides their width
+    # a query's heads of one group lie side by side: nothing is padded where 16 divides their width
     width = q.shape[2] // k.shape[2] * q.shape[3]
     columns = max(16, min(1024, width & -width))
     gate = {"GATE": -1 if gates is None else GATE}
