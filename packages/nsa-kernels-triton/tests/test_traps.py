@@ -222,8 +222,7 @@ def test_a_block_that_stands_twice_counts_once() -> None:
     shape = Shape(num_queries=70, num_heads=4, num_kv_heads=2)
     inputs = inputs_of(shape)
     indices = random_block_indices(shape, device=DEVICE)
-    last = torch.where(indices[..., -1] < 0, indices[..., 0], indices[..., -1])
-    twice = torch.cat([indices, indices[..., :1], last[..., None], last[..., None]], -1)
+    twice = torch.cat([indices[..., :1], indices, indices[..., -1:]], -1)
     geometry = evolve(SMALL, num_selected_blocks=twice.shape[-1])
     exact = attend_and_differentiate(inputs, indices, SMALL)
     for choice in (twice, twice.flip(-1)):
