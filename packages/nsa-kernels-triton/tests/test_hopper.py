@@ -112,13 +112,13 @@ def test_a_block_that_is_chosen_late_hides_its_end_from_its_first_queries(head_d
     indices = torch.stack([torch.zeros(128), torch.where(position >= 64 + 40, 1, -1)], -1).to(torch.int32)[None, :, None]
     geometry = evolve(GEOMETRY, num_selected_blocks=2, num_local_blocks=1, num_initial_blocks=1)
 
-    def evaluate(backend):
-        leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
+    def evaluate(backend, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (inputs.q.clone(), inputs.k_slc.clone(), inputs.v_slc.clone())]
         out = selected_attention(*leaves, indices, geometry=geometry, backend=backend).out
-        return [out, *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
-    for ours, exact in zip(evaluate("triton"), evaluate("sdpa"), strict=True):
-        assert max_error(ours, exact.double()) <= 2 * allowed_error(exact.double(), torch.float32)
+    for ours, exact in zip(evaluate("triton", torch.float32), evaluate("sdpa", torch.float64), strict=True):
+        assert max_error(ours, exact) <= allowed_error(exact, torch.float32)
 
 
 @pytest.mark.usefixtures("simulated")

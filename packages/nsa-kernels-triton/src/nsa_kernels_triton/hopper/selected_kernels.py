@@ -19,6 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, load_tile, start_scores
 
 
+@gluon.jit
+def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL: gl.constexpr, KEYS: gl.constexpr):
+    """Return of the program's item: group, first entry, end, place of its dK, dV, first and last key row, and whether some query sees less."""
+    item = items_ptr + gl.program_id(0) * 4
+    index = gl.load(item)
+    start = gl.load(item + 1)
+    end = gl.load(item + 2)
+    key_row0 = gl.load(key_rows_ptr + index % num_pieces)
+    # the last query sees the most; beyond it a store may hold anything
+    last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
+    is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
+    return index // num_pieces, start, end, gl.load(item + 3), key_row0, last_key, is_masked
+
+
 @gluon.constexpr_function
 def tile_of(width, lane_columns):
     """Return the layout of tiles of rows whose copies share their places: `lane_columns` lanes to a row, whatever its width."""
@@ -205,17 +219,10 @@ def backward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     if gl.program_id(0) >= gl.load(num_items_ptr):
         return
-    item = items_ptr + gl.program_id(0) * 4
-    index = gl.load(item)
-    start = gl.load(item + 1)
-    end = gl.load(item + 2)
-    place = gl.load(item + 3)
-    group = index // num_pieces
-    key_row0 = gl.load(key_rows_ptr + index % num_pieces)
     own_ptr = rows_ptr + num_rows + first_row
-    # the last query sees the most; beyond it a store may hold anything
-    last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
-    is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
+    group, start, end, place, key_row0, last_key, is_masked = load_item(
+        items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
+    )
 
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_K], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
@@ -419,15 +426,10 @@ def forward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     if gl.program_id(0) >= gl.load(num_items_ptr):
         return
-    item = items_ptr + gl.program_id(0) * 4
-    index = gl.load(item)
-    start = gl.load(item + 1)
-    end = gl.load(item + 2)
-    group = index // num_pieces
-    key_row0 = gl.load(key_rows_ptr + index % num_pieces)
     own_ptr = rows_ptr + num_rows + first_row
-    last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
-    is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
+    group, start, end, _place, key_row0, last_key, is_masked = load_item(
+        items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
+    )
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(K2, 16)], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, 64], dtype)

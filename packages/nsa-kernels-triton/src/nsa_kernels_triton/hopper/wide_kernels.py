@@ -1,7 +1,7 @@
 """Backward of attention over chosen blocks for compute capability 9.0 and wide heads: four warps load, twice four compute.
 
 One group of computing warps holds dV and makes the first columns of partial dQ, the other dK and the rest of them. Both compute
-weights and their gradients, which is cheaper than their exchange: neither ever waits for the other.
+weights and their gradients rather than exchange them: neither ever waits for the other.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, start_next, store_tile, weights_of
+from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, start_next, store_tile, weights_of
 from nsa_kernels_triton.hopper.tiles import barrier, load_tile
 
 
@@ -127,17 +127,10 @@ def backward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     if gl.program_id(0) >= gl.load(num_items_ptr):
         return
-    item = items_ptr + gl.program_id(0) * 4
-    index = gl.load(item)
-    start = gl.load(item + 1)
-    end = gl.load(item + 2)
-    place = gl.load(item + 3)
-    group = index // num_pieces
-    key_row0 = gl.load(key_rows_ptr + index % num_pieces)
     own_ptr = rows_ptr + num_rows + first_row
-    # the last query sees the most; beyond it a store may hold anything
-    last_key = gl.load(own_ptr + gl.load(entries_ptr + end - 1) // SLOTS_TOTAL)
-    is_masked = gl.load(own_ptr + gl.load(entries_ptr + start) // SLOTS_TOTAL) < key_row0 + KEYS - 1
+    group, start, end, place, key_row0, last_key, is_masked = load_item(
+        items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
+    )
 
     FIRST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
     SECOND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K2], dtype)

@@ -177,19 +177,9 @@ def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
         ends = counts.cumsum(1, dtype=torch.int32)
         entries = torch.empty(num_entries, dtype=torch.int32, device=device)
         index_kernels.list_kernel[grid](
-            index.block_indices,
-            index.rows,
-            marks,
-            ranks,
-            ends,
-            entries,
-            present,
-            first,
-            index.num_rows,
-            num_pieces,
-            **choice,
-            num_warps=warps,
-        )
+            index.block_indices, index.rows, marks, ranks, ends, entries, present, first, index.num_rows, num_pieces,
+            **choice, num_warps=warps,
+        )  # fmt: skip
         items = torch.empty(num_items, 4, dtype=torch.int32, device=device)
         block = max(1, CUT_ITEMS // index.item_slots)
         index_kernels.cut_kernel[(cdiv(num_lists, block),)](
