@@ -199,12 +199,31 @@ def test_rings_are_for_half_precision_on_capability_9_0(kind):
         ((8, 0), 128, 128, 2),
         ((10, 0), 128, 128, 2),
         ((9, 0), 128, 128, 4),
-        ((9, 0), 80, 64, 2),
+        # rows that start off 16 bytes, results in float32, and heads beyond the tiles
+        ((9, 0), 84, 84, 2),
+        ((9, 0), 32, 32, 2),
+        ((9, 0), 200, 128, 2),
         ((9, 0), 256, 256, 2),
         # scores have no values, and none of their rings is for 64
         ((9, 0), 64, 128, 2),
     ):
         assert policy.ring(kind, capability, head_dim_qk, head_dim_v, itemsize) is None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "parts"),
+    [(40, (64, 0)), (64, (64, 0)), (72, (128, 0)), (96, (128, 0)), (136, (128, 64)), (192, (128, 64)), (256, (128, 128))],
+)
+def test_heads_between_the_rings_take_the_next_one(head_dim, parts):
+    assert policy.ring_parts(head_dim) == parts
+    has_ring = sum(parts) <= 192
+    assert policy.ring("window_forward", (9, 0), head_dim, 40, 2) is (policy.RINGS["window_forward"][sum(parts)] if has_ring else None)
+
+
+def test_values_fit_the_place_of_the_first_columns_of_q():
+    assert policy.ring("window_forward", (9, 0), 80, 96, 2) is policy.RINGS["window_forward"][128]
+    assert policy.ring("window_forward", (9, 0), 64, 72, 2) is None
+    assert policy.ring("window_forward", (9, 0), 192, 136, 2) is None
 
 
 def test_an_unknown_triton_leaves_the_portable_kernels(monkeypatch):

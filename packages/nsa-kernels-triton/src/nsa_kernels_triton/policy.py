@@ -182,6 +182,13 @@ def _half_table(capability: tuple[int, int]) -> Table:
     return HALF[available if capability[0] == 9 else min(available, SHARED_MEMORY_BYTES[OLDEST])]
 
 
+class Parts(NamedTuple):
+    """A head dimension as one or two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
+
+    first: int
+    second: int
+
+
 @frozen
 class Ring:
     """How a kernel of `hopper` cuts its work: four warps load tiles into a ring; four, twice four or four times four compute."""
@@ -197,7 +204,7 @@ class Ring:
     """To a multiprocessor; read for the selected kernels alone, for of the others one program fills it."""
 
 
-# measured on an H200, at 32,768 tokens; kind -> head_dim_qk -> ring
+# measured on an H200, at 32,768 tokens; kind -> columns of q's tiles -> ring
 RINGS: dict[str, dict[int, Ring]] = {
     "compressed_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 128, 2, 40), 192: Ring(128, 64, 3, 40)},
     "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 5, 40), 192: Ring(128, 64, 3, 40)},
@@ -207,17 +214,29 @@ RINGS: dict[str, dict[int, Ring]] = {
     "selected_forward": {64: Ring(64, 64, 4, 40, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
     "selected_backward": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(64, 64, 3, 56, num_programs=1)},
 }
-RING_HEAD_DIMS_V = (64, 128)
 RING_CAPABILITY = (9, 0)
+RING_WIDEST_V = 128
+NARROWEST_OF_HALVES = 33
+"""Head dimensions below this have results in float32, which those kernels do not write."""
+COPIED_ELEMENTS = 8
+"""What one instruction copies of bf16 or fp16: rows of a multiple of it start at 16 bytes."""
 
 
 def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Ring | None:
     """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves."""
-    if capability != RING_CAPABILITY or itemsize != 2:
+    head_dims = (head_dim_qk,) if kind == "scores" else (head_dim_qk, head_dim_v)
+    if capability != RING_CAPABILITY or itemsize != 2 or any(x % COPIED_ELEMENTS or x < NARROWEST_OF_HALVES for x in head_dims):
         return None
-    if kind != "scores" and (head_dim_v not in RING_HEAD_DIMS_V or head_dim_v > head_dim_qk):
+    parts = ring_parts(head_dim_qk)
+    # outputs leave by the place of the first columns of q
+    if kind != "scores" and (head_dim_v > RING_WIDEST_V or ring_parts(head_dim_v).first > parts.first):
         return None
-    return RINGS[kind].get(head_dim_qk) if has_gluon() else None
+    return RINGS[kind].get(sum(parts)) if has_gluon() else None
+
+
+def ring_parts(head_dim: int) -> Parts:
+    """Return the columns of the tiles that hold `head_dim`, in one part or two: 64, 128 or 128 + 64, the most that there is a ring for."""
+    return Parts(64 if head_dim <= 64 else 128, 0 if head_dim <= 128 else 64 if head_dim <= 192 else 128)
 
 
 GLUON_MODULE = "triton.experimental.gluon.language.nvidia.hopper"
@@ -233,13 +252,6 @@ def has_gluon() -> bool:
         return version("triton").startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None
     except PackageNotFoundError:
         return False
-
-
-class Parts(NamedTuple):
-    """A head dimension as one or two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
-
-    first: int
-    second: int
 
 
 def parts_of(head_dim: int) -> Parts:

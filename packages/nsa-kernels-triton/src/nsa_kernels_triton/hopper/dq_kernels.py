@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_kernels_triton.hopper.interval_kernels import tile_of
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile, start_scores, visible_keys
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile, mask_of, start_scores, visible_keys
 
 
 @gluon.jit
@@ -21,7 +21,7 @@ def _load(
     rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
@@ -43,10 +43,10 @@ def _load(
         mbarrier.wait(rows_empty.index(place), ((number // PLACES) & 1) ^ 1)
         for half in gl.static_range(2):
             row = row0 + half * HALF
-            load_tile(q_ptr + head0 * D_K, q1_smem.index(2 * place + half), row, row_end, H, HG, D_K, K1, HALF)
+            load_tile(q_ptr + head0 * D_K, q1_smem.index(2 * place + half), row, row_end, H, HG, D_K, 0, K1, HALF)
             if K2 > 0:
-                load_tile(q_ptr + head0 * D_K + K1, q2_smem.index(2 * place + half), row, row_end, H, HG, D_K, K2, HALF)
-            load_tile(dout_ptr + head0 * D_V, dout_smem.index(2 * place + half), row, row_end, H, HG, D_V, D_V, HALF)
+                load_tile(q_ptr + head0 * D_K, q2_smem.index(2 * place + half), row, row_end, H, HG, D_K, K1, K2, HALF)
+            load_tile(dout_ptr + head0 * D_V, dout_smem.index(2 * place + half), row, row_end, H, HG, D_V, 0, V1, HALF)
             rows = row + gl.arange(0, HALF, LINE)
             heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
             exists = rows < row_end
@@ -57,7 +57,7 @@ def _load(
         for key in range(start, end, KEYS):
             load_keys(
                 k_ptr + key_place * D_K, v_ptr + key_place * D_V, key, end, loaded,
-                k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, G, D_K, K1, K2, D_V, KEYS, STAGES,
+                k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, G, D_K, K1, K2, D_V, V1, KEYS, STAGES,
             )  # fmt: skip
             loaded += 1
 
@@ -190,13 +190,13 @@ def _multiply(
             mbarrier.arrive(k_empty.index(before), count=1)
         # gradients leave through the rows' own place
         barrier()
-        _place(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, dq1, share, t, H, HG, D_K, K1, HALF, ACC1, ADD)
+        _place(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, dq1, share, t, H, HG, D_K, 0, K1, HALF, ACC1, ADD)
         if K2 > 0:
-            _place(dq_ptr + head0 * D_K + K1, q2, row0, num_rows * HG, dq2, share, t, H, HG, D_K, K2, HALF, ACC2, ADD)
+            _place(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, dq2, share, t, H, HG, D_K, K1, K2, HALF, ACC2, ADD)
         barrier()
-        _store(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, H, HG, D_K, K1, HALF)
+        _store(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, H, HG, D_K, 0, K1, HALF)
         if K2 > 0:
-            _store(dq_ptr + head0 * D_K + K1, q2, row0, num_rows * HG, H, HG, D_K, K2, HALF)
+            _store(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, H, HG, D_K, K1, K2, HALF)
         barrier()
         mbarrier.arrive(rows_empty.index(place), count=1)
 
@@ -204,7 +204,8 @@ def _multiply(
 @gluon.jit
 def _place(
     dq_ptr, smem, row0, row_end, values, share, t,
-    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, HALF: gl.constexpr, ACC: gl.constexpr, ADD: gl.constexpr,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, HALF: gl.constexpr,
+    ACC: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Put `values` times their rows' share into shared memory. ADD: with what stands where they go."""
     share = gl.convert_layout(share, gl.SliceLayout(1, ACC))
@@ -215,18 +216,23 @@ def _place(
         rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
         columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
         places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
-        values += gl.load(dq_ptr + places[:, None] + columns[None, :], mask=(rows < row_end)[:, None], other=0.0).to(gl.float32)
+        mask = mask_of(rows < row_end, columns, D - FIRST, WIDTH)
+        values += gl.load(dq_ptr + FIRST + places[:, None] + columns[None, :], mask=mask, other=0.0).to(gl.float32)
     smem.store(values.to(smem.dtype))
 
 
 @gluon.jit
-def _store(dq_ptr, smem, row0, row_end, H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, HALF: gl.constexpr):
+def _store(
+    dq_ptr, smem, row0, row_end,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
     """Write the rows row0 .. row_end - 1 of a half from shared memory."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
     places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
-    gl.store(dq_ptr + places[:, None] + columns[None, :], smem.load(TILE), mask=(rows < row_end)[:, None])
+    mask = mask_of(rows < row_end, columns, D - FIRST, WIDTH)
+    gl.store(dq_ptr + FIRST + places[:, None] + columns[None, :], smem.load(TILE), mask=mask)
 
 
 @gluon.jit
@@ -234,7 +240,7 @@ def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, scale, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
@@ -244,7 +250,7 @@ def dq_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D_V], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, V1], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q1_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, K1], K1_SHARED)
@@ -254,8 +260,8 @@ def dq_kernel(
     if K2 > 0:
         q2_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, K2], K2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], K2_SHARED)
-    dout_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, D_V], V_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D_V], V_SHARED)
+    dout_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, V1], V_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V_SHARED)
     lse_smem = gl.allocate_shared_memory(gl.float32, [2 * PLACES, HALF], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [2 * PLACES, HALF], FLAT)
     rows_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
@@ -305,7 +311,7 @@ def dq_kernel(
                     rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES, PLACES,
+                    H, G, D_K, K1, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES, PLACES,
                 ),
             ),
         ],

@@ -21,6 +21,7 @@ from nsa_kernels_triton.hopper.tiles import (
     find_sequence,
     load_keys,
     load_tile,
+    mask_of,
     place_of,
     query_rows,
     start_scores,
@@ -31,7 +32,7 @@ from nsa_kernels_triton.hopper.tiles import (
 @gluon.jit
 def _load_rows(
     q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
-    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the rows row_from .. row_end - 1 of a group; rows beyond are zeros."""
@@ -43,10 +44,10 @@ def _load_rows(
         exists = rows < row_end
         heads = (rows // HG).to(gl.int64) * H + rows % HG
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        load_tile(q_ptr, q1_smem.index(stage), row, row_end, H, HG, D_K, K1, ROWS)
+        load_tile(q_ptr, q1_smem.index(stage), row, row_end, H, HG, D_K, 0, K1, ROWS)
         if K2 > 0:
-            load_tile(q_ptr + K1, q2_smem.index(stage), row, row_end, H, HG, D_K, K2, ROWS)
-        load_tile(dout_ptr, dout_smem.index(stage), row, row_end, H, HG, D_V, D_V, ROWS)
+            load_tile(q_ptr, q2_smem.index(stage), row, row_end, H, HG, D_K, K1, K2, ROWS)
+        load_tile(dout_ptr, dout_smem.index(stage), row, row_end, H, HG, D_V, 0, V1, ROWS)
         async_copy.async_copy_global_to_shared(lse_smem.index(stage), lse_ptr + heads, mask=exists)
         async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
         if GATED:
@@ -97,8 +98,8 @@ def _seen_weights(
 def _multiply(
     half: gl.constexpr, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
     dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end, scale, factor,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, GATED: gl.constexpr,
-    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV that the rows give to one half of the keys. The product into dK overlaps with the next tile's scores."""
@@ -106,7 +107,7 @@ def _multiply(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
     ACC_K2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(K2, 16), 16])
-    ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V1, 16])
     LEFT_K1: gl.constexpr = gl.DotOperandLayout(0, ACC_K1, 2)
     LEFT_K2: gl.constexpr = gl.DotOperandLayout(0, ACC_K2, 2)
     LEFT_V: gl.constexpr = gl.DotOperandLayout(0, ACC_V, 2)
@@ -125,7 +126,7 @@ def _multiply(
     dk2 = dk1
     if K2 > 0:
         dk2 = gl.zeros([HALF, K2], gl.float32, ACC_K2)
-    dv = gl.zeros([HALF, D_V], gl.float32, ACC_V)
+    dv = gl.zeros([HALF, V1], gl.float32, ACC_V)
     zeros = gl.zeros([HALF, ROWS], gl.float32, SCORES)
     row_first, row_last, middle, full_end = _seen_rows(
         key0, gl.minimum(key0 + HALF, num_keys) - 1, position, num_valid, row_from, row_end, HG, IS_WINDOW, SIZE, STRIDE, WINDOW
@@ -194,22 +195,23 @@ def _multiply(
     for tile in range(end_tile, num_tiles):
         mbarrier.wait(full.index(tile % STAGES), (tile // STAGES) & 1)
         mbarrier.arrive(empty.index(tile % STAGES), count=1)
-    _store(dk_ptr, key_row0, key0, num_keys, group, dk1 * scale, G, D_K, K1, HALF, ACC_K1)
+    _store(dk_ptr, key_row0, key0, num_keys, group, dk1 * scale, G, D_K, 0, K1, HALF, ACC_K1)
     if K2 > 0:
-        _store(dk_ptr + K1, key_row0, key0, num_keys, group, dk2 * scale, G, D_K, K2, HALF, ACC_K2)
-    _store(dv_ptr, key_row0, key0, num_keys, group, dv, G, D_V, D_V, HALF, ACC_V)
+        _store(dk_ptr, key_row0, key0, num_keys, group, dk2 * scale, G, D_K, K1, K2, HALF, ACC_K2)
+    _store(dv_ptr, key_row0, key0, num_keys, group, dv, G, D_V, 0, V1, HALF, ACC_V)
 
 
 @gluon.jit
 def _store(
     ptr, key_row0, key0, num_keys, group, values,
-    G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Write WIDTH columns of the gradients of a tile of keys."""
+    """Write the columns FIRST .. FIRST + WIDTH - 1, as far as there are any, of the gradients of a tile of keys."""
     in_tile = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
     rows = ((key_row0 + key0 + in_tile) * G + group) * D
-    gl.store(ptr + rows[:, None] + columns[None, :], values.to(ptr.dtype.element_ty), mask=(key0 + in_tile < num_keys)[:, None])
+    mask = mask_of(key0 + in_tile < num_keys, columns, D - FIRST, WIDTH)
+    gl.store(ptr + FIRST + rows[:, None] + columns[None, :], values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -217,7 +219,7 @@ def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
@@ -250,7 +252,7 @@ def dkdv_kernel(
 
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D_V], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, V1], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k1_smem = gl.allocate_shared_memory(dtype, [2, HALF, K1], K1_SHARED)
@@ -260,8 +262,8 @@ def dkdv_kernel(
     if K2 > 0:
         k2_smem = gl.allocate_shared_memory(dtype, [2, HALF, K2], K2_SHARED)
         q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [2, HALF, D_V], V_SHARED)
-    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], V_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [2, HALF, V1], V_SHARED)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, V1], V_SHARED)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     gate_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
@@ -277,10 +279,10 @@ def dkdv_kernel(
     num_seen = gl.minimum(num_keys, seen)
     key_place = key_row0 * G + group
     for half in gl.static_range(2):
-        load_tile(k_ptr + key_place * D_K, k1_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K1, HALF)
+        load_tile(k_ptr + key_place * D_K, k1_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, 0, K1, HALF)
         if K2 > 0:
-            load_tile(k_ptr + key_place * D_K + K1, k2_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K2, HALF)
-        load_tile(v_ptr + key_place * D_V, v_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_V, D_V, HALF)
+            load_tile(k_ptr + key_place * D_K, k2_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K1, K2, HALF)
+        load_tile(v_ptr + key_place * D_V, v_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_V, 0, V1, HALF)
     async_copy.commit_group()
 
     row_from = split * split_queries * HG
@@ -300,7 +302,7 @@ def dkdv_kernel(
                     0, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
                     position, num_valid, row_from, row_end, scale, factor,
-                    G, HG, D_K, K1, K2, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
+                    G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -309,7 +311,7 @@ def dkdv_kernel(
                     1, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
                     position, num_valid, row_from, row_end, scale, factor,
-                    G, HG, D_K, K1, K2, D_V, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
+                    G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -317,7 +319,7 @@ def dkdv_kernel(
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3,
                     q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
-                    H, HG, D_K, K1, K2, D_V, GATED, ROWS, STAGES,
+                    H, HG, D_K, K1, K2, D_V, V1, GATED, ROWS, STAGES,
                 ),
             ),
         ],
@@ -357,7 +359,7 @@ def _load(
     q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -376,16 +378,16 @@ def _load(
         q_tile = q_ptr + (q_row0 * H + group * HG) * D_K
         mbarrier.wait(q_empty.index(place), ((number // 2) & 1) ^ 1)
         for half in gl.static_range(2):
-            load_tile(q_tile, q1_smem.index(2 * place + half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K1, HALF)
+            load_tile(q_tile, q1_smem.index(2 * place + half), row0 + half * HALF, num_rows * HG, H, HG, D_K, 0, K1, HALF)
             if K2 > 0:
-                load_tile(q_tile + K1, q2_smem.index(2 * place + half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K2, HALF)
+                load_tile(q_tile, q2_smem.index(2 * place + half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K1, K2, HALF)
         async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
         k_tile = k_ptr + (key_row0 * G + group) * D_K
         v_tile = v_ptr + (key_row0 * G + group) * D_V
         for key in range(start, end, KEYS):
             load_keys(
                 k_tile, v_tile, key, end, loaded, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                G, D_K, K1, K2, D_V, KEYS, STAGES,
+                G, D_K, K1, K2, D_V, V1, KEYS, STAGES,
             )  # fmt: skip
             loaded += 1
 
@@ -412,7 +414,7 @@ def _attend(
     half: gl.constexpr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-    H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -420,12 +422,12 @@ def _attend(
     HG: gl.constexpr = H // G
     HALF: gl.constexpr = ROWS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V1, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V1, V1 // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q1_smem.dtype
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D_V], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, V1], dtype)
     used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = tile_of(
@@ -443,7 +445,7 @@ def _attend(
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
         row_max = gl.full([HALF], float("-inf"), gl.float32, OF_ROWS)
         row_sum = gl.zeros([HALF], gl.float32, OF_ROWS)
-        acc = gl.zeros([HALF, D_V], gl.float32, ACC)
+        acc = gl.zeros([HALF, V1], gl.float32, ACC)
         zeros = gl.zeros([HALF, KEYS], gl.float32, SCORES)
         num_key_tiles = gl.cdiv(last_end - start, KEYS)
         mbarrier.wait(q_full.index(place), (number // 2) & 1)
@@ -501,14 +503,15 @@ def _attend(
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
         acc = gl.where(inverse == 0, 0.0, acc * inverse)
         # outputs leave through the rows' own place
-        out_smem = q1._reinterpret(dtype, [HALF, D_V], V_SHARED)
+        out_smem = q1._reinterpret(dtype, [HALF, V1], V_SHARED)
         barrier()
         out_smem.store(acc.to(dtype))
         barrier()
         rows_t = row0 + gl.arange(0, HALF, gl.SliceLayout(1, TILE))
         heads_t = head0 + (rows_t // HG).to(gl.int64) * H + rows_t % HG
-        columns = gl.arange(0, D_V, gl.SliceLayout(0, TILE))
-        gl.store(out_ptr + (heads_t * D_V)[:, None] + columns[None, :], out_smem.load(TILE), mask=(rows_t // HG < num_rows)[:, None])
+        columns = gl.arange(0, V1, gl.SliceLayout(0, TILE))
+        mask = mask_of(rows_t // HG < num_rows, columns, D_V, V1)
+        gl.store(out_ptr + (heads_t * D_V)[:, None] + columns[None, :], out_smem.load(TILE), mask=mask)
         barrier()
         mbarrier.arrive(q_empty.index(place), count=1)
 
@@ -518,7 +521,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -531,7 +534,7 @@ def forward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
     Q2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # two tiles of two halves
     q1_smem = gl.allocate_shared_memory(dtype, [4, HALF, K1], Q1_SHARED)
@@ -541,7 +544,7 @@ def forward_kernel(
     if K2 > 0:
         q2_smem = gl.allocate_shared_memory(dtype, [4, HALF, K2], Q2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], Q2_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D_V], V_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V_SHARED)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -567,7 +570,7 @@ def forward_kernel(
                     0, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
+                    H, G, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -576,7 +579,7 @@ def forward_kernel(
                     1, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
+                    H, G, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -585,7 +588,7 @@ def forward_kernel(
                     q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, D_V, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
+                    H, G, D_K, K1, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
         ],

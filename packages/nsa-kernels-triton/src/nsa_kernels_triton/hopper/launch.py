@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa_kernels_triton.launch import Sequences, Tiling, num_multiprocessors, score_factor
-from nsa_kernels_triton.policy import Ring, parts_of
+from nsa_kernels_triton.policy import Ring, ring_parts
 
 REGISTERS = {2: 128, 3: 80}
 """Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
@@ -120,12 +120,14 @@ def scores(
     from nsa_kernels_triton.hopper import scores_kernels as kernels
 
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
+    parts = ring_parts(q.shape[3])
     kernels.scores_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, lse, out,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], out.shape[3], out[0].numel(), tiling.num_tiles, tiling.num_sequences, num_items,
         *rows, first_tile, sequences.search_steps, factor,
-        **constants, ROWS=ring.block_rows, KEYS=ring.block_keys, STAGES=ring.num_stages, LOADER_REGISTERS=ring.loader_registers,
+        **(constants | {"K1": parts.first, "K2": parts.second}), ROWS=ring.block_rows, KEYS=ring.block_keys,
+        STAGES=ring.num_stages, LOADER_REGISTERS=ring.loader_registers,
         PART_REGISTERS=(5 * REGISTERS_OF_FIVE - ring.loader_registers) // 4, num_warps=4, maxnreg=REGISTERS_OF_FIVE,
     )  # fmt: skip
 
@@ -153,12 +155,13 @@ def selected_backward(
     """Write partial dQ, and add dK and dV; `rest` and `constants` are those of the portable kernel, `num_items` a bound."""
     from nsa_kernels_triton.hopper import selected_kernels, wide_kernels
 
+    sizes = _selected_constants(constants)
     # heads of q in two parts
-    is_wide = constants["K2"] > 0
+    is_wide = sizes["K2"] > 0
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     kernel[(num_items,)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
-        **_selected_constants(constants), GATED=gates is not None, **_ring_constants(ring),
+        **sizes, GATED=gates is not None, **_ring_constants(ring),
         **(_options_of_three(ring) if is_wide else _options(ring)),
     )  # fmt: skip
 
@@ -168,8 +171,9 @@ def _selected_constants(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _widths(head_dim_qk: int, head_dim_v: int) -> dict[str, int]:
-    parts = parts_of(head_dim_qk)
-    return {"D_K": head_dim_qk, "K1": parts.first, "K2": parts.second, "D_V": head_dim_v}
+    """Return the head dimensions and the columns of their tiles."""
+    parts, values = ring_parts(head_dim_qk), ring_parts(head_dim_v)
+    return {"D_K": head_dim_qk, "K1": parts.first, "K2": parts.second, "D_V": head_dim_v, "V1": values.first}
 
 
 def _ring_constants(ring: Ring) -> dict[str, int]:

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, exchange_lanes, layout_of, place_of, start_scores, visible_keys
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, exchange_lanes, layout_of, mask_of, place_of, start_scores, visible_keys
 
 
 @gluon.jit
@@ -38,16 +38,17 @@ def _tile_of(
 @gluon.jit
 def _load_rows(
     ptr, smem, query0, last_query,
-    H: gl.constexpr, HG: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+    H: gl.constexpr, HG: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying WIDTH columns of ROWS rows: the heads of a group, HEADS to a query. Those that do not exist are zeros."""
+    """Start copying WIDTH columns of ROWS rows: the heads of a group, HEADS to a query. What does not exist is zero."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
     queries = query0 + rows // HEADS
     places = (queries.to(gl.int64) * H + rows % HEADS) * D
     exists = (queries <= last_query) & (rows % HEADS < HG)
-    async_copy.async_copy_global_to_shared(smem, ptr + places[:, None] + columns[None, :], mask=exists[:, None])
+    mask = mask_of(exists, columns, D - FIRST, WIDTH)
+    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + places[:, None] + columns[None, :], mask=mask)
 
 
 @gluon.jit
@@ -63,9 +64,10 @@ def _key_order(columns, PADDED_STRIDES: gl.constexpr):
 @gluon.jit
 def _load_strides(
     ptr, smem, block, end,
-    G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, KEYS: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
+    STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying WIDTH columns of the keys of blocks, in the order of `_key_order`. Those that do not exist are zeros."""
+    """Start copying WIDTH columns of the keys of blocks, in the order of `_key_order`. What does not exist is zero."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = gl.arange(0, KEYS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
@@ -73,7 +75,9 @@ def _load_strides(
     stride = in_order % PADDED_STRIDES
     keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
     exists = (stride < STRIDES) & (keys < end)
-    async_copy.async_copy_global_to_shared(smem, ptr + (keys.to(gl.int64) * (G * D))[:, None] + columns[None, :], mask=exists[:, None])
+    places = keys.to(gl.int64) * (G * D)
+    mask = mask_of(exists, columns, D - FIRST, WIDTH)
+    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + places[:, None] + columns[None, :], mask=mask)
 
 
 @gluon.jit
@@ -102,18 +106,18 @@ def _load(
             mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
             for part in gl.static_range(4):
                 first = query0 + part * (ROWS // 4 // HEADS)
-                _load_rows(q_tile, q1_smem.index(part), first, last_query, H, HG, HEADS, D_K, K1, ROWS // 4)
+                _load_rows(q_tile, q1_smem.index(part), first, last_query, H, HG, HEADS, D_K, 0, K1, ROWS // 4)
                 if K2 > 0:
-                    _load_rows(q_tile + K1, q2_smem.index(part), first, last_query, H, HG, HEADS, D_K, K2, ROWS // 4)
+                    _load_rows(q_tile, q2_smem.index(part), first, last_query, H, HG, HEADS, D_K, K1, K2, ROWS // 4)
             async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
             number += 1
             k_tile = k_ptr + (key_row0 * G + group) * D_K
             for block in range(0, num_blocks, BLOCKS):
                 stage = loaded % STAGES
                 mbarrier.wait(k_empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
-                _load_strides(k_tile, k1_smem.index(stage), block, end, G, D_K, K1, STRIDES, PADDED_STRIDES, KEYS)
+                _load_strides(k_tile, k1_smem.index(stage), block, end, G, D_K, 0, K1, STRIDES, PADDED_STRIDES, KEYS)
                 if K2 > 0:
-                    _load_strides(k_tile + K1, k2_smem.index(stage), block, end, G, D_K, K2, STRIDES, PADDED_STRIDES, KEYS)
+                    _load_strides(k_tile, k2_smem.index(stage), block, end, G, D_K, K1, K2, STRIDES, PADDED_STRIDES, KEYS)
                 async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
                 loaded += 1
 

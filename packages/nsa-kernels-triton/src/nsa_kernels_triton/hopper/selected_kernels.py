@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, load_tile, start_scores
+from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, load_tile, mask_of, start_scores
 
 
 @gluon.jit
@@ -49,22 +49,24 @@ def _load_entries(entries_ptr, tile, num_rows, HG: gl.constexpr, ROWS: gl.conste
 @gluon.jit
 def _gather_tile(
     ptr, entry, smem, tile, num_rows,
-    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, LANES: gl.constexpr,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
+    ROWS: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
-    """Start copying WIDTH columns of a tile's rows, whose entries are given."""
+    """Start copying the columns FIRST .. FIRST + WIDTH - 1 of a tile's rows, whose entries are given. What does not exist is zero."""
     TILE: gl.constexpr = tile_of(WIDTH, LANES)
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
     heads = gl.convert_layout(entry, gl.SliceLayout(1, TILE)) // SLOTS_TOTAL * H + rows % HG
-    async_copy.async_copy_global_to_shared(smem, ptr + heads[:, None] * D + columns[None, :], mask=(rows < num_rows)[:, None])
+    mask = mask_of(rows < num_rows, columns, D - FIRST, WIDTH)
+    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + heads[:, None] * D + columns[None, :], mask=mask)
 
 
 @gluon.jit
 def gather(
     q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, entries_ptr, own_ptr,
     q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_rows,
-    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the tiles of an item. Rows beyond the last are zeros."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -79,10 +81,10 @@ def gather(
         next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
         next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), tile, num_rows, H, HG, D_K, K1, SLOTS_TOTAL, ROWS, LANES)
+        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), tile, num_rows, H, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS, LANES)
         if K2 > 0:
-            _gather_tile(q_ptr + K1, entry_t, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K2, SLOTS_TOTAL, ROWS, LANES)
-        _gather_tile(dout_ptr, entry_t, dout_smem.index(stage), tile, num_rows, H, HG, D_V, D_V, SLOTS_TOTAL, ROWS, LANES)
+            _gather_tile(q_ptr, entry_t, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, LANES)
+        _gather_tile(dout_ptr, entry_t, dout_smem.index(stage), tile, num_rows, H, HG, D_V, 0, V1, SLOTS_TOTAL, ROWS, LANES)
         rows = tile * ROWS + gl.arange(0, ROWS, LINE)
         exists = rows < num_rows
         heads = entry // SLOTS_TOTAL * H + rows % HG
@@ -128,17 +130,17 @@ def start_next(tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores
 def _multiply(
     k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
     full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, D_V: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write partial dQ of every tile, and add or store dK and dV of the block."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    ACC_K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_K, 16])
-    ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    ACC_K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
+    ACC_V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V1, 16])
     dtype: gl.constexpr = q_smem.dtype
     keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-    dk = gl.zeros([KEYS, D_K], gl.float32, ACC_K)
-    dv = gl.zeros([KEYS, D_V], gl.float32, ACC_V)
+    dk = gl.zeros([KEYS, K1], gl.float32, ACC_K)
+    dv = gl.zeros([KEYS, V1], gl.float32, ACC_V)
     num_tiles = gl.cdiv(num_rows, ROWS)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
     scores = start_next(0, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES)
@@ -158,7 +160,7 @@ def _multiply(
         dk = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_K, 2)), q, dk, is_async=True)
         fence_async_shared()
         barrier()
-        dq = warpgroup_mma(k_smem.permute((1, 0)), ds_smem, gl.zeros([D_K, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
+        dq = warpgroup_mma(k_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
         # the next tile's scores are computed while this one's results leave
         scores = start_next(tile + 1, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES)
@@ -166,53 +168,56 @@ def _multiply(
         # the tile of q has been read: partial dQ leaves through it
         q.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
-        store_tile(dq_ptr, q, entry_smem.index(stage), tile, num_rows, G, HG, D_K, D_K, SLOTS_TOTAL, ROWS)
+        store_tile(dq_ptr, q, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk * scale, G, D_K, D_K, KEYS, ACC_K)
-    add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, D_V, KEYS, ACC_V)
+    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk * scale, G, D_K, 0, K1, KEYS, ACC_K)
+    add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, 0, V1, KEYS, ACC_V)
 
 
 @gluon.jit
 def store_tile(
     ptr, smem, entry_smem, tile, num_rows,
-    G: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Write WIDTH columns of a tile's partial results to their places (rows, G, slots, H/G, D)."""
+    """Write the columns FIRST .. FIRST + WIDTH - 1, as far as there are any, of a tile's partial results to their places (rows, G, slots, H/G, D)."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     entry = entry_smem.load(gl.SliceLayout(1, TILE))
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
-    gl.store(ptr + target[:, None] * D + columns[None, :], smem.load(TILE), mask=(rows < num_rows)[:, None])
+    mask = mask_of(rows < num_rows, columns, D - FIRST, WIDTH)
+    gl.store(ptr + FIRST + target[:, None] * D + columns[None, :], smem.load(TILE), mask=mask)
 
 
 @gluon.jit
 def add_or_store(
     sum_ptr, extra_ptr, key_row0, last_key, group, place, values,
-    G: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Add the gradients of a list's first item to the running sum; keep those of a later one apart."""
     in_piece = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
-    mask = (key_row0 + in_piece <= last_key)[:, None]
     if place < 0:
+        mask = mask_of(key_row0 + in_piece <= last_key, columns, D - FIRST, WIDTH)
         keys = (key_row0 + in_piece).to(gl.int64) * G + group
-        target = sum_ptr + keys[:, None] * D + columns[None, :]
+        target = sum_ptr + FIRST + keys[:, None] * D + columns[None, :]
         gl.store(target, gl.load(target, mask=mask, other=0.0) + values, mask=mask)
     else:
         # all of it: to keys that none of the item's queries sees it gives 0
         numbers = place.to(gl.int64) * KEYS + in_piece
-        gl.store(extra_ptr + numbers[:, None] * D + columns[None, :], values)
+        target = extra_ptr + FIRST + numbers[:, None] * D + columns[None, :]
+        gl.store(target, values, mask=mask_of(in_piece >= 0, columns, D - FIRST, WIDTH))
 
 
 @gluon.jit
 def backward_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys, where K2 is 0; grid (bound on items,)."""
     HG: gl.constexpr = H // G
@@ -224,15 +229,15 @@ def backward_kernel(
         items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
     )
 
-    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_K], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
     DS_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    k_smem = gl.allocate_shared_memory(dtype, [KEYS, D_K], K_SHARED)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_K], K_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], V_SHARED)
-    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], V_SHARED)
+    k_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], K_SHARED)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], K_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, V1], V_SHARED)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, V1], V_SHARED)
     ds_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], DS_SHARED)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
@@ -248,8 +253,8 @@ def backward_kernel(
 
     num_keys = last_key + 1 - key_row0
     key_place = key_row0.to(gl.int64) * G + group
-    load_tile(k_ptr + key_place * D_K, k_smem, 0, num_keys, G, 1, D_K, D_K, KEYS)
-    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, D_V, KEYS)
+    load_tile(k_ptr + key_place * D_K, k_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
+    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
@@ -266,7 +271,7 @@ def backward_kernel(
                     k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
                     full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
                     key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
-                    G, HG, D_K, D_V, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                    G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -274,7 +279,7 @@ def backward_kernel(
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
                     q_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                    H, HG, D_K, D_K, 0, D_V, SLOTS_TOTAL, GATED, ROWS, STAGES,
+                    H, HG, D_K, K1, 0, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES,
                 ),
             ),
         ],
@@ -284,16 +289,18 @@ def backward_kernel(
 
 
 @gluon.jit
-def _load_shuffled_values(ptr, smem, num_keys, G: gl.constexpr, D_V: gl.constexpr, KEYS: gl.constexpr):
-    """Start copying 64 columns of values, in an order in which a thread of the product's result holds eight neighbours.
+def _load_shuffled_values(ptr, smem, num_keys, G: gl.constexpr, D_V: gl.constexpr, FIRST: gl.constexpr, KEYS: gl.constexpr):
+    """Start copying 64 columns of values from FIRST on, in an order in which a thread of the product's result holds eight neighbours.
 
-    Column 8 j + 2 c + e of 32 comes from column 8 c + 2 j + e.
+    Column 8 j + 2 c + e of 32 comes from column 8 c + 2 j + e. What does not exist is zero.
     """
     TILE: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     rows = gl.arange(0, KEYS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, 64, gl.SliceLayout(0, TILE))
-    columns = columns // 32 * 32 + columns // 2 % 4 * 8 + columns // 8 % 4 * 2 + columns % 2
-    async_copy.async_copy_global_to_shared(smem, ptr + (rows * (G * D_V))[:, None] + columns[None, :], mask=(rows < num_keys)[:, None])
+    pairs = columns // 32 * 32 + columns // 2 % 4 * 8 + columns // 8 % 4 * 2
+    # by the pair: the compiler must see that its two columns share their mask
+    mask = mask_of(rows < num_keys, pairs, D_V - FIRST, 64)
+    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + (rows * (G * D_V))[:, None] + (pairs + columns % 2)[None, :], mask=mask)
 
 
 @gluon.constexpr_function
@@ -305,29 +312,30 @@ def _of_pieces(num_rows):
 
 
 @gluon.jit
-def _store_unshuffled(ptr, target, acc, inverse, exists, dtype: gl.constexpr, D_V: gl.constexpr, ROWS: gl.constexpr):
-    """Write 64 columns of a tile's outputs to the rows `target`, 16 bytes a thread; no value changes its thread."""
+def _store_unshuffled(ptr, target, acc, inverse, exists, dtype: gl.constexpr, D_V: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """Write 64 columns of a tile's outputs from FIRST on to the rows `target`, 16 bytes a thread; no value changes its thread."""
     PIECES: gl.constexpr = _of_pieces(ROWS)
     out = (acc * inverse[:, None]).to(dtype).reshape([ROWS, 2, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, 64])
     columns = gl.arange(0, 64, gl.SliceLayout(0, PIECES))
-    gl.store(ptr + target[:, None] * D_V + columns[None, :], gl.convert_layout(out, PIECES), mask=exists[:, None])
+    mask = mask_of(exists, columns, D_V - FIRST, 64)
+    gl.store(ptr + FIRST + target[:, None] * D_V + columns[None, :], gl.convert_layout(out, PIECES), mask=mask)
 
 
 @gluon.jit
 def _gather_queries(
     q_ptr, k_ptr, v_ptr, entries_ptr, own_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, own_smem, entry_smem, full, empty, keys_full,
     start, num_rows, num_keys,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the keys and values of an item, and fill the ring with its tiles of queries. Rows beyond the last are zeros."""
     HG: gl.constexpr = H // G
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    load_tile(k_ptr, k1_smem, 0, num_keys, G, 1, D_K, K1, KEYS)
+    load_tile(k_ptr, k1_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
     if K2 > 0:
-        load_tile(k_ptr + K1, k2_smem, 0, num_keys, G, 1, D_K, K2, KEYS)
-    for part in gl.static_range(D_V // 64):
-        _load_shuffled_values(v_ptr + part * 64, v_smem.index(part), num_keys, G, D_V, KEYS)
+        load_tile(k_ptr, k2_smem, 0, num_keys, G, 1, D_K, K1, K2, KEYS)
+    for part in gl.static_range(V1 // 64):
+        _load_shuffled_values(v_ptr, v_smem.index(part), num_keys, G, D_V, part * 64, KEYS)
     async_copy.mbarrier_arrive(keys_full.index(0), increment_count=False)
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
@@ -340,9 +348,9 @@ def _gather_queries(
         next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
         next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
-        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), tile, num_rows, H, HG, D_K, K1, SLOTS_TOTAL, ROWS, LANES)
+        _gather_tile(q_ptr, entry_t, q1_smem.index(stage), tile, num_rows, H, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS, LANES)
         if K2 > 0:
-            _gather_tile(q_ptr + K1, entry_t, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K2, SLOTS_TOTAL, ROWS, LANES)
+            _gather_tile(q_ptr, entry_t, q2_smem.index(stage), tile, num_rows, H, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS, LANES)
         rows = tile * ROWS + gl.arange(0, ROWS, LINE)
         exists = rows < num_rows
         async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
@@ -356,7 +364,7 @@ def _gather_queries(
 def _attend(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
     out_ptr, lse_ptr, key_row0, last_key, num_rows, is_masked, factor,
-    G: gl.constexpr, HG: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write partial out and lse of every tile."""
@@ -390,7 +398,7 @@ def _attend(
         left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
         acc1 = warpgroup_mma(left, v_smem.index(0), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
         acc2 = acc1
-        if D_V > 64:
+        if V1 > 64:
             acc2 = warpgroup_mma(left, v_smem.index(1), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
         # the next tile's scores are computed while this one's results leave; after the last tile, those of an old stage, in vain
         following = (tile + 1) % STAGES
@@ -404,13 +412,13 @@ def _attend(
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC))
         rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PIECES))
         target_t = (entry_t // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry_t % SLOTS_TOTAL) * HG + rows_t % HG
-        if D_V > 64:
+        if V1 > 64:
             acc1, acc2 = warpgroup_mma_wait(1, deps=[acc1, acc2])
-            _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, ROWS)
-            _store_unshuffled(out_ptr + 64, target_t, acc2, inverse, rows_t < num_rows, dtype, D_V, ROWS)
+            _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, 0, ROWS)
+            _store_unshuffled(out_ptr, target_t, acc2, inverse, rows_t < num_rows, dtype, D_V, 64, ROWS)
         else:
             acc1 = warpgroup_mma_wait(1, deps=[acc1])
-            _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, ROWS)
+            _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, 0, ROWS)
     warpgroup_mma_wait(0, deps=[scores])
 
 
@@ -418,8 +426,8 @@ def _attend(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_lse_ptr, items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr,
     first_row, num_rows, num_pieces, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write partial out (rows, G, slots, H/G, D_v) and lse of the rows of one item; grid (bound on items,)."""
     HG: gl.constexpr = H // G
@@ -442,7 +450,7 @@ def forward_kernel(
     if K2 > 0:
         k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], K2_SHARED)
         q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [D_V // 64, KEYS, 64], V_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [V1 // 64, KEYS, 64], V_SHARED)
     own_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     entry_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -465,7 +473,7 @@ def forward_kernel(
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
                     out_ptr + group * (SLOTS_TOTAL * HG * D_V), part_lse_ptr + group * (SLOTS_TOTAL * HG),
                     key_row0, last_key, num_item_rows, is_masked, factor,
-                    G, HG, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
+                    G, HG, K1, K2, D_V, V1, SLOTS_TOTAL, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -473,7 +481,7 @@ def forward_kernel(
                 (
                     q_ptr + head0 * D_K, k_ptr + key_place * D_K, v_ptr + key_place * D_V, entries_ptr, own_ptr,
                     q1_smem, q2_smem, k1_smem, k2_smem, v_smem, own_smem, entry_smem, full, empty, keys_full, start, num_item_rows, num_keys,
-                    H, G, D_K, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
+                    H, G, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, ROWS, KEYS, STAGES,
                 ),
             ),
         ],

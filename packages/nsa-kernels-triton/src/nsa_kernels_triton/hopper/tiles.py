@@ -17,15 +17,29 @@ visible_keys = gluon.jit(tiles.visible_keys.fn)
 
 
 @gluon.jit
+def mask_of(exists, columns, NUM_COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
+    """Return which elements of a tile of WIDTH columns exist: those of rows that do, before column NUM_COLUMNS."""
+    mask = exists[:, None]
+    if WIDTH > NUM_COLUMNS:
+        mask = mask & (columns < NUM_COLUMNS)[None, :]
+    return mask
+
+
+@gluon.jit
 def load_tile(
-    ptr, smem, row, last_row, H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr
+    ptr, smem, row, last_row,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying WIDTH columns of the rows row .. row + ROWS - 1, HG of every H; those from `last_row` on are zeros."""
+    """Start copying the columns FIRST .. FIRST + WIDTH - 1 of the rows row .. row + ROWS - 1, HG of every H, D wide.
+
+    Rows from `last_row` on and columns from D on are zeros.
+    """
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
     places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
-    async_copy.async_copy_global_to_shared(smem, ptr + places[:, None] + columns[None, :], mask=(rows < last_row)[:, None])
+    mask = mask_of(rows < last_row, columns, D - FIRST, WIDTH)
+    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + places[:, None] + columns[None, :], mask=mask)
 
 
 @gluon.jit
@@ -58,18 +72,19 @@ def place_of(
 @gluon.jit
 def load_keys(
     k_ptr, v_ptr, key, end, loaded, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the keys key .. key + KEYS - 1 and their values as tile `loaded` of the rings; those from `end` on are zeros."""
     stage = loaded % STAGES
     phase = ((loaded // STAGES) & 1) ^ 1
     mbarrier.wait(k_empty.index(stage), phase)
-    load_tile(k_ptr, k1_smem.index(stage), key, end, G, 1, D_K, K1, KEYS)
+    load_tile(k_ptr, k1_smem.index(stage), key, end, G, 1, D_K, 0, K1, KEYS)
     if K2 > 0:
-        load_tile(k_ptr + K1, k2_smem.index(stage), key, end, G, 1, D_K, K2, KEYS)
+        load_tile(k_ptr, k2_smem.index(stage), key, end, G, 1, D_K, K1, K2, KEYS)
     async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
     mbarrier.wait(v_empty.index(stage), phase)
-    load_tile(v_ptr, v_smem.index(stage), key, end, G, 1, D_V, D_V, KEYS)
+    load_tile(v_ptr, v_smem.index(stage), key, end, G, 1, D_V, 0, V1, KEYS)
     async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
 
 

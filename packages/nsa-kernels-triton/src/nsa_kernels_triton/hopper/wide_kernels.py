@@ -22,15 +22,15 @@ from nsa_kernels_triton.hopper.tiles import barrier, load_tile
 def _multiply_values(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
     full, empty, dq_ptr, dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write the first K1 columns of partial dQ of every tile, and add or store dV of the block."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_V, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V1, 16])
     dtype: gl.constexpr = q1_smem.dtype
     keys = key_row0 + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
-    dv = gl.zeros([KEYS, D_V], gl.float32, ACC)
+    dv = gl.zeros([KEYS, V1], gl.float32, ACC)
     num_tiles = gl.cdiv(num_rows, ROWS)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
     scores = start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
@@ -62,18 +62,18 @@ def _multiply_values(
         scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
         dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
-        store_tile(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K1, SLOTS_TOTAL, ROWS)
+        store_tile(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, D_V, KEYS, ACC)
+    add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, 0, V1, KEYS, ACC)
 
 
 @gluon.jit
 def _multiply_keys(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
     full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write the last K2 columns of partial dQ of every tile, and add or store dK of the block."""
@@ -106,20 +106,20 @@ def _multiply_keys(
         scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
         dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
-        store_tile(dq_ptr + K1, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K2, SLOTS_TOTAL, ROWS)
+        store_tile(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * scale, G, D_K, K1, KEYS, ACC_1)
-    add_or_store(dk_ptr + K1, dk_extra_ptr + K1, key_row0, last_key, group, place, dk2 * scale, G, D_K, K2, KEYS, ACC_2)
+    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * scale, G, D_K, 0, K1, KEYS, ACC_1)
+    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk2 * scale, G, D_K, K1, K2, KEYS, ACC_2)
 
 
 @gluon.jit
 def backward_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write what `selected_kernels.backward_kernel` does, where a head of q has two parts; grid (bound on items,)."""
@@ -134,16 +134,16 @@ def backward_kernel(
 
     FIRST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
     SECOND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K2], dtype)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D_V], dtype)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k1_smem = gl.allocate_shared_memory(dtype, [KEYS, K1], FIRST)
     k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], SECOND)
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D_V], VALUES)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, V1], VALUES)
     q1_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K1], FIRST)
     q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], SECOND)
-    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D_V], VALUES)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, V1], VALUES)
     ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
     dq1_smem = gl.allocate_shared_memory(dtype, [ROWS, K1], FIRST)
     dq2_smem = gl.allocate_shared_memory(dtype, [ROWS, K2], SECOND)
@@ -161,9 +161,9 @@ def backward_kernel(
 
     num_keys = last_key + 1 - key_row0
     key_place = key_row0.to(gl.int64) * G + group
-    load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, K1, KEYS)
-    load_tile(k_ptr + key_place * D_K + K1, k2_smem, 0, num_keys, G, 1, D_K, K2, KEYS)
-    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, D_V, KEYS)
+    load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
+    load_tile(k_ptr + key_place * D_K, k2_smem, 0, num_keys, G, 1, D_K, K1, K2, KEYS)
+    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
@@ -181,7 +181,7 @@ def backward_kernel(
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(0), dq2_smem, full, empty, dq_ptr, dk_ptr, dk_extra_ptr,
                     key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
-                    G, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                    G, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -190,7 +190,7 @@ def backward_kernel(
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(1), dq1_smem, full, empty, dq_ptr, dv_ptr, dv_extra_ptr,
                     key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
-                    G, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                    G, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -198,7 +198,7 @@ def backward_kernel(
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
                     q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                    H, HG, D_K, K1, K2, D_V, SLOTS_TOTAL, GATED, ROWS, STAGES,
+                    H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES,
                 ),
             ),
         ],
