@@ -79,6 +79,9 @@ SHAPES = {
     "128": shape_of(290, (128, 128), (16, 1)),
     "packed 128": shape_of(lengths=(210, 0, 1, 290), head_dims=(128, 128), heads=(12, 1)),
     "192": shape_of(330, (192, 128), (16, 1)),
+    # the portable kernels make dK and dV of such values
+    "192 192": shape_of(330, (192, 192), (16, 1)),
+    "packed 160 136": shape_of(lengths=(140, 0, 1, 150), head_dims=(160, 136), heads=(3, 1)),
     # what the tiles hold beyond a head's columns
     "48": shape_of(210, (48, 40)),
     "80": shape_of(290, (80, 96), (16, 1)),
@@ -93,6 +96,8 @@ def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
     properties.check_agrees_with_oracle(shape, WHERE)
     idle = {name for name, kernel in simulated.items() if not kernel.num_launches}
     other = {("selected_kernels" if shape.head_dim_qk > 128 else "wide_kernels", "backward_kernel")}
+    if shape.head_dim_v > 128:
+        other |= {("wide_kernels", "backward_kernel"), ("interval_kernels", "dkdv_kernel")}
     # the scores of few heads, or of narrow ones, are the portable kernel's
     has_ring = shape.head_dim_qk > 64 and shape.num_heads > 8
     assert idle == (other if has_ring else other | {("scores_kernels", "scores_kernel")})

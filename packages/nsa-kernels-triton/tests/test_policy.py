@@ -223,7 +223,10 @@ def test_heads_between_the_rings_take_the_next_one(head_dim, parts):
 def test_values_fit_the_place_of_the_first_columns_of_q():
     assert policy.ring("window_forward", (9, 0), 80, 96, 2) is policy.RINGS["window_forward"][128]
     assert policy.ring("window_forward", (9, 0), 64, 72, 2) is None
-    assert policy.ring("window_forward", (9, 0), 192, 136, 2) is None
+    for kind in policy.RINGS:
+        wide = policy.RINGS[kind][192] if kind == "scores" else policy.WIDE_RINGS.get(kind)
+        assert policy.ring(kind, (9, 0), 192, 136, 2) is wide
+        assert policy.ring(kind, (9, 0), 128, 136, 2) is (policy.RINGS[kind][128] if kind == "scores" else None)
 
 
 def test_an_unknown_triton_leaves_the_portable_kernels(monkeypatch):
@@ -237,7 +240,7 @@ def test_an_unknown_triton_leaves_the_portable_kernels(monkeypatch):
 
 @pytest.mark.parametrize("kind", policy.RINGS)
 def test_computing_and_loading_threads_share_the_registers_of_a_program(kind):
-    for ring in policy.RINGS[kind].values():
+    for ring in (*policy.RINGS[kind].values(), *(wide for name, wide in policy.WIDE_RINGS.items() if name == kind)):
         # setmaxnreg takes multiples of 8 from 24 to 256
         assert ring.loader_registers % 8 == 0
         assert 24 <= ring.loader_registers <= 128

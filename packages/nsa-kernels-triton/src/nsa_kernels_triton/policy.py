@@ -214,8 +214,15 @@ RINGS: dict[str, dict[int, Ring]] = {
     "selected_forward": {64: Ring(64, 64, 4, 40, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
     "selected_backward": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(64, 64, 3, 56, num_programs=1)},
 }
+# values of 192 columns as well, beside 192 of q; not timed one by one
+WIDE_RINGS: dict[str, Ring] = {
+    "compressed_forward": Ring(128, 64, 2, 40),
+    "window_forward": Ring(128, 64, 2, 40),
+    "interval_dq": Ring(128, 64, 2, 40),
+    "selected_forward": Ring(64, 64, 2, 56),
+}
 RING_CAPABILITY = (9, 0)
-RING_WIDEST_V = 128
+WIDEST_RING = 192
 NARROWEST_OF_HALVES = 33
 """Head dimensions below this have results in float32, which those kernels do not write."""
 COPIED_ELEMENTS = 8
@@ -227,16 +234,18 @@ def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_d
     head_dims = (head_dim_qk,) if kind == "scores" else (head_dim_qk, head_dim_v)
     if capability != RING_CAPABILITY or itemsize != 2 or any(x % COPIED_ELEMENTS or x < NARROWEST_OF_HALVES for x in head_dims):
         return None
-    parts = ring_parts(head_dim_qk)
-    # outputs leave by the place of the first columns of q
-    if kind != "scores" and (head_dim_v > RING_WIDEST_V or ring_parts(head_dim_v).first > parts.first):
+    if not has_gluon():
         return None
-    return RINGS[kind].get(sum(parts)) if has_gluon() else None
+    parts, values = ring_parts(head_dim_qk), ring_parts(head_dim_v)
+    if kind == "scores" or values.second == 0:
+        # outputs leave by the place of the first columns of q
+        return RINGS[kind].get(sum(parts)) if kind == "scores" or values.first <= parts.first else None
+    return WIDE_RINGS.get(kind) if parts == values == ring_parts(WIDEST_RING) else None
 
 
 def ring_parts(head_dim: int) -> Parts:
-    """Return the columns of the tiles that hold `head_dim`, in one part or two: 64, 128 or 128 + 64, the most that there is a ring for."""
-    return Parts(64 if head_dim <= 64 else 128, 0 if head_dim <= 128 else 64 if head_dim <= 192 else 128)
+    """Return the columns of the tiles that hold `head_dim`, in one part or two: 64, 128, or up to `WIDEST_RING` 128 + 64."""
+    return Parts(64 if head_dim <= 64 else 128, 0 if head_dim <= 128 else 64 if head_dim <= WIDEST_RING else 128)
 
 
 GLUON_MODULE = "triton.experimental.gluon.language.nvidia.hopper"

@@ -17,11 +17,11 @@ from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile
 @gluon.jit
 def _load(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+    q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
     rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,9 @@ def _load(
             load_tile(q_ptr + head0 * D_K, q1_smem.index(2 * place + half), row, row_end, H, HG, D_K, 0, K1, HALF)
             if K2 > 0:
                 load_tile(q_ptr + head0 * D_K, q2_smem.index(2 * place + half), row, row_end, H, HG, D_K, K1, K2, HALF)
-            load_tile(dout_ptr + head0 * D_V, dout_smem.index(2 * place + half), row, row_end, H, HG, D_V, 0, V1, HALF)
+            load_tile(dout_ptr + head0 * D_V, dout1_smem.index(2 * place + half), row, row_end, H, HG, D_V, 0, V1, HALF)
+            if V2 > 0:
+                load_tile(dout_ptr + head0 * D_V, dout2_smem.index(2 * place + half), row, row_end, H, HG, D_V, V1, V2, HALF)
             rows = row + gl.arange(0, HALF, LINE)
             heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
             exists = rows < row_end
@@ -57,7 +59,7 @@ def _load(
         for key in range(start, end, KEYS):
             load_keys(
                 k_ptr + key_place * D_K, v_ptr + key_place * D_V, key, end, loaded,
-                k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty, G, D_K, K1, K2, D_V, V1, KEYS, STAGES,
+                k1_smem, k2_smem, v1_smem, v2_smem, k_full, k_empty, v_full, v_empty, G, D_K, K1, K2, D_V, V1, V2, KEYS, STAGES,
             )  # fmt: skip
             loaded += 1
 
@@ -82,11 +84,11 @@ def _dscores(
 
 @gluon.jit
 def _multiply(
-    half: gl.constexpr, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+    half: gl.constexpr, q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
     rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
@@ -112,7 +114,8 @@ def _multiply(
         place = number % PLACES
         q1 = q1_smem.index(2 * place + half)
         q2 = q2_smem.index(2 * place + half)
-        dout = dout_smem.index(2 * place + half)
+        dout1 = dout1_smem.index(2 * place + half)
+        dout2 = dout2_smem.index(2 * place + half)
         row0 += half * HALF
         rows = row0 + gl.arange(0, HALF, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
@@ -138,7 +141,7 @@ def _multiply(
             mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
             fence_async_shared()
             scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
-            dweights = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dweights = start_scores(dout1, dout2, v1_smem.index(stage), v2_smem.index(stage), zeros, V2)
             scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
             mbarrier.arrive(v_empty.index(stage), count=1)
             dscores = _dscores(
@@ -164,7 +167,7 @@ def _multiply(
                 mbarrier.wait(v_full.index(stage), phase)
                 fence_async_shared()
                 scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
-                dweights = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                dweights = start_scores(dout1, dout2, v1_smem.index(stage), v2_smem.index(stage), zeros, V2)
                 dq1 = warpgroup_mma(gl.convert_layout(dscores, LEFT1), k1_smem.index(before), dq1, is_async=True)
                 if K2 > 0:
                     dq2 = warpgroup_mma(gl.convert_layout(dscores, LEFT2), k2_smem.index(before), dq2, is_async=True)
@@ -240,7 +243,7 @@ def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, scale, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
@@ -250,7 +253,8 @@ def dq_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, V1], dtype)
+    V1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, V1], dtype)
+    V2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(V2, 16)], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q1_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, K1], K1_SHARED)
@@ -260,8 +264,13 @@ def dq_kernel(
     if K2 > 0:
         q2_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, K2], K2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], K2_SHARED)
-    dout_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, V1], V_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V_SHARED)
+    dout1_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, V1], V1_SHARED)
+    v1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V1_SHARED)
+    dout2_smem = dout1_smem
+    v2_smem = v1_smem
+    if V2 > 0:
+        dout2_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, V2], V2_SHARED)
+        v2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V2], V2_SHARED)
     lse_smem = gl.allocate_shared_memory(gl.float32, [2 * PLACES, HALF], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [2 * PLACES, HALF], FLAT)
     rows_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
@@ -286,32 +295,32 @@ def dq_kernel(
             (
                 _multiply,
                 (
-                    0, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+                    0, q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                     rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, ROWS, KEYS, STAGES, PLACES,
+                    H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, ROWS, KEYS, STAGES, PLACES,
                 ),
             ),
             (
                 _multiply,
                 (
-                    1, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+                    1, q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                     rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, ROWS, KEYS, STAGES, PLACES,
+                    H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, ROWS, KEYS, STAGES, PLACES,
                 ),
             ),
             (
                 _load,
                 (
                     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, k1_smem, k2_smem, v_smem,
+                    q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
                     rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES, PLACES,
+                    H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES, PLACES,
                 ),
             ),
         ],

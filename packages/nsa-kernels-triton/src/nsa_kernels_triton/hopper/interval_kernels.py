@@ -356,10 +356,10 @@ def tile_of(
 
 @gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -386,8 +386,8 @@ def _load(
         v_tile = v_ptr + (key_row0 * G + group) * D_V
         for key in range(start, end, KEYS):
             load_keys(
-                k_tile, v_tile, key, end, loaded, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                G, D_K, K1, K2, D_V, V1, KEYS, STAGES,
+                k_tile, v_tile, key, end, loaded, k1_smem, k2_smem, v1_smem, v2_smem, k_full, k_empty, v_full, v_empty,
+                G, D_K, K1, K2, D_V, V1, V2, KEYS, STAGES,
             )  # fmt: skip
             loaded += 1
 
@@ -411,10 +411,11 @@ def _weights(
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
+    half: gl.constexpr, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-    H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -422,12 +423,13 @@ def _attend(
     HG: gl.constexpr = H // G
     HALF: gl.constexpr = ROWS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V1, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ACC1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V1, 16])
+    ACC2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(V2, 16), 16])
+    LEFT1: gl.constexpr = gl.DotOperandLayout(0, ACC1, 2)
+    LEFT2: gl.constexpr = gl.DotOperandLayout(0, ACC2, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V1, V1 // 8], [4, 1], [1, 0])
+    PENDING: gl.constexpr = 2 if V2 > 0 else 1
     dtype: gl.constexpr = q1_smem.dtype
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, V1], dtype)
     used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = tile_of(
@@ -445,15 +447,18 @@ def _attend(
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
         row_max = gl.full([HALF], float("-inf"), gl.float32, OF_ROWS)
         row_sum = gl.zeros([HALF], gl.float32, OF_ROWS)
-        acc = gl.zeros([HALF, V1], gl.float32, ACC)
+        acc1 = gl.zeros([HALF, V1], gl.float32, ACC1)
+        acc2 = acc1
+        if V2 > 0:
+            acc2 = gl.zeros([HALF, V2], gl.float32, ACC2)
         zeros = gl.zeros([HALF, KEYS], gl.float32, SCORES)
         num_key_tiles = gl.cdiv(last_end - start, KEYS)
         mbarrier.wait(q_full.index(place), (number // 2) & 1)
         if num_key_tiles > 0:
             left1 = q1
             left2 = q2
-            if K2 > 0:
-                # registers are left, and the tiles of keys are narrow
+            if K2 > V2:
+                # with values of one part registers are left, and the tiles of keys are narrow
                 left1 = q1.load(gl.DotOperandLayout(0, SCORES, 2))
                 left2 = q2.load(gl.DotOperandLayout(0, SCORES, 2))
             stage = used % STAGES
@@ -466,7 +471,7 @@ def _attend(
                 scores, row_max, first, end, start, (start < middle) | (start >= tail), factor, SCORES, IS_WINDOW, KEYS
             )
             row_sum = gl.sum(weights, 1)
-            left = gl.convert_layout(weights.to(dtype), LEFT)
+            left = gl.convert_layout(weights.to(dtype), LEFT1)
             for tile in range(1, num_key_tiles):
                 before = (used + tile - 1) % STAGES
                 stage = (used + tile) % STAGES
@@ -474,24 +479,35 @@ def _attend(
                 mbarrier.wait(v_full.index(before), ((used + tile - 1) // STAGES) & 1)
                 fence_async_shared()
                 scores = start_scores(left1, left2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
-                acc = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[scores])
+                acc1 = warpgroup_mma(left, v1_smem.index(before), acc1, is_async=True)
+                if V2 > 0:
+                    acc2 = warpgroup_mma(gl.convert_layout(left, LEFT2), v2_smem.index(before), acc2, is_async=True)
+                scores = warpgroup_mma_wait(PENDING, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 key = start + tile * KEYS
                 weights, row_max, rescale = _weights(
                     scores, row_max, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS
                 )
                 row_sum = row_sum * rescale + gl.sum(weights, 1)
-                acc = warpgroup_mma_wait(0, deps=[acc])
+                if V2 > 0:
+                    acc1, acc2 = warpgroup_mma_wait(0, deps=[acc1, acc2])
+                else:
+                    acc1 = warpgroup_mma_wait(0, deps=[acc1])
                 mbarrier.arrive(v_empty.index(before), count=1)
-                acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
-                left = gl.convert_layout(weights.to(dtype), LEFT)
+                acc1 = acc1 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC1))[:, None]
+                if V2 > 0:
+                    acc2 = acc2 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC2))[:, None]
+                left = gl.convert_layout(weights.to(dtype), LEFT1)
             used += num_key_tiles
             before = (used - 1) % STAGES
             mbarrier.wait(v_full.index(before), ((used - 1) // STAGES) & 1)
             fence_async_shared()
-            acc = warpgroup_mma(left, v_smem.index(before), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc1 = warpgroup_mma(left, v1_smem.index(before), acc1, is_async=True)
+            if V2 > 0:
+                acc2 = warpgroup_mma(gl.convert_layout(left, LEFT2), v2_smem.index(before), acc2, is_async=True)
+                acc1, acc2 = warpgroup_mma_wait(0, deps=[acc1, acc2])
+            else:
+                acc1 = warpgroup_mma_wait(0, deps=[acc1])
             mbarrier.arrive(v_empty.index(before), count=1)
         head0 = q_row0 * H + group * HG
         sees_any = first < end
@@ -500,20 +516,42 @@ def _attend(
         heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
         lse = (row_max + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2
         gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=rows // HG < num_rows)
-        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
-        acc = gl.where(inverse == 0, 0.0, acc * inverse)
         # outputs leave through the rows' own place
-        out_smem = q1._reinterpret(dtype, [HALF, V1], V_SHARED)
         barrier()
-        out_smem.store(acc.to(dtype))
+        out1_smem = _place(q1, acc1, inverse, V1, HALF, ACC1)
+        out2_smem = out1_smem
+        if V2 > 0:
+            out2_smem = _place(q2, acc2, inverse, V2, HALF, ACC2)
         barrier()
-        rows_t = row0 + gl.arange(0, HALF, gl.SliceLayout(1, TILE))
-        heads_t = head0 + (rows_t // HG).to(gl.int64) * H + rows_t % HG
-        columns = gl.arange(0, V1, gl.SliceLayout(0, TILE))
-        mask = mask_of(rows_t // HG < num_rows, columns, D_V, V1)
-        gl.store(out_ptr + (heads_t * D_V)[:, None] + columns[None, :], out_smem.load(TILE), mask=mask)
+        _write(out_ptr + head0 * D_V, out1_smem, row0, num_rows, H, HG, D_V, 0, V1, HALF)
+        if V2 > 0:
+            _write(out_ptr + head0 * D_V, out2_smem, row0, num_rows, H, HG, D_V, V1, V2, HALF)
         barrier()
         mbarrier.arrive(q_empty.index(place), count=1)
+
+
+@gluon.jit
+def _place(smem, acc, inverse, WIDTH: gl.constexpr, ROWS: gl.constexpr, ACC: gl.constexpr):
+    """Put WIDTH columns of outputs, `acc` times their rows' `inverse`, into the memory of `smem`, and return their tile."""
+    dtype: gl.constexpr = smem.dtype
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
+    out_smem = smem._reinterpret(dtype, [ROWS, WIDTH], gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype))
+    out_smem.store(gl.where(inverse == 0, 0.0, acc * inverse).to(dtype))
+    return out_smem
+
+
+@gluon.jit
+def _write(
+    out_ptr, smem, row0, num_rows,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Write the columns FIRST .. FIRST + WIDTH - 1, as far as there are any, of the outputs of a half."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
+    places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
+    mask = mask_of(rows // HG < num_rows, columns, D - FIRST, WIDTH)
+    gl.store(out_ptr + FIRST + places[:, None] + columns[None, :], smem.load(TILE), mask=mask)
 
 
 @gluon.jit
@@ -521,7 +559,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -534,7 +572,8 @@ def forward_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
     Q2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
+    V1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
+    V2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(V2, 16)], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # two tiles of two halves
     q1_smem = gl.allocate_shared_memory(dtype, [4, HALF, K1], Q1_SHARED)
@@ -544,7 +583,10 @@ def forward_kernel(
     if K2 > 0:
         q2_smem = gl.allocate_shared_memory(dtype, [4, HALF, K2], Q2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], Q2_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V_SHARED)
+    v1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V1_SHARED)
+    v2_smem = v1_smem
+    if V2 > 0:
+        v2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V2], V2_SHARED)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -567,28 +609,30 @@ def forward_kernel(
             (
                 _attend,
                 (
-                    0, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
+                    0, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
+                    H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
                 _attend,
                 (
-                    1, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
+                    1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
+                    H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
                 _load,
                 (
-                    q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, D_V, V1, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
+                    H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
                 ),
             ),
         ],

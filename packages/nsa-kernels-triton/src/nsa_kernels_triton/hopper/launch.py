@@ -40,7 +40,8 @@ def interval_forward(
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         score_factor(q, scale),
-        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **sizes, **_ring_constants(ring), **_options_of_three(ring),
+        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
+        **_ring_constants(ring), **_options_of_three(ring),
     )  # fmt: skip
 
 
@@ -70,7 +71,8 @@ def interval_dq(
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         scale, score_factor(q, scale),
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED", "ADD")},
-        **_widths(q.shape[3], v.shape[3]), GATED=gates is not None, PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
+        **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=gates is not None,
+        PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
         **_ring_constants(ring), **_options_of_three(ring),
     )  # fmt: skip
 
@@ -96,7 +98,8 @@ def interval_dkdv(
     kernels.dkdv_kernel[grid](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
-        **_widths(q.shape[3], v.shape[3]), GATED=gates is not None, **_ring_constants(ring), **_options_of_three(ring),
+        **_widths(q.shape[3], v.shape[3]), V1=ring_parts(v.shape[3]).first, GATED=gates is not None,
+        **_ring_constants(ring), **_options_of_three(ring),
     )  # fmt: skip
 
 
@@ -161,7 +164,7 @@ def selected_backward(
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     kernel[(num_items,)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
-        **sizes, GATED=gates is not None, **_ring_constants(ring),
+        **sizes, V1=ring_parts(v.shape[3]).first, GATED=gates is not None, **_ring_constants(ring),
         **(_options_of_three(ring) if is_wide else _options(ring)),
     )  # fmt: skip
 
@@ -171,9 +174,15 @@ def _selected_constants(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _widths(head_dim_qk: int, head_dim_v: int) -> dict[str, int]:
-    """Return the head dimensions and the columns of their tiles."""
-    parts, values = ring_parts(head_dim_qk), ring_parts(head_dim_v)
-    return {"D_K": head_dim_qk, "K1": parts.first, "K2": parts.second, "D_V": head_dim_v, "V1": values.first}
+    """Return the head dimensions, and the columns of the tiles of q and k."""
+    parts = ring_parts(head_dim_qk)
+    return {"D_K": head_dim_qk, "K1": parts.first, "K2": parts.second, "D_V": head_dim_v}
+
+
+def _value_widths(head_dim_v: int) -> dict[str, int]:
+    """Return the columns of the tiles of v."""
+    parts = ring_parts(head_dim_v)
+    return {"V1": parts.first, "V2": parts.second}
 
 
 def _ring_constants(ring: Ring) -> dict[str, int]:

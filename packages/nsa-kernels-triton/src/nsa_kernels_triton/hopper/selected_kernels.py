@@ -325,7 +325,7 @@ def _store_unshuffled(ptr, target, acc, inverse, exists, dtype: gl.constexpr, D_
 def _gather_queries(
     q_ptr, k_ptr, v_ptr, entries_ptr, own_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v_smem, own_smem, entry_smem, full, empty, keys_full,
     start, num_rows, num_keys,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the keys and values of an item, and fill the ring with its tiles of queries. Rows beyond the last are zeros."""
@@ -334,7 +334,7 @@ def _gather_queries(
     load_tile(k_ptr, k1_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
     if K2 > 0:
         load_tile(k_ptr, k2_smem, 0, num_keys, G, 1, D_K, K1, K2, KEYS)
-    for part in gl.static_range(V1 // 64):
+    for part in gl.static_range((D_V + 63) // 64):
         _load_shuffled_values(v_ptr, v_smem.index(part), num_keys, G, D_V, part * 64, KEYS)
     async_copy.mbarrier_arrive(keys_full.index(0), increment_count=False)
     LANES: gl.constexpr = K1 // 8
@@ -364,7 +364,7 @@ def _gather_queries(
 def _attend(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
     out_ptr, lse_ptr, key_row0, last_key, num_rows, is_masked, factor,
-    G: gl.constexpr, HG: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write partial out and lse of every tile."""
@@ -398,8 +398,11 @@ def _attend(
         left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
         acc1 = warpgroup_mma(left, v_smem.index(0), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
         acc2 = acc1
-        if V1 > 64:
+        acc3 = acc1
+        if D_V > 64:
             acc2 = warpgroup_mma(left, v_smem.index(1), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
+        if D_V > 128:
+            acc3 = warpgroup_mma(left, v_smem.index(2), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
         # the next tile's scores are computed while this one's results leave; after the last tile, those of an old stage, in vain
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
@@ -412,13 +415,17 @@ def _attend(
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC))
         rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PIECES))
         target_t = (entry_t // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry_t % SLOTS_TOTAL) * HG + rows_t % HG
-        if V1 > 64:
+        if D_V > 128:
+            acc1, acc2, acc3 = warpgroup_mma_wait(1, deps=[acc1, acc2, acc3])
+        elif D_V > 64:
             acc1, acc2 = warpgroup_mma_wait(1, deps=[acc1, acc2])
-            _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, 0, ROWS)
-            _store_unshuffled(out_ptr, target_t, acc2, inverse, rows_t < num_rows, dtype, D_V, 64, ROWS)
         else:
             acc1 = warpgroup_mma_wait(1, deps=[acc1])
-            _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, 0, ROWS)
+        _store_unshuffled(out_ptr, target_t, acc1, inverse, rows_t < num_rows, dtype, D_V, 0, ROWS)
+        if D_V > 64:
+            _store_unshuffled(out_ptr, target_t, acc2, inverse, rows_t < num_rows, dtype, D_V, 64, ROWS)
+        if D_V > 128:
+            _store_unshuffled(out_ptr, target_t, acc3, inverse, rows_t < num_rows, dtype, D_V, 128, ROWS)
     warpgroup_mma_wait(0, deps=[scores])
 
 
@@ -426,7 +433,7 @@ def _attend(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_lse_ptr, items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr,
     first_row, num_rows, num_pieces, factor,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write partial out (rows, G, slots, H/G, D_v) and lse of the rows of one item; grid (bound on items,)."""
@@ -450,7 +457,7 @@ def forward_kernel(
     if K2 > 0:
         k2_smem = gl.allocate_shared_memory(dtype, [KEYS, K2], K2_SHARED)
         q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
-    v_smem = gl.allocate_shared_memory(dtype, [V1 // 64, KEYS, 64], V_SHARED)
+    v_smem = gl.allocate_shared_memory(dtype, [(D_V + 63) // 64, KEYS, 64], V_SHARED)
     own_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     entry_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -473,7 +480,7 @@ def forward_kernel(
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
                     out_ptr + group * (SLOTS_TOTAL * HG * D_V), part_lse_ptr + group * (SLOTS_TOTAL * HG),
                     key_row0, last_key, num_item_rows, is_masked, factor,
-                    G, HG, K1, K2, D_V, V1, SLOTS_TOTAL, ROWS, KEYS, STAGES,
+                    G, HG, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
                 ),
             ),
             (
@@ -481,7 +488,7 @@ def forward_kernel(
                 (
                     q_ptr + head0 * D_K, k_ptr + key_place * D_K, v_ptr + key_place * D_V, entries_ptr, own_ptr,
                     q1_smem, q2_smem, k1_smem, k2_smem, v_smem, own_smem, entry_smem, full, empty, keys_full, start, num_item_rows, num_keys,
-                    H, G, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, ROWS, KEYS, STAGES,
+                    H, G, D_K, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
                 ),
             ),
         ],

@@ -71,9 +71,9 @@ def place_of(
 
 @gluon.jit
 def load_keys(
-    k_ptr, v_ptr, key, end, loaded, k1_smem, k2_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    k_ptr, v_ptr, key, end, loaded, k1_smem, k2_smem, v1_smem, v2_smem, k_full, k_empty, v_full, v_empty,
     G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    V2: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the keys key .. key + KEYS - 1 and their values as tile `loaded` of the rings; those from `end` on are zeros."""
     stage = loaded % STAGES
@@ -84,13 +84,15 @@ def load_keys(
         load_tile(k_ptr, k2_smem.index(stage), key, end, G, 1, D_K, K1, K2, KEYS)
     async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
     mbarrier.wait(v_empty.index(stage), phase)
-    load_tile(v_ptr, v_smem.index(stage), key, end, G, 1, D_V, 0, V1, KEYS)
+    load_tile(v_ptr, v1_smem.index(stage), key, end, G, 1, D_V, 0, V1, KEYS)
+    if V2 > 0:
+        load_tile(v_ptr, v2_smem.index(stage), key, end, G, 1, D_V, V1, V2, KEYS)
     async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
 
 
 @gluon.jit
 def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
-    """Start a tile's products of queries and keys, in the registers of `scores`; the operands come in one part or two."""
+    """Start a tile's products of queries and keys, or of dO and values, in the registers of `scores`; operands have one part or two."""
     scores = warpgroup_mma(left1, right1.permute((1, 0)), scores, use_acc=False, is_async=True)
     if K2 > 0:
         scores = warpgroup_mma(left2, right2.permute((1, 0)), scores, is_async=True)
