@@ -3,9 +3,12 @@
 Triton interprets no Gluon. Here its operations are done by torch, as late as the code allows: a copy lands when its arrival is
 announced, a product is computed when it is waited for, from what shared memory holds by then; what nobody wrote is NaN. So
 a place of a ring that is freed too soon, or read too soon, shows in the result, and partitions that wait for each other end in an
-error. Layouts and memory fences are not simulated: that they fit is for the compiler, and for a GPU.
+error. Partitions take turns where one has written to shared memory and where it is about to read its products' operands, by lot:
+what two of them write to one place shows as well. Layouts, memory fences and barriers among the warps of one partition are not
+simulated: that they fit is for the compiler, and for a GPU.
 """
 
+import random
 import threading
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
@@ -72,6 +75,7 @@ class Shared:
         """Overwrite."""
         assert values.dtype == self.dtype
         self.data.copy_(values)
+        _take_turns()
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
         assert dtype == self.dtype
@@ -104,10 +108,17 @@ class Partition:
                 break
         else:
             raise DeadlockError("every partition waits")
+        self._hand_over(other)
+
+    def take_turns(self) -> None:
+        """Let one of those that can run go on: by lot, this one among them."""
+        self._hand_over(_LOTS.choice([each for each in self.partitions if each is self or (not each.is_done and each.is_ready())]))
+
+    def _hand_over(self, other: "Partition") -> None:
         if other is not self:
             other.start()
             self._turn.acquire()
-        if any(other.error for other in self.partitions):
+        if any(each.error for each in self.partitions):
             raise DeadlockError("another partition failed")
 
     def _run(self, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -185,11 +196,18 @@ def _finished(x: Any) -> Tensor:
 
 
 _HERE = threading.local()
+_LOTS = random.Random(0)
 
 
 def _here() -> Partition:
     found: Partition = _HERE.partition
     return found
+
+
+def _take_turns() -> None:
+    # before the warps part nobody is here
+    if hasattr(_HERE, "partition"):
+        _here().take_turns()
 
 
 def _multiply(left: Any, right: Any, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -201,6 +219,8 @@ def _multiply(left: Any, right: Any, acc: Any, *, use_acc: bool = True, is_async
 
 def _wait_for_products(left_over: int, deps: list[Any]) -> Any:
     products = _here().products
+    if len(products) > left_over:
+        _take_turns()
     while len(products) > left_over:
         products.pop(0).compute()
     found = tuple(x if isinstance(x, Product) and x.value is None else _finished(x) for x in deps)
