@@ -263,7 +263,11 @@ def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["dense", "packed", "batch"],
 )
-def test_work_that_is_cut_into_pieces_adds_up(shape: Shape) -> None:
+@pytest.mark.parametrize("listed_bytes", [2000, 2**25], ids=["few chunks at once", "all at once"])
+def test_work_that_is_cut_into_pieces_adds_up(shape: Shape, listed_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_kernels_triton.selected import index
+
+    monkeypatch.setattr(index, "LISTED_BYTES", listed_bytes)
     # block 0 is chosen by every query: its list is many items, whose partial gradients must meet in a fixed order
     properties.check_agrees_with_oracle(shape, WHERE)
 

@@ -19,6 +19,8 @@ COUNTED_WORDS = 1024
 """Words of a program that counts their bits."""
 CUT_ITEMS = 1024
 """Items, at most, of a program that cuts lists into them."""
+LISTED_BYTES = 2**25
+"""What the tables and lists of several chunks may take together: one launch makes them all, if that is not too much."""
 FORWARD_ITEM_ROWS = 2048
 """Rows (queries times heads of a group) of one work item: a block that every query chose is cut into many.
 
@@ -76,13 +78,24 @@ class Index(NamedTuple):
         """Return B * S."""
         return self.rows.shape[1]
 
+    @property
+    def num_entries(self) -> int:
+        """Return a bound on the entries of a chunk's lists."""
+        return self.chunk_rows * self.num_groups * self.slots
+
+    @property
+    def words(self) -> int:
+        """Return the words of bits of one list."""
+        return self.chunk_rows // WORD_ROWS
+
     def pieces_until(self, last_row: int) -> int:
-        """Return a bound on the pieces that the rows before `last_row` see, a multiple of 16 or all: kernels are compiled for either."""
-        if not self.sequence_rows:
-            return self.num_pieces
-        sequence, position = divmod(last_row - 1, self.sequence_rows)
-        blocks = sequence * cdiv(self.sequence_rows, self.pieces.block_size) + position // self.pieces.block_size + 1
-        return min(self.num_pieces, 16 * cdiv(blocks * self.pieces.per_block, 16))
+        """Return a bound on the pieces that the rows before `last_row` see, a multiple of 16: kernels are compiled for such numbers."""
+        found = self.num_pieces
+        if self.sequence_rows:
+            sequence, position = divmod(last_row - 1, self.sequence_rows)
+            blocks = sequence * cdiv(self.sequence_rows, self.pieces.block_size) + position // self.pieces.block_size + 1
+            found = min(found, blocks * self.pieces.per_block)
+        return 16 * cdiv(found, 16)
 
 
 class Chunk(NamedTuple):
@@ -142,49 +155,59 @@ def index_of(
 
 
 def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
-    """Yield the lists of each chunk of rows, in order. Each call of `next` overwrites nothing of the last one."""
-    num_entries = index.chunk_rows * index.num_groups * index.slots
-    num_selected, device, chunk_rows = index.block_indices.shape[3], index.rows.device, index.chunk_rows
-    words = chunk_rows // WORD_ROWS
+    """Yield the lists of each chunk of rows, in order; the lists of several are made at once."""
+    # marks, ranks, counts and ends of the lists; entries, and a byte for each in `present`
+    list_bytes = 4 * index.num_groups * index.num_pieces * (2 * index.words + 6) + 5 * index.num_entries
+    rows = index.chunk_rows * max(1, LISTED_BYTES // list_bytes)
+    for first in range(0, index.num_rows, rows):
+        yield from _listed(index, geometry, first, min(first + rows, index.num_rows))
+
+
+def _listed(index: Index, geometry: BlockGeometry, first_row: int, last_row: int) -> list[Chunk]:
+    """Return the chunks of the rows first_row .. last_row - 1."""
+    num_selected, device, chunk_rows, words = index.block_indices.shape[3], index.rows.device, index.chunk_rows, index.words
+    num_chunks = cdiv(last_row - first_row, chunk_rows)
+    num_pieces = index.pieces_until(last_row)
+    num_lists = index.num_groups * num_pieces
+    num_items = min(num_lists, index.num_entries) + index.num_entries // index.item_queries
     choice = {
         "G": index.num_groups,
         "NUM_SELECTED": num_selected,
         "SLOTS": next_power_of_2(num_selected),
         "PIECES": index.pieces.per_block,
         "WORDS": words,
+        # a thread holds the slots of one row, up to 32
+        "num_warps": min(16, max(1, next_power_of_2(num_selected) // 32)),
     }
-    # a thread holds the slots of one row, up to 32
-    warps = min(16, max(1, choice["SLOTS"] // 32))
-    for first in range(0, index.num_rows, chunk_rows):
-        last = min(first + chunk_rows, index.num_rows)
-        num_pieces = index.pieces_until(last)
-        num_lists = index.num_groups * num_pieces
-        num_items = min(num_lists, num_entries) + num_entries // index.item_queries
-        grid = (cdiv(last - first, WORD_ROWS), index.num_groups)
-        marks = torch.zeros(num_lists, words, dtype=torch.int32, device=device)
-        key_rows = torch.empty(num_pieces, dtype=torch.int32, device=device)
-        present = torch.empty(chunk_rows, index.num_groups, index.slots, dtype=torch.int8, device=device)
-        index_kernels.mark_kernel[grid](
-            index.block_indices, index.rows, marks, key_rows, present, first, index.num_rows, num_pieces, index.first_position,
-            **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size, num_warps=warps,
-        )  # fmt: skip
-        ranks = torch.empty_like(marks)
-        counts = torch.empty(3, num_lists, dtype=torch.int32, device=device)
-        block = max(1, COUNTED_WORDS // words)
-        index_kernels.count_kernel[(cdiv(num_lists, block),)](
-            marks, ranks, counts, num_lists, ITEM_QUERIES=index.item_queries, WORDS=words, BLOCK=block, num_warps=1
-        )
-        ends = counts.cumsum(1, dtype=torch.int32)
-        entries = torch.empty(num_entries, dtype=torch.int32, device=device)
-        index_kernels.list_kernel[grid](
-            index.block_indices, index.rows, marks, ranks, ends, entries, present, first, index.num_rows, num_pieces,
-            **choice, num_warps=warps,
-        )  # fmt: skip
-        items = torch.empty(num_items, 4, dtype=torch.int32, device=device)
-        block = max(1, CUT_ITEMS // index.item_slots)
-        index_kernels.cut_kernel[(cdiv(num_lists, block),)](
-            ends, items, num_lists, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=block, num_warps=1
-        )
-        # the next chunk's take their place
-        del marks, ranks, counts
-        yield Chunk(first, last, ends, entries, items, key_rows, num_pieces, present)
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(num_chunks, *sizes, dtype=dtype, device=device)
+
+    grid = (cdiv(min(last_row - first_row, chunk_rows), WORD_ROWS), index.num_groups, num_chunks)
+    marks = torch.zeros(num_chunks, num_lists, words, dtype=torch.int32, device=device)
+    key_rows = empty(num_pieces)
+    present = empty(chunk_rows, index.num_groups, index.slots, dtype=torch.int8)
+    index_kernels.mark_kernel[grid](
+        index.block_indices, index.rows, marks, key_rows, present, first_row, index.num_rows, num_pieces, index.first_position,
+        **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size,
+    )  # fmt: skip
+    ranks = torch.empty_like(marks)
+    counts = empty(3, num_lists)
+    block = max(1, COUNTED_WORDS // words)
+    index_kernels.count_kernel[(cdiv(num_lists, block), num_chunks)](
+        marks, ranks, counts, num_lists, ITEM_QUERIES=index.item_queries, WORDS=words, BLOCK=block, num_warps=1
+    )
+    ends = counts.cumsum(2, dtype=torch.int32)
+    entries = empty(index.num_entries)
+    index_kernels.list_kernel[grid](
+        index.block_indices, index.rows, marks, ranks, ends, entries, present, first_row, index.num_rows, num_pieces, **choice
+    )
+    items = empty(num_items, 4)
+    block = max(1, CUT_ITEMS // index.item_slots)
+    index_kernels.cut_kernel[(cdiv(num_lists, block), num_chunks)](
+        ends, items, num_lists, num_items, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=block, num_warps=1
+    )
+    return [
+        Chunk(first, min(first + chunk_rows, last_row), ends[i], entries[i], items[i], key_rows[i], num_pieces, present[i])
+        for i, first in enumerate(range(first_row, last_row, chunk_rows))
+    ]

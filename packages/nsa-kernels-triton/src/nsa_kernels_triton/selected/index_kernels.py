@@ -2,7 +2,8 @@
 
 A *piece* is a block of the choice, or one of PIECES parts of a large one. Pieces of all sequences share one numbering
 of `num_pieces`; list group * num_pieces + piece holds the queries that chose it, so that a group's queries stay in the
-cache. All of it covers one chunk of query rows.
+cache. Lists cover one chunk of query rows; a launch makes those of several chunks, of WORDS * WORD_ROWS rows each, one behind
+the other in every tensor.
 """
 
 import triton
@@ -50,12 +51,17 @@ def mark_kernel(
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr,
     PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit (group, piece, row - first_row) of every piece that a row chose; grid (words with rows, G).
+    """Set the bit (group, piece, row - first row) of every piece that a row chose; grid (words with rows, G, chunks).
 
-    Write the first key row of such pieces, and which slots (row - first_row, G, slots) of the choice count: not those outside
+    Write the first key row of such pieces, and which slots (row - first row, G, slots) of the choice count: not those outside
     0 .. own, of a block that stands there twice only the first, and none of rows whose position is below `first_position`.
     """
     group = tl.program_id(1)
+    chunk = tl.program_id(2).to(tl.int64)
+    first_row += tl.program_id(2) * (WORDS * WORD_ROWS)
+    marks_ptr += chunk * (G * num_pieces * WORDS)
+    key_rows_ptr += chunk * num_pieces
+    present_ptr += chunk * (WORDS * WORD_ROWS * G * NUM_SELECTED * PIECES)
     # a tile's rows are the bits of one word
     bits = tl.arange(0, WORD_ROWS)
     local = tl.program_id(0) * WORD_ROWS + bits
@@ -99,7 +105,14 @@ def _count_bits(words):
 def count_kernel(
     marks_ptr, ranks_ptr, counts_ptr, num_lists, ITEM_QUERIES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write of every word how many bits its list has before it, and of every list int32 (3, lists): queries, items, items beyond the first."""
+    """Write of every word how many bits its list has before it, and of every list int32 (3, lists): queries, items, items beyond the first.
+
+    Grid (cdiv(lists, BLOCK), chunks).
+    """
+    chunk = tl.program_id(1).to(tl.int64)
+    marks_ptr += chunk * num_lists * WORDS
+    ranks_ptr += chunk * num_lists * WORDS
+    counts_ptr += chunk * num_lists * 3
     lists = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = lists < num_lists
     places = lists.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
@@ -117,12 +130,19 @@ def list_kernel(
     indices_ptr, rows_ptr, marks_ptr, ranks_ptr, ends_ptr, entries_ptr, present_ptr, first_row, num_rows, num_pieces,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the queries of the lists in ascending order; grid (words with rows, G).
+    """Write the queries of the lists in ascending order; grid (words with rows, G, chunks).
 
-    An entry is (row - first_row) * slots + slot, where the slot is the piece's place in the row's choice.
+    An entry is (row - first row) * slots + slot, where the slot is the piece's place in the row's choice.
     """
     SLOTS_TOTAL: tl.constexpr = NUM_SELECTED * PIECES
     group = tl.program_id(1)
+    chunk = tl.program_id(2).to(tl.int64)
+    first_row += tl.program_id(2) * (WORDS * WORD_ROWS)
+    marks_ptr += chunk * (G * num_pieces * WORDS)
+    ranks_ptr += chunk * (G * num_pieces * WORDS)
+    ends_ptr += chunk * (G * num_pieces * 3)
+    entries_ptr += chunk * (WORDS * WORD_ROWS * G * SLOTS_TOTAL)
+    present_ptr += chunk * (WORDS * WORD_ROWS * G * SLOTS_TOTAL)
     bits = tl.arange(0, WORD_ROWS)
     local = tl.program_id(0) * WORD_ROWS + bits
     row = first_row + local
@@ -144,12 +164,15 @@ def list_kernel(
 
 
 @triton.jit
-def cut_kernel(ends_ptr, items_ptr, num_lists, ITEM_QUERIES: tl.constexpr, ITEM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the work items of the lists; grid (cdiv(lists, BLOCK),).
+def cut_kernel(ends_ptr, items_ptr, num_lists, num_items, ITEM_QUERIES: tl.constexpr, ITEM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the work items of the lists, which have places for `num_items` of a chunk; grid (cdiv(lists, BLOCK), chunks).
 
     An item is int32 (4,): list, first entry, last entry + 1, and where its dK, dV go: -1 for the list's first item, else a
     place of their own.
     """
+    chunk = tl.program_id(1).to(tl.int64)
+    ends_ptr += chunk * num_lists * 3
+    items_ptr += chunk * num_items * 4
     lists = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = lists < num_lists
     has_previous = exists & (lists > 0)
