@@ -181,7 +181,9 @@ def test_float32_equals_the_reference_at_every_head_dimension(head_dims: tuple[i
     assert_exact(evaluate(kernels(), inputs.tensors), exact)
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (96, 96), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(48, 40), (64, 64), (80, 80), (96, 96), (160, 72), (160, 136), (192, 128), (192, 192), (256, 256)], ids=str
+)
 def test_any_head_dimension_is_as_exact_as_torchs_own(head_dims: tuple[int, int]) -> None:
     inputs = inputs_of(1301, num_heads=8, num_kv_heads=2, head_dim_qk=head_dims[0], head_dim_v=head_dims[1])
     indices = chosen_blocks(inputs)
@@ -216,7 +218,7 @@ def test_a_hundred_packed_sequences_equal_the_reference() -> None:
     assert_exact(evaluate(kernels(**options), inputs.tensors), exact)
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 64), (128, 128), (192, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 96), (128, 64), (128, 128), (192, 64), (192, 128), (192, 192)], ids=str)
 def test_packed_sequences_are_as_exact_as_the_reference(head_dims: tuple[int, int]) -> None:
     sizes = {"num_heads": 12, "num_kv_heads": 2, "head_dim_qk": head_dims[0], "head_dim_v": head_dims[1]}
     inputs = inputs_of(lengths=(1, 63, 64, 65, 1025, 0, 1400), surplus_blocks=3, **sizes)
@@ -226,7 +228,7 @@ def test_packed_sequences_are_as_exact_as_the_reference(head_dims: tuple[int, in
     assert_exact(evaluate(kernels(**options), inputs.tensors), exact, yardstick)
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 64), (128, 128), (192, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 96), (128, 64), (128, 128), (192, 64), (192, 128), (192, 192)], ids=str)
 def test_steps_over_stores_never_read_what_does_not_count(head_dims: tuple[int, int]) -> None:
     capacity, num_queries, starts, counts = 2000, 40, (0, 900, 1950), (40, 7, 40)
     whole = inputs_of(capacity, num_heads=12, num_kv_heads=2, head_dim_qk=head_dims[0], head_dim_v=head_dims[1])
