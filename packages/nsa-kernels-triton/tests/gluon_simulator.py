@@ -85,8 +85,9 @@ class Shared:
 class Partition:
     """Warps that run the same code; one partition of a program runs at a time."""
 
-    def __init__(self, partitions: list["Partition"], body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, partitions: list["Partition"], lots: random.Random, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self.partitions = partitions
+        self.lots = lots
         self.error: BaseException | None = None
         self.is_done = False
         self.is_ready: Callable[[], bool] = lambda: True
@@ -112,7 +113,7 @@ class Partition:
 
     def take_turns(self) -> None:
         """Let one of those that can run go on: by lot, this one among them."""
-        self._hand_over(_LOTS.choice([each for each in self.partitions if each is self or (not each.is_done and each.is_ready())]))
+        self._hand_over(self.lots.choice([each for each in self.partitions if each is self or (not each.is_done and each.is_ready())]))
 
     def _hand_over(self, other: "Partition") -> None:
         if other is not self:
@@ -196,7 +197,6 @@ def _finished(x: Any) -> Tensor:
 
 
 _HERE = threading.local()
-_LOTS = random.Random(0)
 
 
 def _here() -> Partition:
@@ -245,7 +245,7 @@ def _land() -> None:
 def _release(barrier: Barrier, *, count: int, pred: Any = True) -> None:
     if pred:
         barrier.arrive(count)
-        # the loading warps go as far as they can: what is freed too soon is overwritten
+        # the loading warps go on: what is freed too soon is overwritten
         _here().pass_on()
 
 
@@ -276,7 +276,8 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
 
 def _specialize(work: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
     partitions: list[Partition] = []
-    partitions += [Partition(partitions, *each) for each in work]
+    lots = random.Random(0)
+    partitions += [Partition(partitions, lots, *each) for each in work]
     partitions[0].start()
     for partition in partitions:
         partition.thread.join()

@@ -104,7 +104,7 @@ def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
 
 
 @pytest.mark.usefixtures("simulated")
-@pytest.mark.parametrize("head_dims", [(128, 64), (192, 128), (80, 72)], ids=str)
+@pytest.mark.parametrize("head_dims", [(128, 64), (192, 128), (80, 72), (160, 72)], ids=str)
 def test_a_list_in_many_items_adds_up(head_dims, monkeypatch):
     monkeypatch.setattr(selected, "FORWARD_ITEM_ROWS", 60)
     monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 90)

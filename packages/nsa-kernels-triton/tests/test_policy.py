@@ -204,25 +204,35 @@ def test_rings_are_for_half_precision_on_capability_9_0(kind):
         ((9, 0), 32, 32, 2),
         ((9, 0), 200, 128, 2),
         ((9, 0), 256, 256, 2),
-        # scores have no values, and none of their rings is for 64
-        ((9, 0), 64, 128, 2),
     ):
         assert policy.ring(kind, capability, head_dim_qk, head_dim_v, itemsize) is None
 
 
+@pytest.mark.parametrize("kind", sorted(policy.RINGS.keys() - {"scores"}))
+def test_values_are_refused_for_their_own_sake(kind):
+    for head_dim_qk, head_dim_v in ((128, 32), (128, 84), (192, 200), (192, 256), (64, 72), (128, 136)):
+        assert policy.ring(kind, (9, 0), head_dim_qk, head_dim_v, 2) is None
+
+
+def test_scores_of_narrow_heads_have_no_ring():
+    assert policy.ring("scores", (9, 0), 64, 128, 2) is None
+
+
 @pytest.mark.parametrize(
     ("head_dim", "parts"),
-    [(40, (64, 0)), (64, (64, 0)), (72, (128, 0)), (96, (128, 0)), (136, (128, 64)), (192, (128, 64)), (256, (128, 128))],
+    [(40, (64, 0)), (64, (64, 0)), (72, (128, 0)), (96, (128, 0)), (136, (128, 64)), (192, (128, 64))],
 )
 def test_heads_between_the_rings_take_the_next_one(head_dim, parts):
     assert policy.ring_parts(head_dim) == parts
-    has_ring = sum(parts) <= 192
-    assert policy.ring("window_forward", (9, 0), head_dim, 40, 2) is (policy.RINGS["window_forward"][sum(parts)] if has_ring else None)
+    assert policy.ring("window_forward", (9, 0), head_dim, 40, 2) is policy.RINGS["window_forward"][sum(parts)]
 
 
 def test_values_fit_the_place_of_the_first_columns_of_q():
     assert policy.ring("window_forward", (9, 0), 80, 96, 2) is policy.RINGS["window_forward"][128]
     assert policy.ring("window_forward", (9, 0), 64, 72, 2) is None
+
+
+def test_values_in_two_parts_have_rings_of_their_own():
     for kind in policy.RINGS:
         wide = policy.RINGS[kind][192] if kind == "scores" else policy.WIDE_RINGS.get(kind)
         assert policy.ring(kind, (9, 0), 192, 136, 2) is wide

@@ -62,16 +62,12 @@ def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy
     return policy.tiles(kind, _capability(q), head_dim_qk, head_dim_v, q.element_size())
 
 
-COPIED_BYTES = 16
-"""What one instruction of the loading warps copies, at most."""
-
-
 def ring_for(kind: str, q: Tensor, v: Tensor, *others: Tensor) -> policy.Ring | None:
     """Return the ring of a kernel that is written for q's device; None where the portable one serves.
 
     It does for a tensor, one of `others` included, that does not start at 16 bytes: rows are copied in pieces of up to 16.
     """
-    if any(x.data_ptr() % COPIED_BYTES for x in (q, v, *others)):
+    if any(x.data_ptr() % policy.COPIED_BYTES for x in (q, v, *others)):
         return None
     return policy.ring(kind, _capability(q), q.shape[3], v.shape[3], q.element_size())
 
@@ -86,22 +82,15 @@ def score_factor(q: Tensor, scale: float) -> float:
     return scale if is_exact(q) else scale * LOG2E
 
 
-WIDEST_EXACT = 32
-"""Head dimensions up to this keep outputs in float32 for the backward pass, and partial results too.
-
-dO . O over few columns does not average the rounding of O, and at these widths float32 takes what 64 columns of bfloat16 do.
-"""
-
-
 def exact_out(q: Tensor, v: Tensor) -> Tensor:
     """Return the buffer of outputs that the backward pass reads in place of the rounded ones; empty where those will do."""
-    shape = (*q.shape[:3], v.shape[3]) if not is_exact(q) and v.shape[3] <= WIDEST_EXACT else (0,)
+    shape = (*q.shape[:3], v.shape[3]) if not is_exact(q) and v.shape[3] <= policy.WIDEST_EXACT else (0,)
     return q.new_empty(shape, dtype=torch.float32)
 
 
 def partial_dtype(q: Tensor, head_dim: int) -> torch.dtype:
     """Return the dtype of partial results of `head_dim` columns."""
-    return torch.float32 if head_dim <= WIDEST_EXACT else q.dtype
+    return torch.float32 if head_dim <= policy.WIDEST_EXACT else q.dtype
 
 
 def optional(x: Tensor) -> Tensor | None:

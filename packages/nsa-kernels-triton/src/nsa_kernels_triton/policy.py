@@ -183,7 +183,7 @@ def _half_table(capability: tuple[int, int]) -> Table:
 
 
 class Parts(NamedTuple):
-    """A head dimension as one or two powers of two: 192 is 128 + 64, so nothing is padded to 256."""
+    """Columns as one or two powers of two: 192 are 128 + 64, not 256."""
 
     first: int
     second: int
@@ -214,7 +214,7 @@ RINGS: dict[str, dict[int, Ring]] = {
     "selected_forward": {64: Ring(64, 64, 4, 40, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
     "selected_backward": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(64, 64, 3, 56, num_programs=1)},
 }
-# values of 192 columns as well, beside 192 of q; not timed one by one
+# values in two parts as well as q; not timed
 WIDE_RINGS: dict[str, Ring] = {
     "compressed_forward": Ring(128, 64, 2, 40),
     "window_forward": Ring(128, 64, 2, 40),
@@ -223,29 +223,34 @@ WIDE_RINGS: dict[str, Ring] = {
 }
 RING_CAPABILITY = (9, 0)
 WIDEST_RING = 192
-NARROWEST_OF_HALVES = 33
-"""Head dimensions below this have results in float32, which those kernels do not write."""
-COPIED_ELEMENTS = 8
-"""What one instruction copies of bf16 or fp16: rows of a multiple of it start at 16 bytes."""
+COPIED_BYTES = 16
+"""What one instruction of the loading warps copies, at most: rows start there."""
+WIDEST_EXACT = 32
+"""Head dimensions up to this keep outputs in float32 for the backward pass, and partial results too.
+
+dO . O over few columns does not average the rounding of O, and at these widths float32 takes what 64 columns of bfloat16 do.
+"""
 
 
 def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Ring | None:
     """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves."""
+    if capability != RING_CAPABILITY or itemsize != 2 or not has_gluon():
+        return None
+    # scores have no values
     head_dims = (head_dim_qk,) if kind == "scores" else (head_dim_qk, head_dim_v)
-    if capability != RING_CAPABILITY or itemsize != 2 or any(x % COPIED_ELEMENTS or x < NARROWEST_OF_HALVES for x in head_dims):
+    # results of narrower heads are in float32, which these kernels do not write
+    if any(x * itemsize % COPIED_BYTES or not WIDEST_EXACT < x <= WIDEST_RING for x in head_dims):
         return None
-    if not has_gluon():
+    parts = [ring_parts(x) for x in head_dims]
+    # results take the place of tiles of q
+    if parts[-1].first > parts[0].first or parts[-1].second > parts[0].second:
         return None
-    parts, values = ring_parts(head_dim_qk), ring_parts(head_dim_v)
-    if kind == "scores" or values.second == 0:
-        # outputs leave by the place of the first columns of q
-        return RINGS[kind].get(sum(parts)) if kind == "scores" or values.first <= parts.first else None
-    return WIDE_RINGS.get(kind) if parts == values == ring_parts(WIDEST_RING) else None
+    return WIDE_RINGS.get(kind) if len(parts) == 2 and parts[1].second else RINGS[kind].get(sum(parts[0]))
 
 
 def ring_parts(head_dim: int) -> Parts:
-    """Return the columns of the tiles that hold `head_dim`, in one part or two: 64, 128, or up to `WIDEST_RING` 128 + 64."""
-    return Parts(64 if head_dim <= 64 else 128, 0 if head_dim <= 128 else 64 if head_dim <= WIDEST_RING else 128)
+    """Return the columns of the tiles that hold `head_dim`, at most `WIDEST_RING`, in one part or two: 64, 128, or 128 + 64."""
+    return Parts(64 if head_dim <= 64 else 128, 64 if head_dim > 128 else 0)
 
 
 GLUON_MODULE = "triton.experimental.gluon.language.nvidia.hopper"

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_kernels_triton.hopper.interval_kernels import tile_of
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile, mask_of, start_scores, visible_keys
+from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile, mask_of, start_scores, store_tile, visible_keys
 
 
 @gluon.jit
@@ -197,9 +197,9 @@ def _multiply(
         if K2 > 0:
             _place(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, dq2, share, t, H, HG, D_K, K1, K2, HALF, ACC2, ADD)
         barrier()
-        _store(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, H, HG, D_K, 0, K1, HALF)
+        store_tile(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, H, HG, D_K, 0, K1, HALF)
         if K2 > 0:
-            _store(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, H, HG, D_K, K1, K2, HALF)
+            store_tile(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, H, HG, D_K, K1, K2, HALF)
         barrier()
         mbarrier.arrive(rows_empty.index(place), count=1)
 
@@ -222,20 +222,6 @@ def _place(
         mask = mask_of(rows < row_end, columns, D - FIRST, WIDTH)
         values += gl.load(dq_ptr + FIRST + places[:, None] + columns[None, :], mask=mask, other=0.0).to(gl.float32)
     smem.store(values.to(smem.dtype))
-
-
-@gluon.jit
-def _store(
-    dq_ptr, smem, row0, row_end,
-    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Write the rows row0 .. row_end - 1 of a half from shared memory."""
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, TILE))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
-    places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
-    mask = mask_of(rows < row_end, columns, D - FIRST, WIDTH)
-    gl.store(dq_ptr + FIRST + places[:, None] + columns[None, :], smem.load(TILE), mask=mask)
 
 
 @gluon.jit

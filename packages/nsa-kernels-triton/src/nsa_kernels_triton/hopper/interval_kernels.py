@@ -25,6 +25,7 @@ from nsa_kernels_triton.hopper.tiles import (
     place_of,
     query_rows,
     start_scores,
+    store_tile,
     visible_keys,
 )
 
@@ -518,40 +519,26 @@ def _attend(
         gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=rows // HG < num_rows)
         # outputs leave through the rows' own place
         barrier()
-        out1_smem = _place(q1, acc1, inverse, V1, HALF, ACC1)
+        out1_smem = _finish(q1, acc1, inverse, V1, HALF, ACC1)
         out2_smem = out1_smem
         if V2 > 0:
-            out2_smem = _place(q2, acc2, inverse, V2, HALF, ACC2)
+            out2_smem = _finish(q2, acc2, inverse, V2, HALF, ACC2)
         barrier()
-        _write(out_ptr + head0 * D_V, out1_smem, row0, num_rows, H, HG, D_V, 0, V1, HALF)
+        store_tile(out_ptr + head0 * D_V, out1_smem, row0, num_rows * HG, H, HG, D_V, 0, V1, HALF)
         if V2 > 0:
-            _write(out_ptr + head0 * D_V, out2_smem, row0, num_rows, H, HG, D_V, V1, V2, HALF)
+            store_tile(out_ptr + head0 * D_V, out2_smem, row0, num_rows * HG, H, HG, D_V, V1, V2, HALF)
         barrier()
         mbarrier.arrive(q_empty.index(place), count=1)
 
 
 @gluon.jit
-def _place(smem, acc, inverse, WIDTH: gl.constexpr, ROWS: gl.constexpr, ACC: gl.constexpr):
+def _finish(smem, acc, inverse, WIDTH: gl.constexpr, ROWS: gl.constexpr, ACC: gl.constexpr):
     """Put WIDTH columns of outputs, `acc` times their rows' `inverse`, into the memory of `smem`, and return their tile."""
     dtype: gl.constexpr = smem.dtype
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, ACC))[:, None]
     out_smem = smem._reinterpret(dtype, [ROWS, WIDTH], gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype))
     out_smem.store(gl.where(inverse == 0, 0.0, acc * inverse).to(dtype))
     return out_smem
-
-
-@gluon.jit
-def _write(
-    out_ptr, smem, row0, num_rows,
-    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Write the columns FIRST .. FIRST + WIDTH - 1, as far as there are any, of the outputs of a half."""
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
-    places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
-    mask = mask_of(rows // HG < num_rows, columns, D - FIRST, WIDTH)
-    gl.store(out_ptr + FIRST + places[:, None] + columns[None, :], smem.load(TILE), mask=mask)
 
 
 @gluon.jit

@@ -98,7 +98,7 @@ def interval_dkdv(
     kernels.dkdv_kernel[grid](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
-        **_widths(q.shape[3], v.shape[3]), V1=ring_parts(v.shape[3]).first, GATED=gates is not None,
+        **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
         **_ring_constants(ring), **_options_of_three(ring),
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def selected_backward(
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     kernel[(num_items,)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
-        **sizes, V1=ring_parts(v.shape[3]).first, GATED=gates is not None, **_ring_constants(ring),
+        **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_ring_constants(ring),
         **(_options_of_three(ring) if is_wide else _options(ring)),
     )  # fmt: skip
 

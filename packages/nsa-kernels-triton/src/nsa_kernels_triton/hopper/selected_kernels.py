@@ -168,7 +168,7 @@ def _multiply(
         # the tile of q has been read: partial dQ leaves through it
         q.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
-        store_tile(dq_ptr, q, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
+        store_parts(dq_ptr, q, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
@@ -177,7 +177,7 @@ def _multiply(
 
 
 @gluon.jit
-def store_tile(
+def store_parts(
     ptr, smem, entry_smem, tile, num_rows,
     G: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
     ROWS: gl.constexpr,

@@ -43,6 +43,20 @@ def load_tile(
 
 
 @gluon.jit
+def store_tile(
+    ptr, smem, row, last_row,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Write what `load_tile` loads, from shared memory; rows from `last_row` on and columns from D on are not written."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
+    places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
+    mask = mask_of(rows < last_row, columns, D - FIRST, WIDTH)
+    gl.store(ptr + FIRST + places[:, None] + columns[None, :], smem.load(TILE), mask=mask)
+
+
+@gluon.jit
 def place_of(
     item, first_tile, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED: gl.constexpr, CACHED: gl.constexpr,

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, start_next, store_tile, weights_of
+from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, start_next, store_parts, weights_of
 from nsa_kernels_triton.hopper.tiles import barrier, load_tile
 
 
@@ -62,7 +62,7 @@ def _multiply_values(
         scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
         dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
-        store_tile(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
+        store_parts(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
@@ -106,7 +106,7 @@ def _multiply_keys(
         scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
         dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
-        store_tile(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS)
+        store_parts(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
