@@ -37,6 +37,14 @@ def test_a_gpu_measures_2k_to_128k_in_bf16():
     assert {job.case.dtype for job in found.jobs} == {torch.bfloat16}
 
 
+@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.parametrize(
+    ("options", "is_replayed"), [({}, False), ({"graph": True}, True), ({"sweep": True}, True), ({"preset": "targets"}, False)]
+)
+def test_what_is_timed_as_cuda_graphs(options, is_replayed):
+    assert {job.is_replayed for job in make_plan(AttentionOptions(**options)).jobs} == {is_replayed}
+
+
 def test_every_option_reaches_the_jobs():
     jobs = plan(
         dtype="fp64", lengths="100,1k", shapes="L,6/2/8/4", operations="win,nsa", selection="trained-like,random",
@@ -54,6 +62,7 @@ def test_every_option_reaches_the_jobs():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"graph": True}, "--graph times CUDA graphs"),
         ({"operations": "nsa,sum"}, "--operations has 'sum'"),
         ({"selection": "trained"}, "--selection has 'trained'"),
         ({"baseline": "fastest"}, "--baseline='fastest'"),
@@ -78,7 +87,9 @@ def test_every_contradiction_is_named_at_once():
 
 
 def test_a_sweep_has_points_and_no_baselines():
-    found = plan(sweep=True, lengths="64", operations="nsa")
+    found = plan(sweep=True, lengths="64")
+    assert {job.operations for job in found.jobs} == {("nsa",)}
+    assert {job.operations for job in plan(sweep=True, operations="slc,win").jobs} == {("slc", "win")}
     assert [point.value for point in found.points if point.variable == "S"] == ["63", "64", "65"]
     assert {job.baselines for job in found.jobs} == {()}
     assert {point.case.seq_len for point in plan(sweep=True).points if point.variable == "D"} == {8192}

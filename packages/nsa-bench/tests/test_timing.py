@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nsa_bench import timing
-from nsa_bench.timing import Timing, held_bytes, peak_bytes, time_call
+from nsa_bench.timing import Timing, held_bytes, peak_bytes, replay_of, time_call
 
 CPU = torch.device("cpu")
 
@@ -67,3 +67,23 @@ def test_peak_memory_counts_inputs_and_what_a_call_holds():
     timed = time_call(lambda: x.add(1), device)
     assert 0 < timed.min_ms <= timed.median_ms <= timed.max_ms
     assert timed.count == timing.MAX_COUNT
+
+
+@pytest.mark.hardware
+def test_a_replay_leaves_the_host_out():
+    device = torch.device("cuda")
+    x = torch.zeros(8, device=device)
+
+    def call():
+        for _ in range(200):
+            x.add_(1)
+
+    replay = replay_of(call, device)
+    torch.cuda.synchronize()
+    # the call before the capture; a captured one runs nothing
+    assert x.tolist() == [200.0] * 8
+    replay()
+    assert x.tolist() == [400.0] * 8
+    assert time_call(replay, device).median_ms < time_call(call, device).median_ms
+    with pytest.raises(RuntimeError):
+        replay_of(lambda: x.sum().item(), device)

@@ -40,6 +40,8 @@ class Job:
     """Of BASELINES; packed cases have none."""
     is_timed: bool = True
     """False: only compared, and the memory measured."""
+    is_replayed: bool = False
+    """On a GPU, time CUDA graphs."""
 
 
 def run_jobs(jobs: tuple[Job, ...], place: Place) -> Iterator[Measurement]:
@@ -78,6 +80,10 @@ def _not_run(operation: str, job: Job, error: RuntimeError) -> Iterator[Measurem
         yield evolve(one, is_ours=operation != DENSE)
 
 
+def _wanted(job: Job) -> Wanted:
+    return Wanted(is_timed=job.is_timed, is_replayed=job.is_replayed)
+
+
 def _options(case: Case, inputs: Inputs, place: Place) -> dict[str, Any]:
     packed = {} if case.lengths is None else {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": max(case.lengths)}
     return {"geometry": case.geometry, "backend": place.backend, "registry": place.registry, **packed}
@@ -93,7 +99,7 @@ def _measure_whole(job: Job, inputs: Inputs, place: Place, held_before: int) -> 
     subject = Subject(operation="nsa", case=case, run=run, operands=operands_of("nsa", inputs))
     # what is expected lives no longer than this line, so that it is no part of the peak
     checked = check_all(subject, expect("nsa", inputs, case), job.directions, place.registry)
-    wanted = Wanted(is_timed=job.is_timed, held_before=held_before)
+    wanted = evolve(_wanted(job), held_before=held_before)
     for one in measure(subject, checked, wanted, place.device):
         yield evolve(one, overlap=overlap)
 
@@ -114,7 +120,7 @@ def _measure_branch(operation: str, job: Job, inputs: Inputs, place: Place) -> I
 
     subject = Subject(operation=operation, case=case, run=run, operands=operands_of(operation, inputs))
     checked = check_all(subject, expect(operation, inputs, case, block_indices), job.directions, place.registry)
-    for one in measure(subject, checked, Wanted(is_timed=job.is_timed), place.device):
+    for one in measure(subject, checked, _wanted(job), place.device):
         yield evolve(one, overlap=overlap)
 
 
@@ -143,7 +149,7 @@ def _measure_selection(job: Job, inputs: Inputs, place: Place) -> Iterator[Measu
     def call() -> Tensor:
         return select_blocks(q, k_cmp, lse, **options)
 
-    yield one if reason else finish(one, call, Wanted(is_timed=job.is_timed), place.device)
+    yield one if reason else finish(one, call, _wanted(job), place.device)
 
 
 def _measure_baselines(job: Job, inputs: Inputs, place: Place) -> Iterator[Measurement]:
@@ -159,7 +165,7 @@ def _measure_baselines(job: Job, inputs: Inputs, place: Place) -> Iterator[Measu
         subject = Subject(operation=DENSE, case=job.case, run=baseline.run, operands=operands_of(DENSE, inputs), name=baseline.name)
         checked = check_all(subject, expected, job.directions, place.registry)
         patience = {direction: BASELINE_PATIENCE * time_ms for direction, time_ms in best.items()}
-        for one in measure(subject, checked, Wanted(patience_ms=patience), place.device):
+        for one in measure(subject, checked, evolve(_wanted(job), patience_ms=patience), place.device):
             if one.timing is not None:
                 best[one.direction] = min(best.get(one.direction, float("inf")), one.timing.median_ms)
             yield one

@@ -12,7 +12,7 @@ from nsa_bench.checking import Check, backward_values, compare, forward_values
 from nsa_bench.measurements import Direction, Measurement
 from nsa_bench.reference import Expected
 from nsa_bench.routes import RouteRecorder
-from nsa_bench.timing import peak_bytes, time_call
+from nsa_bench.timing import peak_bytes, replay_of, time_call
 
 
 @frozen(kw_only=True)
@@ -63,6 +63,8 @@ class Wanted:
     is_timed: bool = True
     held_before: int | None = None
     """Bytes held before the inputs were made, where the peak of forward and backward is wanted."""
+    is_replayed: bool = False
+    """On a GPU, time a CUDA graph of the call, which leaves the launches from Python out."""
     patience_ms: Mapping[Direction, float] = field(factory=dict)
     """What takes longer is timed once."""
 
@@ -87,6 +89,8 @@ def finish(one: Measurement, call: Callable[[], object], wanted: Wanted, device:
         if wanted.held_before is not None and one.direction is Direction.BOTH:
             one = evolve(one, peak_bytes=peak_bytes(call, device, wanted.held_before))
         if wanted.is_timed:
+            if wanted.is_replayed and device.type == "cuda":
+                call = replay_of(call, device)
             one = evolve(one, timing=time_call(call, device, wanted.patience_ms.get(one.direction, float("inf"))))
     except Exception as error:  # noqa: BLE001 - one kernel's failure is a result, not the end of the others
         return evolve(one, reason=describe_failure(error))

@@ -14,7 +14,7 @@ from nsa_bench.sweep import LENGTH, SweepPoint, sweep_jobs, sweep_points
 from nsa_bench.targets import Target, all_targets, target_jobs
 
 FIXED_BY = {
-    "preset": ("sweep", "lengths", "shapes", "operations", "selection", "geometry", "dtype"),
+    "preset": ("sweep", "lengths", "shapes", "operations", "selection", "geometry", "dtype", "graph"),
     "sweep": ("shapes", "baseline"),
 }
 """The options that another one decides."""
@@ -33,6 +33,7 @@ class AttentionOptions:
     geometry: str | None = None
     baseline: str | None = None
     backward: bool = True
+    graph: bool = False
     sweep: bool = False
     preset: str | None = None
 
@@ -57,10 +58,14 @@ def make_plan(options: AttentionOptions) -> Plan:
     """
     _check_conflicts(options)
     device = find_device(options.device)
+    if options.graph and device.type == "cpu":
+        raise OptionError("--graph times CUDA graphs, which a CPU does not have; drop it")
     if options.preset is not None:
         return _target_plan(options, device)
     directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
-    operations = parse_names("--operations", options.operations or ",".join(OURS), OURS)
+    # where a part has few pairs, as compressed attention of short sequences, its cost by the pair is that of its queries
+    default = "nsa" if options.sweep else ",".join(OURS)
+    operations = parse_names("--operations", options.operations or default, OURS)
     selections = [Selection(name) for name in parse_names("--selection", options.selection or "random", tuple(Selection))]
     geometry = parse_geometry(options.geometry or "32/16/64/16/512")
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
@@ -76,6 +81,7 @@ def make_plan(options: AttentionOptions) -> Plan:
             directions=directions,
             # dense attention does not depend on the selection
             baselines=baselines if selection is selections[0] else (),
+            is_replayed=options.graph,
         )
         for shape in parse_shapes(options.shapes or "P,L,M,S")
         for length in lengths

@@ -43,6 +43,24 @@ def time_call(call: Callable[[], object], device: torch.device, patience_ms: flo
     return Timing.of(timer.times_ms(call, min(max(count, MIN_COUNT), MAX_COUNT)))
 
 
+def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return a function that replays the kernels of `call`, captured in a CUDA graph: no launch of them waits for Python.
+
+    Raises:
+        RuntimeError: when something in `call` cannot be captured, such as reading a value from the GPU.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # kernels are compiled before the capture
+        call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 class _Timer:
     def __init__(self, device: torch.device) -> None:
         self.device = device

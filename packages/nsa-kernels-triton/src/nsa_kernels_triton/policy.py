@@ -133,7 +133,7 @@ HALF: dict[int, Table] = {
     227 * KIB: {
         "interval_forward": {256: Tiles(64, 64, 4, 3), 320: Tiles(64, 64, 4, 2), 512: Tiles(128, 64, 8, 2)},
         "interval_dq": {256: Tiles(64, 64, 4, 2), 320: Tiles(128, 64, 8, 3), 384: Tiles(64, 32, 4, 2), 512: Tiles(128, 32, 8, 2)},
-        "interval_dkdv": {256: Tiles(32, 64, 4, 3), 320: Tiles(32, 128, 8, 3), 384: Tiles(32, 128, 8, 2), 512: Tiles(64, 64, 8, 2)},
+        "interval_dkdv": {256: Tiles(32, 64, 4, 3), 384: Tiles(32, 128, 8, 3), 512: Tiles(64, 64, 8, 2)},
         "scores": {64: Tiles(64, 128, 4, 2), 192: Tiles(128, 64, 4, 2), 256: Tiles(64, 64, 4, 2)},
         "selected_forward": {512: Tiles(64, 64, 4, 1)},
         "selected_backward": {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 4, 1), 384: Tiles(128, 64, 8, 1), 512: Tiles(32, 64, 8, 1)},
