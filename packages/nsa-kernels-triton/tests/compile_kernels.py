@@ -67,7 +67,7 @@ class Compiler:
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
-            # the kernels for one capability stand apart: "hopper interval forward_kernel"
+            # the kernels for one capability stand apart: "hopper forward forward_kernel"
             *_, folder, module = kernel.fn.__module__.split(".")
             prefix = f"hopper {module.removesuffix('_kernels')} " if folder == "hopper" else ""
             self.found.add((prefix + kernel.fn.__name__, compiled.metadata.shared))

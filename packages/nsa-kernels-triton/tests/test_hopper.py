@@ -24,8 +24,8 @@ pytestmark = [
 
 WHERE = Where(backend="triton", dtype=torch.float32)
 KERNELS = [
-    ("interval_kernels", "forward_kernel"),
-    ("interval_kernels", "dkdv_kernel"),
+    ("forward_kernels", "forward_kernel"),
+    ("dkdv_kernels", "dkdv_kernel"),
     ("dq_kernels", "dq_kernel"),
     ("scores_kernels", "scores_kernel"),
     ("selected_kernels", "forward_kernel"),
@@ -97,7 +97,7 @@ def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
     idle = {name for name, kernel in simulated.items() if not kernel.num_launches}
     other = {("selected_kernels" if shape.head_dim_qk > 128 else "wide_kernels", "backward_kernel")}
     if shape.head_dim_v > 128:
-        other |= {("wide_kernels", "backward_kernel"), ("interval_kernels", "dkdv_kernel")}
+        other |= {("wide_kernels", "backward_kernel"), ("dkdv_kernels", "dkdv_kernel")}
     # the scores of few heads, or of narrow ones, are the portable kernel's
     has_ring = shape.head_dim_qk > 64 and shape.num_heads > 8
     assert idle == (other if has_ring else other | {("scores_kernels", "scores_kernel")})
@@ -206,4 +206,4 @@ def test_lse_has_a_gradient_too(attend, simulated):
 
     for ours, exact in zip(gradients("triton"), gradients("sdpa"), strict=True):
         assert max_error(ours, exact.double()) <= allowed_error(exact.double(), torch.float32)
-    assert simulated["interval_kernels", "forward_kernel"].num_launches
+    assert simulated["forward_kernels", "forward_kernel"].num_launches

@@ -18,12 +18,12 @@ KERNELS = {
 }  # fmt: skip
 # dQ is portable on 9.0 where lse has a gradient
 REPLACED = {"forward_kernel", "dkdv_kernel", "scores_kernel", "backward_kernel"}
-ALONE = {"hopper interval forward_kernel", "hopper interval dkdv_kernel", "hopper dq dq_kernel", "hopper scores scores_kernel"}
+ALONE = {"hopper forward forward_kernel", "hopper dkdv dkdv_kernel", "hopper dq dq_kernel", "hopper scores scores_kernel"}
 """What compute capability 9.0 has in place of them, each program with a multiprocessor to itself."""
 HOPPER = ALONE | {"hopper selected forward_kernel", "hopper selected backward_kernel"}
 WIDE = HOPPER - {"hopper selected backward_kernel"} | {"hopper wide backward_kernel"}
 """The same for heads of q in two parts, whose selected backward has a multiprocessor to itself as well."""
-NARROW_VALUES = {"hopper interval dkdv_kernel", "hopper wide backward_kernel"}
+NARROW_VALUES = {"hopper dkdv dkdv_kernel", "hopper wide backward_kernel"}
 """Those of them that take values in one part alone."""
 
 

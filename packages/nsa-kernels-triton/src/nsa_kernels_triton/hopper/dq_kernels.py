@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.interval_kernels import tile_of
+from nsa_kernels_triton.hopper.forward_kernels import tile_of
 from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile, mask_of, start_scores, store_tile, visible_keys
 
 

@@ -31,7 +31,7 @@ def interval_forward(
     ring: Ring,
 ) -> None:
     """Write out and lse; `sizes` are the constants of the interval, `limit` that of `Sequences.tiling`. `scale` is above 0."""
-    from nsa_kernels_triton.hopper import interval_kernels as kernels
+    from nsa_kernels_triton.hopper import forward_kernels as kernels
 
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
@@ -93,7 +93,7 @@ def interval_dkdv(
     ring: Ring,
 ) -> None:
     """Write dK and dV of every split; `numbers` and `constants` are those of the portable kernel."""
-    from nsa_kernels_triton.hopper import interval_kernels as kernels
+    from nsa_kernels_triton.hopper import dkdv_kernels as kernels
 
     kernels.dkdv_kernel[grid](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,

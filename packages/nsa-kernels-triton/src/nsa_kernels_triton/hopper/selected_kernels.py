@@ -279,7 +279,7 @@ def backward_kernel(
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
                     q_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                    H, HG, D_K, K1, 0, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES,
+                    H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES,
                 ),
             ),
         ],
@@ -364,7 +364,7 @@ def _gather_queries(
 def _attend(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
     out_ptr, lse_ptr, key_row0, last_key, num_rows, is_masked, factor,
-    G: gl.constexpr, HG: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write partial out and lse of every tile."""
@@ -480,7 +480,7 @@ def forward_kernel(
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
                     out_ptr + group * (SLOTS_TOTAL * HG * D_V), part_lse_ptr + group * (SLOTS_TOTAL * HG),
                     key_row0, last_key, num_item_rows, is_masked, factor,
-                    G, HG, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
+                    G, HG, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
                 ),
             ),
             (

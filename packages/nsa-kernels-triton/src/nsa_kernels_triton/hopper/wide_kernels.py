@@ -73,7 +73,7 @@ def _multiply_values(
 def _multiply_keys(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
     full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write the last K2 columns of partial dQ of every tile, and add or store dK of the block."""
@@ -181,7 +181,7 @@ def backward_kernel(
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(0), dq2_smem, full, empty, dq_ptr, dk_ptr, dk_extra_ptr,
                     key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
-                    G, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                    G, HG, D_K, K1, K2, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
                 ),
             ),
             (
