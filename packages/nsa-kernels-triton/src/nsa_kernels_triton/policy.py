@@ -214,7 +214,7 @@ RINGS: dict[str, dict[int, Ring]] = {
     "selected_forward": {64: Ring(64, 64, 4, 40, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
     "selected_backward": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(64, 64, 3, 56, num_programs=1)},
 }
-# values in two parts as well as q; not timed
+# values in two parts as well as q
 WIDE_RINGS: dict[str, Ring] = {
     "compressed_forward": Ring(128, 64, 2, 40),
     "window_forward": Ring(128, 64, 2, 40),
