@@ -131,8 +131,9 @@ def test_a_block_that_is_chosen_late_hides_its_end_from_its_first_queries(head_d
 
 
 @pytest.mark.usefixtures("simulated")
-def test_steps_over_stores_equal_one_pass():
-    properties.check_steps_equal_whole(shape_of(230, heads=(2, 1)), (1, 97, 230), WHERE)
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 72)], ids=str)
+def test_steps_over_stores_equal_one_pass(head_dims):
+    properties.check_steps_equal_whole(shape_of(230, head_dims, heads=(2, 1)), (1, 97, 230), WHERE)
 
 
 @pytest.mark.usefixtures("simulated")
