@@ -77,7 +77,7 @@ class Compiler:
 
 
 def run_case(head_dim_qk: int, head_dim_v: int, layout: str = "dense", dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> None:
-    """Run every operation, forward and backward, in one case."""
+    """Run every operation without gradients, and forward and backward, in one case."""
     num_heads, num_kv_heads, length = sizes.get("num_heads", 6), sizes.get("num_kv_heads", 2), sizes.get("length", LENGTH)
     geometry = sizes.get("geometry", BlockGeometry())
     placement = Placement(max_query_count=length, max_key_count=length)
@@ -106,7 +106,10 @@ def run_case(head_dim_qk: int, head_dim_v: int, layout: str = "dense", dtype: to
         Operation.NSA: (q, *cmp, *slc, *win, normal(1, length, num_heads, 3)),
     }
     for operation, operands in tensors.items():
-        found = TritonBackend(operation=operation)(*operands, geometry=geometry, scale=0.1, placement=placement)
+        backend = TritonBackend(operation=operation)
+        with torch.no_grad():
+            backend(*operands, geometry=geometry, scale=0.1, placement=placement)
+        found = backend(*operands, geometry=geometry, scale=0.1, placement=placement)
         if operation in (Operation.CMP, Operation.SLC, Operation.WIN):
             (found.out.sum() + found.lse.sum()).backward()
         if operation is Operation.NSA:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from nsa_core import (
     sliding_window_attention,
 )
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
+from nsa_kernels_triton.selected import op as selected
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*against policy.*")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,6 +87,27 @@ def test_the_custom_ops_pass_opcheck(operation: str, shape: Shape) -> None:
     for requires_grad, calls in ((operation != "select", forward.calls), (False, backward.calls)):
         for op, args in calls:
             assert set(torch.library.opcheck(op, leaves_of(args, requires_grad)).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("head_dim_v", [6, 40])
+@pytest.mark.parametrize("early", [False, True])
+def test_without_gradients_the_whole_operation_keeps_nothing(head_dim_v: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not early:
+        monkeypatch.setattr(selected, "early_queries", lambda *_: 0)
+    shape = evolve(DENSE, head_dim_v=head_dim_v)
+    inputs = make_inputs(shape, torch.bfloat16, DEVICE)
+    kept = {}
+    for name, tensors in (("trains", inputs.with_grad()), ("serves", inputs), ("no_grad", inputs.with_grad())):
+        with Recorder() as recorder, torch.set_grad_enabled(name != "no_grad"):
+            (out,) = call("nsa", tensors, shape)
+        ((op, args),) = recorder.calls
+        with torch.no_grad():
+            total, *saved = op(*args)
+        assert torch.equal(out, total)
+        kept[name] = (total, [x.numel() for x in saved])
+    assert min(kept["trains"][1]) > 0
+    assert {max(sizes) for name, (_, sizes) in kept.items() if name != "trains"} == {0}
+    assert torch.equal(kept["serves"][0], kept["trains"][0])
 
 
 @pytest.mark.parametrize("operation", EACH)

@@ -33,7 +33,8 @@ def nsa_attention(
     """Return the gated sum of the three branches `(B, S, H, D_v)` (Eq. 5)."""
     placed = (placement.cu_seqlens, placement.cu_blocks, placement.query_start, placement.query_count, placement.max_key_count)
     stores = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    out: Tensor = triton_nsa_attention(q, *stores, gates, list(geometry.as_tuple()), scale, *placed)[0]
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *stores, gates))
+    out: Tensor = triton_nsa_attention(q, *stores, gates, list(geometry.as_tuple()), scale, *placed, trains)[0]
     return out
 
 
@@ -55,8 +56,12 @@ def triton_nsa_attention(
     query_start: Tensor | None,
     query_count: Tensor | None,
     max_key_count: int,
+    trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gated sum, and what the backward pass needs: out and lse of cmp, slc and win, block_indices."""
+    """Return the gated sum, and what the backward pass needs: out and lse of cmp, slc and win, block_indices.
+
+    Where nothing `trains` that is empty.
+    """
     sizes = BlockGeometry(*geometry)
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
     q, gates = q.contiguous(), gates.contiguous()
@@ -64,17 +69,26 @@ def triton_nsa_attention(
     block_indices = select.choose(q, k_cmp, lse_cmp, sizes, scale, blocks)
     out_win, lse_win, exact_win = interval.forward(q, k_win, v_win, True, sizes, scale, tokens)
     others = selected.Others(out_cmp, out_win, gates)
-    out_slc, lse_slc, exact_slc, total = selected.forward(q, k_slc, v_slc, block_indices, sizes, scale, tokens, others)
+    out_slc, lse_slc, exact_slc, total = selected.forward(q, k_slc, v_slc, block_indices, sizes, scale, tokens, others, trains)
+    if not trains:
+        return total, *_nothing(q)  # type: ignore[return-value]
     if exact_cmp.numel():
         out_cmp, out_slc, out_win = exact_cmp, exact_slc, exact_win
     return total, out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win, block_indices
 
 
+def _nothing(q: Tensor) -> tuple[Tensor, ...]:
+    """Return an empty tensor in place of each that the backward pass reads; no two outputs of an op may be the same."""
+    return tuple(q.new_empty(0) for _ in range(NUM_SAVED))
+
+
 @triton_nsa_attention.register_fake
 def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    num_selected = rest[5][3]
+    num_selected, trains = rest[5][3], rest[-1]
 
     total = q.new_empty(*q.shape[:3], v_cmp.shape[3])
+    if not trains:
+        return total, *_nothing(q)
 
     def out() -> Tensor:
         exact = exact_out(q, v_cmp)
@@ -132,7 +146,7 @@ def _(dout: Tensor, saved: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, geometry, scale, cu_seqlens, cu_blocks, query_start, query_count, max_key_count = inputs
+    *tensors, geometry, scale, cu_seqlens, cu_blocks, query_start, query_count, max_key_count, _trains = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:], *tensors, cu_seqlens, cu_blocks, query_start, query_count)
@@ -145,9 +159,9 @@ def _backward(ctx: Any, dout: Tensor | None, *_unused: None) -> tuple[Tensor | N
     everything = ctx.saved_tensors
     saved, tensors, placed = everything[:NUM_SAVED], everything[NUM_SAVED:-4], everything[-4:]
     if dout is None:
-        return (None,) * 15
+        return (None,) * 16
     gradients = triton_nsa_attention_backward(dout, list(saved), *tensors, geometry, scale, *placed, max_key_count)
-    return *gradients, *[None] * 7
+    return *gradients, *[None] * 8
 
 
 triton_nsa_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -110,7 +110,7 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well.
 
-    The outputs of rows whose position is below `first_position` stand where they belong.
+    The outputs of rows whose position is below `first_position` stand where they belong. Without `out_ptr` there are none.
     """
     HG: tl.constexpr = H // G
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -136,15 +136,17 @@ def merge_kernel(
     acc *= tl.where(sees_any, 1.0 / tl.where(sees_any, total, 1.0), 0.0)[:, None]
     target = wide(first_row) * H + rows
     position = tl.load(rows_ptr + first_row + local, mask=exists, other=-1)
-    is_done = (position >= 0) & (position < first_position)
-    if exact_ptr is not None:
-        done = load_columns(exact_ptr, target * D_V, is_done, 0, WIDTH, D_V, True)
-    else:
-        done = load_columns(out_ptr, target * D_V, is_done, 0, WIDTH, D_V, True)
-    acc = tl.where(is_done[:, None], done.to(tl.float32), acc)
-    merged = exists & (is_done == 0)
+    merged = exists
+    if out_ptr is not None:
+        is_done = (position >= 0) & (position < first_position)
+        if exact_ptr is not None:
+            done = load_columns(exact_ptr, target * D_V, is_done, 0, WIDTH, D_V, True)
+        else:
+            done = load_columns(out_ptr, target * D_V, is_done, 0, WIDTH, D_V, True)
+        acc = tl.where(is_done[:, None], done.to(tl.float32), acc)
+        merged = exists & (is_done == 0)
+        store_columns(out_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
     tl.store(lse_ptr + target, tl.where(sees_any, shift + tl.log(tl.where(sees_any, total, 1.0)), float("-inf")), mask=merged)
-    store_columns(out_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
     if exact_ptr is not None:
         store_columns(exact_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
     if COMBINE:

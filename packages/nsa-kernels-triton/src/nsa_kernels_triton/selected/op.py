@@ -195,24 +195,29 @@ def forward(
     scale: float,
     sequences: Sequences,
     others: Others | None = None,
+    keeps_out: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, the exact out and, with `others`, the gated sum of the three branches (else an empty tensor).
 
-    With `others` the choice is ours (Eq. 11): queries with no more blocks than may be chosen have chosen all of them.
+    With `others` the choice is ours (Eq. 11): queries with no more blocks than may be chosen have chosen all of them. Where the
+    sum is all that is wanted, `keeps_out` False spares what out and exact out take; they may be empty then.
     """
     if scale < 0:
         # a kernel may scale a maximum, which a negative factor would make the least
         q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    early = 0 if others is None else early_queries(q, k, v, geometry, sequences)
+    # where early queries are done elsewhere, the merge reads their outputs
+    keeps_out = keeps_out or early > 0
+    shape = (*q.shape[:3], v.shape[3])
+    out = q.new_empty(shape if keeps_out else 0)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    exact = exact_out(q, v)
-    total = torch.empty_like(out) if others is not None else q.new_empty(0)
+    exact = exact_out(q, v) if keeps_out else torch.empty_like(lse[:0])
+    total = q.new_empty(shape if others is not None else 0)
     if not q.numel():
         return out, lse, exact, total
     tiles = tiles_for("selected_forward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, v.shape[3])
-    early = 0 if others is None else early_queries(q, k, v, geometry, sequences)
     index = index_of(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early
     )
@@ -237,7 +242,7 @@ def forward(
             )
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_kernel[(cdiv(rows, _merge_rows(width)),)](
-            parts, part_lse, chunk.present, out, optional(exact), lse,
+            parts, part_lse, chunk.present, optional(out), optional(exact), lse,
             *((None, None, None, None) if others is None else (others.cmp, others.win, others.gates, total)),
             index.rows, chunk.first_row, chunk.last_row, early,
             H=q.shape[2], G=k.shape[2], D_V=v.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, COMBINE=others is not None,
