@@ -29,6 +29,7 @@ BAD = [
     ("train.weight_decay=-0.1", ["train.weight_decay=-0.1", "0 or a number from 1e-12 to 100"]),
     ("train.compile=yes", ["train.compile='yes'", "true or false", "use true"]),
     ("train.precision=bf61", ["train.precision='bf61'", "'fp32', 'bf16'", "use 'bf16'"]),
+    ("train.strategy=DDP", ["train.strategy='DDP'", "use 'ddp'"]),
     ("train.activation_checkpointing=ful", ["activation_checkpointing='ful'", "use 'full'"]),
     ("train.warmup_steps=5", ["train.warmup_steps=5", "train.steps=5", "warmup_steps < steps"]),
     ("train.stepz=3", ["train.stepz is unknown", "did you mean train.steps?"]),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nsa_train.cli import run_command
+from nsa_train.errors import TrainError
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.records import TRAINING_COLUMNS
 from nsa_train.trainer import Trainer
@@ -188,6 +189,27 @@ def test_fewer_than_no_restarts_are_refused(tiny_recipe: Path, tmp_path: Path, c
         assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "run"), "--max-restarts", "-1", *words]) == 2
         assert "--max-restarts=-1 is not an integer from 0" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_went_back_starts_again_from_its_own_newest_step(
+    start: Start, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resumed_at(*words: str) -> str:
+        start("--resume", "3", *words)
+        [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: from step-")]
+        return line
+
+    def break_off(_self: Trainer) -> None:
+        raise TrainError("it broke off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", break_off)
+        assert resumed_at() == "resume: from step-3"
+    # what torchrun tells the processes that it starts again
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert resumed_at("--set", "train.steps=4") == "resume: from step-3"
+    assert resumed_at("--set", "train.steps=6") == "resume: from step-4"
 
 
 @pytest.mark.parametrize("is_dangling", [True, False], ids=["dangling", "missing"])

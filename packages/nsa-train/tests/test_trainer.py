@@ -1,12 +1,15 @@
 """A run from end to end: what it writes, that it repeats, and that its switches change only what they say."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attrs import evolve
 
+from nsa_train.cli import run_command
 from nsa_train.errors import GuardError
 from nsa_train.feed import Feed
 from nsa_train.optim import gradient_norm
@@ -139,6 +142,17 @@ def test_plain_lines_elsewhere_than_on_a_terminal(train: Callable[..., Any], cap
     model = next(line for line in lines if line.startswith("model:"))
     assert "parameters with nsa" in model
     assert "with dense" in model
+
+
+def test_held_out_documents_without_a_token_to_predict_end_a_run_in_a_line(
+    tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text('{"text": ""}\n' * 300 + json.dumps({"text": "document 3 " * 300}) + "\n")
+    words = ["--set", "data.source=jsonl", "--set", f"data.path={file}"]
+    assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "run"), *words]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "held-out" in line]
+    assert line.startswith("nsa-train: the held-out documents hold no token to predict")
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ class Fetched:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence of the step on this rank."""
+        """Tokens of the longest sequence of the step on this rank, as `Batch.longest`."""
         return max(batch.longest for batch in self.batches)
 
     def describe(self, index: int) -> str:

@@ -32,7 +32,7 @@ class Choice(Rule):
 
     def suggestion(self, value: object) -> str:
         """Return the name most like `value`, quoted."""
-        return repr((difflib.get_close_matches(str(value), self.names, n=1) or self.names)[0])
+        return repr((difflib.get_close_matches(str(value).lower(), self.names, n=1) or self.names)[0])
 
 
 MOST_STEPS = 10**9

@@ -55,7 +55,8 @@ def test_sequences_of_a_batch_are_pieces_of_one_document(documents: list[bytes],
     assert packed.cu_seqlens.tolist() == [0, *packed.lengths.cumsum(0).tolist()]
     assert int(packed.cu_seqlens[-1]) == total
     assert packed.cu_seqlens.dtype == packed.lengths.dtype == torch.int32
-    assert packed.longest == int(packed.lengths.max()) <= packed.max_seqlen == seq_len
+    assert packed.longest == max(int(mask.sum()) for mask in packed.loss_mask[0].split(packed.lengths.tolist()))
+    assert packed.longest <= int(packed.lengths.max()) <= packed.max_seqlen == seq_len
     assert packed.num_targets == int(packed.loss_mask.sum()) == int((packed.labels != IGNORED).sum())
     for piece in packed.input_ids[0].split(packed.lengths.tolist()):
         ids = piece.tolist()
@@ -84,6 +85,14 @@ def test_a_long_document_goes_on_in_the_next_row_and_keeps_its_label() -> None:
         [SEPARATOR, IGNORED, IGNORED, IGNORED],
     ]
     assert [rows[index].lengths for index in range(3)] == [[4], [3, 1], [2, 2]]
+
+
+def test_the_longest_sequence_ends_with_its_last_label() -> None:
+    """Neither the separator nor padding has one, and the end of a row has one only where its document goes on."""
+    rows = _rows([b"abcdef", b"g"], 7)
+    assert collate([rows[0]]).longest == 6
+    assert collate([rows[1]]).longest == 1
+    assert collate([_rows([b"abcdef"], 6)[0]]).longest == 6
 
 
 def test_a_batch_moves_with_its_host_figures() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.models import BPE
@@ -20,6 +21,8 @@ from nsa_train.data.bpe import BytePairTokenizer, open_bpe
 from nsa_train.data.tokenizer import PAD, SEPARATOR, ByteTokenizer
 from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
+from nsa_train.model.decoder import count_parameters
+from nsa_train.telemetry.flops import model_flops
 
 
 @given(st.binary(max_size=200))
@@ -154,6 +157,21 @@ def test_the_number_of_ids_needs_no_file_but_an_own_one(vocabulary: Path) -> Non
     assert num_ids_of(DataTable(source="stdlib")) == 258
     own = DataTable(source="stdlib", tokenizer="gpt2", tokenizer_path=str(vocabulary / "tokenizer.json"))
     assert num_ids_of(own) == build_tokenizer(own).vocab_size < 500
+    missing = evolve(own, tokenizer_path="nosuch.json")
+    assert num_ids_of(missing) == 50_258
+    for data in (missing, evolve(missing, source="synthetic")):
+        with pytest.raises(DataError, match=r"data\.tokenizer_path='nosuch\.json' is not a file"):
+            build_tokenizer(data)
+
+
+def test_a_model_is_sized_by_a_local_file_without_weights(vocabulary: Path, data_config: Callable[..., RunConfig]) -> None:
+    """Sizes are counted of models on the meta device, where a tokenizer must not make its tensors."""
+    words = ["data.source=stdlib", "data.tokenizer=gpt2", f"data.tokenizer_path={vocabulary}/tokenizer.json"]
+    own, bytes_alone = data_config(*words), data_config("data.source=stdlib")
+    more = num_ids_of(own.data) - num_ids_of(bytes_alone.data)
+    assert more > 0
+    assert count_parameters(own).nsa - count_parameters(bytes_alone).nsa == more * own.model.dim
+    assert model_flops(own).of_sequence(48) > model_flops(bytes_alone).of_sequence(48)
 
 
 def test_documents_come_back_from_a_stream_of_bpe_tokens(vocabulary: Path, corpora, data_config: Callable[..., RunConfig]) -> None:

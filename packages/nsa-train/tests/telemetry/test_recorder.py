@@ -60,7 +60,7 @@ def test_every_event_has_its_word(session, tmp_path: Path) -> None:
     beats = run.records.beats()
     assert [beat["msg"] for beat in beats] == ["boot", "val_begin", "val", "step_end", "skip", "save", "halt"]
     assert (beats[4]["cause"], beats[4]["reason"], beats[4]["batch"]) == ("loss", "loss=nan", "documents 3..9")
-    assert beats[-1]["code"] == 3
+    assert (beats[-1]["code"], beats[-1]["step"]) == (3, 2)
     assert not run.recorder.paths.anomaly_type.exists()
 
 

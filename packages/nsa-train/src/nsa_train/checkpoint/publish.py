@@ -48,6 +48,15 @@ def publish(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
     return target
 
 
+def go_on_from(root: Path, step: int) -> None:
+    """Make `root`/step-N `latest`: what is later belongs to another branch from now on.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    _point_latest(root, step_name(step))
+
+
 def prune(root: Path, *, current: int, keep_last: int) -> None:
     """Leave the `keep_last` (0: all) newest checkpoints that lead up to step `current`, itself included.
 

@@ -29,7 +29,8 @@ class BytePairTokenizer:
 
     def encode(self, text: bytes) -> Tensor:
         """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator."""
-        return torch.tensor(self._encode([text.decode("utf-8")])[0], dtype=torch.int32)
+        # ids are text, wherever the model that they are counted for is being made
+        return torch.tensor(self._encode([text.decode("utf-8")])[0], dtype=torch.int32, device="cpu")
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[Ids]:
         """Return the ids of each of `texts`, followed by the separator."""

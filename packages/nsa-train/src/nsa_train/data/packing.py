@@ -54,7 +54,7 @@ class Batch:
     max_seqlen: int
     """Host bound of `lengths`: T"""
     longest: int
-    """The longest sequence of this batch, known on the host"""
+    """Tokens of the longest sequence of this batch up to its last label, known on the host; what is behind it trains nothing"""
     num_targets: int
     """Labels that are not IGNORED, known on the host"""
 
@@ -117,6 +117,8 @@ def collate(rows: Sequence[Row]) -> Batch:
     loss_mask = labels != IGNORED
     cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
+    # a sequence's labels stand at its start
+    labelled = np.add.reduceat(loss_mask[0], cu_seqlens[:-1], dtype=np.int32)
     return Batch(
         input_ids=torch.from_numpy(_joined([row.input_ids for row in rows])),
         labels=torch.from_numpy(labels),
@@ -124,7 +126,7 @@ def collate(rows: Sequence[Row]) -> Batch:
         lengths=torch.from_numpy(lengths),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=len(rows[0].input_ids),
-        longest=int(lengths.max()),
+        longest=int(labelled.max()),
         num_targets=int(np.count_nonzero(loss_mask)),
     )
 

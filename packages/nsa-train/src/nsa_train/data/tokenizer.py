@@ -4,6 +4,7 @@ Ids of the byte tokenizer: 0 .. 255 are the bytes, 256 ends a document, 257 fill
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -84,9 +85,12 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
 
 
 def num_ids_of(data: DataTable) -> int:
-    """Return how many ids the tokenizer of `data` has, separator and pad included; reads its file where it has one of its own."""
+    """Return how many ids the tokenizer of `data` has, separator and pad included; reads its file where it has one of its own.
+
+    GPT-2's where that file is missing, which whoever opens the data says: preflight names all that is missing at once.
+    """
     if data.tokenizer == "byte":
         return ByteTokenizer.vocab_size
-    if data.tokenizer_path is None:
+    if data.tokenizer_path is None or not Path(data.tokenizer_path).is_file():
         return GPT2_VOCAB_SIZE
     return build_tokenizer(data).vocab_size

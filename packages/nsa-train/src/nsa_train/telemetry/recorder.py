@@ -204,6 +204,7 @@ class Recorder:
 
     def skipped(self, step: int, reason: str, batch: str, *, cause: str) -> None:
         """Record a step whose update was left out, the `batch` that it was for, and the `cause` in one word, of `guards.Cause`."""
+        self.step = step
         self.heartbeat.beat("skip", step, cause=cause, reason=reason, batch=batch)
 
     def halted(self, reason: str, *, code: int, anomaly: str | None = None) -> None:
