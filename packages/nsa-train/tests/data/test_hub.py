@@ -84,6 +84,28 @@ def test_a_damaged_parquet_shard_ends_the_run_or_is_counted(corpora, tmp_path: P
         assert int(stream.figures()["data_bad_records"]) >= 1
 
 
+@pytest.mark.parametrize("wrong", ["cut", "rowless", "damaged"])
+def test_a_damaged_shard_counts_once_however_many_rows_share_it(tmp_path: Path, data_config: Callable[..., RunConfig], wrong: str) -> None:
+    for name in ("sound", wrong):
+        _shard(tmp_path / f"{name}.parquet", name)
+    config = data_config(
+        "data.source=fineweb_edu", f"data.path={tmp_path}/*.parquet", "data.on_bad_record=skip", "train.batch_size=16", "train.seq_len=8"
+    )
+    with open_training_stream(config) as stream:
+        while not stream.figures()["data_epoch"]:
+            next(stream)
+        assert stream.figures()["data_bad_records"] == 1
+
+
+@pytest.mark.parametrize("wrong", ["cut", "rowless", "damaged"])
+def test_a_damaged_shard_reads_alike_from_any_row_on(tmp_path: Path, wrong: str) -> None:
+    _shard(tmp_path / f"{wrong}.parquet", wrong)
+    blocks = open_hub(DataTable(source="fineweb_edu", path=f"{tmp_path}/{wrong}.parquet", on_bad_record="skip"), Reading())
+    whole = list(blocks.read(0))
+    assert f"{wrong}.parquet from row {len(whole) - 1} on cannot be read" in str(whole[-1])
+    assert all(list(blocks.read(0, start)) == whole[start:] for start in range(13))
+
+
 def test_shards_of_several_kinds_are_refused(corpora) -> None:
     with pytest.raises(DataError, match=r"not all \.parquet or all \.jsonl"):
         _records(corpora.folder / "*-*[01].*")
@@ -94,11 +116,17 @@ def _shard(path: Path, name: str) -> None:
     texts = [f"{path.stem} {number}" for number in range(20)]
     if path.suffix == ".parquet":
         column = {"numbers": list(range(20)), "rowless": pa.array([], pa.string())}.get(name, texts)
-        pq.write_table(pa.table({"other" if name == "missing" else "text": column}), path)
+        pq.write_table(pa.table({"other" if name == "missing" else "text": column}), path, row_group_size=10, compression="gzip")
     else:
         path.write_text("".join(json.dumps({"text": number if name == "numbers" else text}) + "\n" for number, text in enumerate(texts)))
     if name in ("cut", "empty"):
         path.write_bytes(path.read_bytes()[: 30 if name == "cut" else 0])
+    if name == "damaged":
+        # in its second row group, row 10 on
+        start = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+        content = bytearray(path.read_bytes())
+        content[start : start + 40] = bytes(40)
+        path.write_bytes(content)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])

@@ -1,6 +1,7 @@
 """The corpora: what is read, how it is split, and what is said about files that will not do."""
 
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, open_training_stream
+from nsa_train.data import open_dataset, open_training_stream, probe
 from nsa_train.data.sources import Bad, Document, Reading, open_files
 from nsa_train.data.sources.jsonl import BYTES_PER_BLOCK, LINES_PER_BLOCK, JsonlBlocks
 from nsa_train.data.sources.split import limit_of, rank_of, split
@@ -86,6 +87,62 @@ def test_parts_share_one_limit_so_that_a_copy_elsewhere_is_held_out_too() -> Non
     trained = {document.text for documents in found.train for document in documents}
     assert not trained & {document.text for document in found.val}
     assert len(found.train) == 3
+
+
+def _lines(word: str) -> str:
+    return "".join(f"{number} {word} stood on the wall.\n" for number in range(200))
+
+
+@pytest.mark.parametrize("is_held_out", [False, True], ids=["trained", "held out"])
+@pytest.mark.parametrize("other", ["{}", "before\n{}after\n", "{}\n\n"], ids=["equal", "quoted", "longer"])
+def test_a_cut_file_with_a_copy_in_another_part_is_refused_by_name(
+    tmp_path: Path, data_config: Callable[..., RunConfig], other: str, is_held_out: bool
+) -> None:
+    lines = (_lines(f"{number} bottles") for number in range(1000))
+    share = limit_of([0, 2**32])
+    text = next(text for text in lines if (rank_of(other.format(text).encode()) < share) == is_held_out)
+    (tmp_path / "copy.txt").write_text(text)
+    (tmp_path / "d").mkdir()
+    for number, content in enumerate([other.format(text), *(f"text {number} {'word ' * 40}" for number in range(20))]):
+        (tmp_path / f"d/{number:02}.txt").write_text(content)
+    found = probe(data_config("data.source=mix", f'data.mix={{"{tmp_path}/copy.txt" = 1, "{tmp_path}/d/*.txt" = 1}}'))
+    [line] = found.failed
+    held_out, trained = (rf"{tmp_path}/d/00\.txt", rf"{tmp_path}/copy\.txt\[:\d+\]")
+    if not is_held_out:
+        held_out, trained = (rf"{tmp_path}/copy\.txt\[\d+:\]", held_out)
+    assert re.match(rf"data: {held_out} is held out for validation, and shares text with {trained}, which is for training; name each", line)
+    assert not found.passed
+    mended = probe(data_config("data.source=mix", f'data.mix={{"{tmp_path}/copy.txt" = 1, "{tmp_path}/d/[01][1-9].txt" = 1}}'))
+    assert not mended.failed
+
+
+def test_a_short_end_that_other_files_have_too_is_no_copy(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
+    end = "\n\nif __name__ == '__main__':\n    main()\n"
+    for name in ("one", "d1", "d2", "d3"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} says {name}, " * 20 + end)
+    config = data_config("data.source=mix", f'data.mix={{"{tmp_path}/one.txt" = 1, "{tmp_path}/d*.txt" = 1}}', "train.seq_len=16")
+    assert not probe(config).failed
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_a_part_of_a_large_mix_without_a_training_document_is_refused_by_name(
+    corpora, tmp_path: Path, data_config: Callable[..., RunConfig], kind: str, batch_size: int
+) -> None:
+    texts = (f"text {number} {'word ' * 40}" for number in range(1000))
+    held_out = next(text for text in texts if rank_of(text.encode()) < limit_of([0, 2**32]))
+    path = tmp_path / f"held.{kind}"
+    path.write_text(held_out if kind == "txt" else f'{{"text": "{held_out}"}}\noops\n')
+    mix = f'data.mix={{"{path}" = 1, "{corpora.folder}/a-*.jsonl" = 1}}'
+    sets = ["data.source=mix", mix, f"train.batch_size={batch_size}", "data.on_bad_record=skip"]
+    with pytest.raises(DataError) as caught:
+        open_dataset(data_config(*sets, "data.in_memory_mib=0"))
+    assert f"data.mix: '{path}' has no document for training (1 is held out for validation" in str(caught.value)
+    assert ("the first that was skipped: data.path: " in str(caught.value)) == (kind == "jsonl")
+    mend = re.search(r"--set (data\.in_memory_mib=\d+)", str(caught.value))
+    assert mend
+    with open_training_stream(data_config(*sets, mend[1])) as stream:
+        assert next(stream).num_targets > 0
 
 
 def test_equal_files_cannot_be_split() -> None:

@@ -6,6 +6,7 @@ ones, and what is streamed, stay where they are: lanes read their blocks, shuffl
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from nsa_train.data.buckets import BucketedRows
 from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
 from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
 from nsa_train.data.sources import Bad, Blocks, Document, Reading, StripedBlocks, TextBlocks, files_of, open_blocks, open_files, open_hub
-from nsa_train.data.sources.split import shared, split
+from nsa_train.data.sources.split import rank_of, shared, split
 from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
 from nsa_train.data.waiting import within
 from nsa_train.data_table import DataTable
@@ -40,6 +41,8 @@ class Part(NamedTuple):
 
     blocks: Blocks
     weight: int
+    pattern: str = ""
+    """Of `data.mix`"""
 
 
 @frozen(kw_only=True, eq=False)
@@ -58,8 +61,8 @@ class Dataset:
     bad_records: int = 0
     """Records that could not be read, of a corpus in memory; those of a streamed one are counted when they are met"""
     first_bad: Bad | None = None
-    shared: int = 0
-    """Texts that stand on both sides: 0"""
+    shared: tuple[tuple[str, str], ...] = ()
+    """Names of what is held out and of the training document that it stands in: none"""
     sizes: dict[str, int] = field(factory=dict)
     """What is known: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
@@ -162,7 +165,7 @@ def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
         suffixes = {kinds.get(Path(path).suffix, "text") for path in paths}
         if len(suffixes) > 1:
             raise DataError(f"data.mix: {pattern!r} matches files of several kinds ({', '.join(sorted(suffixes))}); use a glob for each")
-        found.append(Part(open_files(suffixes.pop(), paths, reading), weight))
+        found.append(Part(open_files(suffixes.pop(), paths, reading), weight, pattern))
     return found
 
 
@@ -219,11 +222,13 @@ def _read_all(blocks: Blocks, policy: str) -> tuple[list[Document], list[Bad]]:
 
 def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: list[Part]) -> Dataset:
     data, train = config.data, config.train
-    parts = [_enough(part, train.batch_size) for part in parts]
+    whole, parts = parts, [_enough(part, train.batch_size) for part in parts]
     batch_tokens = train.batch_size * train.seq_len
     found = scan_held_out(
         [part.blocks for part in parts], data, tokens=FIXED_BATCHES * batch_tokens, most_tokens=train.eval_batches * batch_tokens
     )
+    if len(whole) > 1:
+        _require_training(whole, data, found.limit)
     held_out = PackedRows(found.documents, tokenizer, train.seq_len)
     tokens: list[TokenBlocks] = [TextTokenBlocks(part.blocks, tokenizer, found.limit) for part in parts]
     return _walked(
@@ -248,7 +253,34 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
 def _enough(part: Part, lanes: int) -> Part:
     """Return `part` with as many blocks as there are lanes, at least: each lane reads its own."""
     turns = -(-lanes // len(part.blocks))
-    return Part(StripedBlocks(part.blocks, turns), part.weight) if turns > 1 else part
+    return part._replace(blocks=StripedBlocks(part.blocks, turns)) if turns > 1 else part
+
+
+def _require_training(parts: list[Part], data: DataTable, limit: int) -> None:
+    """Refuse a part of a mix with nothing to train on: its first turn would end the run."""
+    for part in parts:
+        documents, bad = 0, list[Bad]()
+        for record in chain.from_iterable(map(part.blocks.read, range(len(part.blocks)))):
+            if isinstance(record, Document):
+                if rank_of(record.text) >= limit:
+                    break
+                documents += 1
+            elif data.on_bad_record == "fail":
+                raise DataError(str(record))
+            else:
+                bad.append(record)
+        else:
+            raise DataError(_untrainable(part, parts, documents, bad))
+
+
+def _untrainable(part: Part, parts: list[Part], documents: int, bad: list[Bad]) -> str:
+    reason = f"; the first that was skipped: {bad[0].where} {bad[0].why}" if bad else ""
+    size = int(sum(each.blocks.size_bytes for each in parts) / 2**20) + 1
+    mend = f", or use --set data.in_memory_mib={size}, which cuts a single document" if documents == 1 else ""
+    return (
+        f"data.mix: {part.pattern!r} has no document for training ({documents} {'is' if documents == 1 else 'are'} held out for validation, "
+        f"by a hash of the content{reason}); add files to it or leave it out{mend}"
+    )
 
 
 def _synthetic(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dataset:

@@ -123,7 +123,8 @@ class BlockSequence:
         self.parts = parts
         self._orders = [SeededOrder(len(part), seed, f"blocks {number}") for number, part in enumerate(parts)]
         self._turns = Turns(weights, seed)
-        self.most_empty = 4 * sum(len(part) for part in parts) * max(weights) + 64
+        # a lane may keep one part for ever, and meet the only document of it once in many epochs
+        self.most_empty = 64 * sum(len(part) for part in parts) * max(weights)
         """Blocks without a document that a lane passes over before it gives up."""
 
     def entries(self, number: int, start: int) -> Iterator[Entry]:

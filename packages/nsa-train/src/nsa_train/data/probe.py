@@ -25,8 +25,11 @@ def probe(config: RunConfig) -> DataFindings:
     except DataError as error:
         return DataFindings(failed=tuple(str(error).splitlines()))
     failed = [_too_small(name, size, config.train.seq_len) for name, size in _sizes(dataset).items() if size < config.train.seq_len]
-    if dataset.shared:
-        failed.append(f"data: {dataset.shared} documents stand in train and in validation; remove the copies")
+    failed += [
+        f"data: {held_out} is held out for validation, and shares text with {trained}, which is for training; "
+        "name each file in one part of data.mix alone, or remove the copy"
+        for held_out, trained in dataset.shared
+    ]
     return DataFindings(passed=() if failed else _described(dataset), warned=_warnings(dataset), failed=tuple(failed), dataset=dataset)
 
 

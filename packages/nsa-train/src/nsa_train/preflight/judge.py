@@ -7,10 +7,12 @@ from nsa_train.config import RunConfig
 from nsa_train.machine import Machine, processes_of, target_machine
 from nsa_train.model.decoder import count_parameters
 from nsa_train.preflight.data import check_data
+from nsa_train.preflight.disk import check_disk
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.machine import check_machine, check_memory, check_routes
 from nsa_train.preflight.memory import estimate_memory
-from nsa_train.preflight.places import check_disk, check_out_dir
+from nsa_train.preflight.mends import MemoryMends
+from nsa_train.preflight.places import check_out_dir
 from nsa_train.preflight.schedule import check_schedule
 
 
@@ -38,7 +40,8 @@ def run_preflight(
     check_schedule(findings, config, where, parameters, sizes)
     check_machine(findings, config, where, memory, is_asked_for=machine is not None)
     check_routes(findings, config, where)
-    check_memory(findings, config, where, memory)
+    mends = MemoryMends(config=config, parameters=parameters, world_sizes=sizes, resuming=resuming)
+    check_memory(findings, where, memory, mends)
     check_disk(findings, config, out_dir, parameters)
     check_data(findings, config)
     return findings

@@ -6,6 +6,7 @@ from nsa_train.config import RunConfig, listed
 from nsa_train.machine import Machine, processes_of
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.memory import MemoryEstimate
+from nsa_train.preflight.mends import MemoryMends
 from nsa_train.routing import routing_decisions
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> No
             findings.failed.append(_unserved(operation, asked, decision))
 
 
-def check_memory(findings: Preflight, config: RunConfig, machine: Machine, estimate: MemoryEstimate) -> None:
+def check_memory(findings: Preflight, machine: Machine, estimate: MemoryEstimate, mends: MemoryMends) -> None:
     """Judge that the estimated peak fits in the machine's memory."""
     there = machine.memory_gib
     if there is None:
@@ -73,9 +74,9 @@ def check_memory(findings: Preflight, config: RunConfig, machine: Machine, estim
         return
     where = f"the {there:.1f} GiB of {machine.name}" if machine.device_type == "cuda" else f"the {there:.1f} GiB free here"
     if estimate.total_gib > there:
-        findings.failed.append(f"memory: about {estimate} does not fit in {where}; {_smaller(config, machine, estimate)}")
+        findings.failed.append(f"memory: about {estimate} does not fit in {where}; {mends.offered(machine, TIGHT * there, there)}")
     elif estimate.total_gib > TIGHT * there:
-        findings.warned.append(f"memory: about {estimate} may not fit in {where}; {_smaller(config, machine, estimate)}")
+        findings.warned.append(f"memory: about {estimate} may not fit in {where}; {mends.offered(machine, TIGHT * there)}")
     else:
         findings.passed.append(f"memory: about {estimate} in {where}")
 
@@ -84,17 +85,6 @@ def _there(machine: Machine, *, is_asked_for: bool) -> str:
     if machine.device_type != "cuda" or not (machine.is_here or is_asked_for):
         return "there is none here"
     return f"{'here' if machine.is_here else 'described'}: {machine.num_gpus} x {machine.name} with {machine.memory_gib or 0:.1f} GiB"
-
-
-def _smaller(config: RunConfig, machine: Machine, estimate: MemoryEstimate) -> str:
-    train = config.train
-    if not train.loss_chunk and estimate.logits_gib > estimate.activations_gib:
-        return "use --set train.loss_chunk=4096"
-    if train.batch_size > processes_of(config, machine):
-        return f"use --set train.batch_size={train.batch_size // 2} --set train.accumulate={train.accumulate * 2}"
-    if train.activation_checkpointing == "none":
-        return "use --set train.activation_checkpointing=full"
-    return "use a shorter train.seq_len, or train.strategy=fsdp on more GPUs"
 
 
 def _why_no_kernel(decision: "RoutingDecision") -> str:

@@ -16,6 +16,8 @@ OVERHEAD_GIB = 0.8
 """Of a CUDA context, its libraries and the allocator's gaps; of Python and torch on a CPU."""
 KEPT_SHARE = {"none": 1.0, "selective": 0.6, "full": 0.0}
 """Of a block's activations, by train.activation_checkpointing; "full" keeps its input alone."""
+STATES, OF_ROWS, LIBRARIES = "weights, gradients and optimizer", ("activations", "logits"), "Python, torch and its libraries"
+"""The names of the parts, for messages; two of them grow with the rows."""
 
 
 @frozen(kw_only=True)
@@ -31,10 +33,16 @@ class MemoryEstimate:
         """Return the sum, with the overhead."""
         return self.states_gib + self.activations_gib + self.logits_gib + OVERHEAD_GIB
 
+    @property
+    def largest(self) -> tuple[str, float]:
+        """Return the name of the largest part, and its GiB."""
+        sizes = (self.states_gib, self.activations_gib, self.logits_gib, OVERHEAD_GIB)
+        return max(zip((STATES, *OF_ROWS, LIBRARIES), sizes, strict=True), key=lambda part: part[1])
+
     def __str__(self) -> str:
         return (
-            f"{self.total_gib:.1f} GiB (weights, gradients and optimizer {self.states_gib:.1f}, "
-            f"activations {self.activations_gib:.1f}, logits {self.logits_gib:.1f})"
+            f"{self.total_gib:,.1f} GiB ({STATES} {self.states_gib:,.1f}, "
+            f"activations {self.activations_gib:,.1f}, logits {self.logits_gib:,.1f})"
         )
 
 

@@ -64,13 +64,21 @@ class LocalShards:
             yield from [_empty(path)][start:]
             return
         where = f"data.path: {path}"
+        is_first = True
         for record in _until_broken(where, start, lambda: self._opened(path).skip(start)):
             if isinstance(record, Bad):
-                yield record
+                # what cannot be read at all breaks off wherever a reading begins: it is one record, at its own number
+                if not is_first or start in (0, self._breaks_at(path)):
+                    yield record
             elif self._kind == "jsonl":
                 yield _record_of_line(path, *record)
             else:
                 yield _record_of(where, str(path), *record)
+            is_first = False
+
+    def _breaks_at(self, path: Path) -> int:
+        """Return the row from which a damaged file is not read, where it is read from the first one on."""
+        return sum(not isinstance(record, Bad) for record in _until_broken(str(path), 0, lambda: self._opened(path)))
 
     def _opened(self, path: Path) -> Any:
         # the readers below load_dataset, which first tells the hub of every call, and waits where there is no network

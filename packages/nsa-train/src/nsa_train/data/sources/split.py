@@ -15,6 +15,8 @@ VALIDATION_PERCENT = 5
 """Share of documents held out, by hash."""
 SINGLE_FILE_VALIDATION_PERCENT = 10
 """Share of a single document held out: its end."""
+END_BYTES = 256
+"""Least length of an end that is looked for in other documents: shorter ones are alike in many."""
 
 
 class Split(NamedTuple):
@@ -24,6 +26,8 @@ class Split(NamedTuple):
     """Of each part"""
     val: list[Document]
     """Of all parts"""
+    ends: dict[int, Document]
+    """Of the one document of each part that was cut: its end, held out and what stands before that up to `END_BYTES`"""
 
 
 def rank_of(text: bytes) -> int:
@@ -45,9 +49,13 @@ def split(parts: Sequence[Sequence[Document]]) -> Split:
     """
     texts = {document.text for documents in parts if len(documents) > 1 for document in documents}
     limit = limit_of([rank_of(text) for text in texts]) if texts else 0
-    found = Split([], [])
-    for documents in parts:
+    found = Split([], [], {})
+    for number, documents in enumerate(parts):
         train, val = _cut(documents[0]) if len(documents) == 1 else _by_content(documents, limit)
+        if len(documents) == 1:
+            end = documents[0].text[-max(len(val[0].text), END_BYTES) :].strip()
+            # white space alone is in every text
+            found.ends.update({number: Document(val[0].name, end)} if end else {})
         if not train or (not val and len(texts) == 1):
             raise DataError(
                 f"data.path: {documents[0].name} and the {len(documents) - 1} other documents are equal or too few (some are held out, and "
@@ -58,9 +66,21 @@ def split(parts: Sequence[Sequence[Document]]) -> Split:
     return found
 
 
-def shared(split: Split) -> int:
-    """Return how many distinct texts stand on both sides."""
-    return len({document.text for documents in split.train for document in documents} & {document.text for document in split.val})
+def shared(split: Split) -> tuple[tuple[str, str], ...]:
+    """Return the names of what is held out and of the training document that has text of it, a pair for each.
+
+    Whole texts are compared, and the end of a document that was cut with any piece of the documents of other parts, on either side.
+    """
+    names = {document.text: document.name for documents in split.train for document in documents}
+    found = [(document.name, names[document.text]) for document in split.val if document.text in names]
+    cut = {end.name for end in split.ends.values()}
+    whole = [document for document in split.val if document.name not in cut]
+    for number, end in split.ends.items():
+        others = (document for part, documents in enumerate(split.train) if part != number for document in documents)
+        found += [(end.name, document.name) for document in others if end.text in document.text][:1]
+        # the beginning of what is held out as a whole is trained on
+        found += [(document.name, split.train[number][0].name) for document in whole if end.text in document.text][:1]
+    return tuple(dict.fromkeys(found))
 
 
 def _by_content(documents: Sequence[Document], limit: int) -> tuple[list[Document], list[Document]]:
