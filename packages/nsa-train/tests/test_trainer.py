@@ -144,7 +144,7 @@ def test_plain_lines_elsewhere_than_on_a_terminal(train: Callable[..., Any], cap
     assert "with dense" in model
 
 
-def test_held_out_documents_without_a_token_to_predict_end_a_run_in_a_line(
+def test_held_out_documents_without_a_token_to_predict_are_refused(
     tiny_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "empty.jsonl"
@@ -152,7 +152,8 @@ def test_held_out_documents_without_a_token_to_predict_end_a_run_in_a_line(
     words = ["--set", "data.source=jsonl", "--set", f"data.path={file}"]
     assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "run"), *words]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "held-out" in line]
-    assert line.startswith("nsa-train: the held-out documents hold no token to predict")
+    assert line.startswith("nsa-train: data: the held-out documents hold no token to predict")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

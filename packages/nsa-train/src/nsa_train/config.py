@@ -14,7 +14,19 @@ from attrs import field, fields, frozen
 
 from nsa_train.data_table import DataTable
 from nsa_train.errors import ConfigError
-from nsa_train.rules import MOST_ROWS, MOST_SEED, MOST_STEPS, Table, flag, integer, limited, number, one_of, undivided_rows
+from nsa_train.rules import (
+    MOST_ACCUMULATED,
+    MOST_ROWS,
+    MOST_SEED,
+    MOST_STEPS,
+    Table,
+    flag,
+    integer,
+    limited,
+    number,
+    one_of,
+    undivided_rows,
+)
 
 if TYPE_CHECKING:
     from nsa_core import NSAConfig
@@ -135,7 +147,7 @@ class TrainTable(Table):
     """T: tokens of one row; documents are cut across rows."""
     batch_size: int = integer(at_least=1, at_most=MOST_ROWS, example=8)
     """Rows of one micro-batch; a step consumes batch_size * accumulate * seq_len tokens."""
-    accumulate: int = integer(at_least=1, at_most=2**16, example=1, default=1)
+    accumulate: int = integer(at_least=1, at_most=MOST_ACCUMULATED, example=1, default=1)
     """Micro-batches per step."""
     lr: float = number(at_least=1e-12, at_most=100, example=3e-3)
     """Peak learning rate; the cosine ends at a tenth of it."""

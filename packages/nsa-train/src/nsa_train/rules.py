@@ -39,6 +39,8 @@ MOST_STEPS = 10**9
 """Of steps and of what is counted in them."""
 MOST_ROWS = 2**16
 """Of one micro-batch, on all processes together."""
+MOST_ACCUMULATED = 2**16
+"""Micro-batches of a step."""
 MOST_SEED = 2**63 - 1
 """What every generator takes, and TOML holds."""
 LEAST_SECONDS, MOST_SECONDS = 1e-3, 24 * 3600

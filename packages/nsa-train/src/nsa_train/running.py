@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, go_on_from, refused_by_disk, resume_point
+from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, refused_by_disk, resume_point
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError, PeerError, TrainError
 from nsa_train.model.decoder import count_parameters
@@ -62,8 +62,6 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         _introduce(config, out, display)
         is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
         with _disk_errors_told(out):
-            if checkpoint and world.is_main:
-                go_on_from(RunDirectory(out).checkpoints, checkpoint.step)
             trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
             metrics = trainer.run()
         if world.is_main:

@@ -13,7 +13,7 @@ from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, gather_j
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.config import RunConfig
 from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
-from nsa_train.errors import DataError, GuardError, PeerError, TrainError
+from nsa_train.errors import GuardError, PeerError, TrainError
 from nsa_train.feed import Feed, Fetched
 from nsa_train.finite import gradients_of, not_finite, require_finite_state, some
 from nsa_train.guards import Cause, GradientWatch, Skip, StepGuard, StepNumbers
@@ -87,6 +87,7 @@ class Trainer:
         self.guard, self.patience = StepGuard(train), Patience(train.early_stop_patience)
         if resume:
             self._restore(resume)
+            self.writer.go_on_from(self.start)
         self.feed = Feed(self.stream, train.accumulate)
         self.stops = StopRequests(self.recorder.paths, world)
         self.recent_fetches: deque[float] = deque(maxlen=100)
@@ -310,10 +311,7 @@ class Trainer:
                 if index < len(batches):
                     summed, targets = summed + loss, targets + batch.num_targets
         everyone = self.world.exchange([summed, targets])
-        counted = sum(row[1] for row in everyone)
-        if not counted:
-            raise DataError("the held-out documents hold no token to predict, so there is no validation loss; use more or longer documents")
-        mean = sum(row[0] for row in everyone) / counted
+        mean = sum(row[0] for row in everyone) / sum(row[1] for row in everyone)
         self.patience.observe(mean)
         self.recorder.validated(step, mean)
         self.display.note(f"step {step:04d} | val_loss {mean:.4f} nats per token, on held-out documents")

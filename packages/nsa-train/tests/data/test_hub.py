@@ -14,7 +14,7 @@ from nsa_train.cli import run_command
 from nsa_train.config import RunConfig
 from nsa_train.data import open_dataset, open_training_stream
 from nsa_train.data.fallback import Start, or_synthetic
-from nsa_train.data.sources import Bad, Document, Reading
+from nsa_train.data.sources import Bad, Document, Reading, open_files
 from nsa_train.data.sources.hub import open_hub
 from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
@@ -104,6 +104,15 @@ def test_a_damaged_shard_reads_alike_from_any_row_on(tmp_path: Path, wrong: str)
     whole = list(blocks.read(0))
     assert f"{wrong}.parquet from row {len(whole) - 1} on cannot be read" in str(whole[-1])
     assert all(list(blocks.read(0, start)) == whole[start:] for start in range(13))
+
+
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    """JSON counts a bare carriage return as white space, also between the values of a record."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text":\r"one"}\n{"text": "two"}\r\n\r{"text": "\xc2\x85\xe2\x80\xa8three"}\r')
+    records = _records(path)
+    assert records == list(open_files("jsonl", [path], Reading()).read(0))
+    assert [record.text.decode() for record in records if isinstance(record, Document)] == ["one", "two", "\x85\u2028three"]
 
 
 def test_shards_of_several_kinds_are_refused(corpora) -> None:

@@ -212,7 +212,7 @@ def forward(
     shape = (*q.shape[:3], v.shape[3])
     out = q.new_empty(shape if keeps_out else 0)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    exact = exact_out(q, v) if keeps_out else torch.empty_like(lse[:0])
+    exact = exact_out(q, v) if keeps_out else lse.new_empty(0)
     total = q.new_empty(shape if others is not None else 0)
     if not q.numel():
         return out, lse, exact, total

@@ -7,7 +7,6 @@ all ranks; whoever reads one checkpoint calls `open_checkpoint` and `load_model`
 
 from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.checkpoint.formats import export
-from nsa_train.checkpoint.publish import go_on_from
 from nsa_train.checkpoint.ranks import gather_json
 from nsa_train.checkpoint.restore import check_resumable, load_model, restore, resume_point
 from nsa_train.checkpoint.snapshot import Snapshot, capture
@@ -24,7 +23,6 @@ __all__ = [
     "claimed_by_another",
     "export",
     "gather_json",
-    "go_on_from",
     "latest_valid",
     "list_checkpoints",
     "load_model",

@@ -44,17 +44,8 @@ def publish(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
         with suppress(OSError):
             _remove(aside)
     _flush(root)
-    _point_latest(root, target.name)
+    point_latest(root, target.name)
     return target
-
-
-def go_on_from(root: Path, step: int) -> None:
-    """Make `root`/step-N `latest`: what is later belongs to another branch from now on.
-
-    Raises:
-        OSError: when the disk refuses.
-    """
-    _point_latest(root, step_name(step))
 
 
 def prune(root: Path, *, current: int, keep_last: int) -> None:
@@ -114,8 +105,8 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(one))
 
 
-def _point_latest(root: Path, name: str) -> None:
-    """Replace the link in one step: a reader sees the old target or the new one."""
+def point_latest(root: Path, name: str) -> None:
+    """Replace the link `latest` in one step: a reader sees the old target or the new one."""
     aside = root / f"{ASIDE}{LATEST}"
     aside.unlink(missing_ok=True)
     aside.symlink_to(name)

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Self
 
 from nsa_train.checkpoint.claim import claim
-from nsa_train.checkpoint.layout import latest_folder, step_name
-from nsa_train.checkpoint.publish import clear_debris, prune, publish
+from nsa_train.checkpoint.layout import LATEST, latest_folder, step_name
+from nsa_train.checkpoint.publish import clear_debris, point_latest, prune, publish
 from nsa_train.checkpoint.ranks import broadcast_json, rank
 from nsa_train.checkpoint.snapshot import Snapshot
 from nsa_train.errors import CheckpointError, ClaimedError
@@ -62,6 +62,15 @@ class CheckpointWriter:
         if not self.is_async:
             self.wait()
         return path
+
+    def go_on_from(self, step: int) -> None:
+        """Make `root`/step-N `latest`: what is later belongs to another branch from now on. A collective.
+
+        Raises:
+            CheckpointError: on all ranks, when the disk refuses.
+        """
+        self._start(f"{self.root / LATEST} was not replaced", lambda: point_latest(self.root, step_name(step)))
+        self.wait()
 
     def wait(self) -> None:
         """Return once nothing is being written. A collective.

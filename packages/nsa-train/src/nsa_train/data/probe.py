@@ -25,6 +25,8 @@ def probe(config: RunConfig) -> DataFindings:
     except DataError as error:
         return DataFindings(failed=tuple(str(error).splitlines()))
     failed = [_too_small(name, size, config.train.seq_len) for name, size in _sizes(dataset).items() if size < config.train.seq_len]
+    if not failed and not _has_targets(dataset):
+        failed.append("data: the held-out documents hold no token to predict, so there is no validation loss; use more or longer documents")
     failed += [
         f"data: {held_out} is held out for validation, and shares text with {trained}, which is for training; "
         "name each file in one part of data.mix alone, or remove the copy"
@@ -38,6 +40,11 @@ def _sizes(dataset: Dataset) -> dict[str, int]:
     if "train_tokens" in dataset.sizes:
         sizes["train"] = dataset.sizes["train_tokens"]
     return sizes
+
+
+def _has_targets(dataset: Dataset) -> bool:
+    train = dataset.config.train
+    return any(batch.num_targets for batch in dataset.validation_batches(range(train.batch_size), most=train.eval_batches))
 
 
 def _too_small(name: str, size: int, seq_len: int) -> str:

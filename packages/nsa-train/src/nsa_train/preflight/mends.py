@@ -9,14 +9,13 @@ from attrs import evolve, frozen
 
 from nsa_train.config import RunConfig
 from nsa_train.machine import Machine
-from nsa_train.preflight.memory import LIBRARIES, OF_ROWS, MemoryEstimate, estimate_memory
+from nsa_train.preflight.memory import KEPT_SHARE, LIBRARIES, OF_ROWS, MemoryEstimate, estimate_memory
+from nsa_train.rules import MOST_ACCUMULATED
 
-RECOMPUTED = ("none", "selective", "full")
+RECOMPUTED = tuple(KEPT_SHARE)
 """Values of train.activation_checkpointing, the fastest first."""
 CHUNK = 4096
 """Tokens to which train.loss_chunk is lowered."""
-MOST_ACCUMULATED = 2**16
-"""What train.accumulate takes."""
 MOST_PROCESSES = 2**12
 """Up to which more of them are thought of."""
 
