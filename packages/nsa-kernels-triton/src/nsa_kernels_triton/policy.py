@@ -191,7 +191,7 @@ class Parts(NamedTuple):
 
 @frozen
 class Ring:
-    """How a kernel of `hopper` cuts its work: four warps load tiles into a ring; four, twice four or four times four compute."""
+    """How a kernel of `hopper` cuts its work: four warps load tiles into a ring, and four to sixteen compute."""
 
     block_rows: int
     """Rows of q in a tile: queries times the heads of their group."""
@@ -200,17 +200,19 @@ class Ring:
     """Tiles in the ring."""
     loader_registers: int
     """Registers of a loading thread; computing ones share what is left."""
+    num_parts: int = 2
+    """Of a tile's rows, or of its keys for dK and dV, each computed by four warps; not read for the selected kernels."""
     num_programs: int = 2
     """To a multiprocessor; read for the selected kernels alone, for of the others one program fills it."""
 
 
 # measured on an H200, at 32,768 tokens; kind -> columns of q's tiles -> ring
 RINGS: dict[str, dict[int, Ring]] = {
-    "compressed_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 128, 2, 40), 192: Ring(128, 64, 3, 40)},
-    "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 5, 40), 192: Ring(128, 64, 3, 40)},
-    "interval_dq": {64: Ring(128, 128, 4, 40), 128: Ring(128, 64, 3, 40), 192: Ring(128, 64, 3, 40)},
-    "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(32, 128, 8, 40), 192: Ring(32, 128, 6, 40)},
-    "scores": {128: Ring(256, 64, 4, 32), 192: Ring(256, 64, 3, 32)},
+    "compressed_forward": {64: Ring(192, 128, 4, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
+    "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
+    "interval_dq": {64: Ring(192, 64, 3, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
+    "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(64, 128, 4, 40), 192: Ring(32, 128, 6, 40)},
+    "scores": {128: Ring(256, 64, 4, 32, num_parts=4), 192: Ring(256, 64, 3, 32, num_parts=4)},
     "selected_forward": {64: Ring(64, 64, 4, 40, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
     "selected_backward": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(64, 64, 3, 56, num_programs=1)},
 }

@@ -98,7 +98,10 @@ def _multiply(
     GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV that the rows give to one half of the keys. The product into dK overlaps with the next tile's scores."""
+    """Write dK and dV that the rows give to one half of the keys.
+
+    Where a tile has few rows, the product into dK overlaps with the next tile's scores. Many rows are for keys of one part of columns.
+    """
     HALF: gl.constexpr = KEYS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
@@ -109,11 +112,13 @@ def _multiply(
     LEFT_V: gl.constexpr = gl.DotOperandLayout(0, ACC_V, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     PENDING: gl.constexpr = 2 if K2 > 0 else 1
+    # with more rows to a tile no registers are left for a product under way into the next one
+    OVERLAPS: gl.constexpr = ROWS * K1 <= 4096
     dtype: gl.constexpr = q1_smem.dtype
     k1 = k1_smem.index(half)
     k2 = k2_smem.index(half)
     v = v_smem.index(half)
-    if K2 == 0:
+    if OVERLAPS and K2 == 0:
         # with few rows in a tile, the keys would be most of what its product reads; registers are left for one part
         k1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
     key0 += half * HALF
@@ -138,7 +143,28 @@ def _multiply(
     for tile in range(first_tile):
         mbarrier.wait(full.index(tile % STAGES), (tile // STAGES) & 1)
         mbarrier.arrive(empty.index(tile % STAGES), count=1)
-    if end_tile > first_tile:
+    if not OVERLAPS:
+        for tile in range(first_tile, end_tile):
+            stage = tile % STAGES
+            mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
+            fence_async_shared()
+            scores = start_scores(k1, k2, q1_smem.index(stage), q2_smem.index(stage), zeros, K2)
+            dweights = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            row = row_from + tile * ROWS
+            weights = _seen_weights(
+                scores, lse_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys, factor,
+                HG, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+            )  # fmt: skip
+            if GATED:
+                weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
+            dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
+            dweights = warpgroup_mma_wait(1, deps=[dweights])
+            dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
+            dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(stage), dk1, is_async=True)
+            dk1, dv = warpgroup_mma_wait(0, deps=[dk1, dv])
+            mbarrier.arrive(empty.index(stage), count=1)
+    elif end_tile > first_tile:
         stage = first_tile % STAGES
         mbarrier.wait(full.index(stage), (first_tile // STAGES) & 1)
         fence_async_shared()
@@ -218,7 +244,7 @@ def dkdv_kernel(
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits, sequences or 1, G).
 
@@ -320,5 +346,5 @@ def dkdv_kernel(
             ),
         ],
         [4, 4],
-        [HALF_REGISTERS, LOADER_REGISTERS],
+        [PART_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""dQ of attention over an interval of keys for compute capability 9.0: four warps load, two times four compute on the same keys."""
+"""dQ of attention over an interval of keys for compute capability 9.0: four warps load, two or three times four compute on the same keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,44 +16,42 @@ from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile
 
 @gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-    q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
-    rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
-    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rings, places, num_items,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
+    (
+        q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+        rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
+    ) = rings  # fmt: skip
     HG: gl.constexpr = H // G
-    HALF: gl.constexpr = ROWS // 2
+    PART: gl.constexpr = ROWS // PARTS
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     loaded = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = tile_of(
-            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-            num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
-            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
-        )  # fmt: skip
+            item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+        )
         number = item // gl.num_programs(0)
         place = number % PLACES
         head0 = q_row0 * H + group * HG
         row_end = num_rows * HG
         mbarrier.wait(rows_empty.index(place), ((number // PLACES) & 1) ^ 1)
-        for half in gl.static_range(2):
-            row = row0 + half * HALF
-            load_tile(q_ptr + head0 * D_K, q1_smem.index(2 * place + half), row, row_end, H, HG, D_K, 0, K1, HALF)
+        for part in gl.static_range(PARTS):
+            row = row0 + part * PART
+            load_tile(q_ptr + head0 * D_K, q1_smem.index(PARTS * place + part), row, row_end, H, HG, D_K, 0, K1, PART)
             if K2 > 0:
-                load_tile(q_ptr + head0 * D_K, q2_smem.index(2 * place + half), row, row_end, H, HG, D_K, K1, K2, HALF)
-            load_tile(dout_ptr + head0 * D_V, dout1_smem.index(2 * place + half), row, row_end, H, HG, D_V, 0, V1, HALF)
+                load_tile(q_ptr + head0 * D_K, q2_smem.index(PARTS * place + part), row, row_end, H, HG, D_K, K1, K2, PART)
+            load_tile(dout_ptr + head0 * D_V, dout1_smem.index(PARTS * place + part), row, row_end, H, HG, D_V, 0, V1, PART)
             if V2 > 0:
-                load_tile(dout_ptr + head0 * D_V, dout2_smem.index(2 * place + half), row, row_end, H, HG, D_V, V1, V2, HALF)
-            rows = row + gl.arange(0, HALF, LINE)
+                load_tile(dout_ptr + head0 * D_V, dout2_smem.index(PARTS * place + part), row, row_end, H, HG, D_V, V1, V2, PART)
+            rows = row + gl.arange(0, PART, LINE)
             heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
             exists = rows < row_end
-            async_copy.async_copy_global_to_shared(lse_smem.index(2 * place + half), lse_ptr + heads, mask=exists)
-            async_copy.async_copy_global_to_shared(delta_smem.index(2 * place + half), delta_ptr + heads, mask=exists)
+            async_copy.async_copy_global_to_shared(lse_smem.index(PARTS * place + part), lse_ptr + heads, mask=exists)
+            async_copy.async_copy_global_to_shared(delta_smem.index(PARTS * place + part), delta_ptr + heads, mask=exists)
         async_copy.mbarrier_arrive(rows_full.index(place), increment_count=False)
         key_place = key_row0 * G + group
         for key in range(start, end, KEYS):
@@ -84,17 +82,22 @@ def _dscores(
 
 @gluon.jit
 def _multiply(
-    half: gl.constexpr, q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
-    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
-    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    part: gl.constexpr, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Write dQ of one half of the rows of the program's tiles. The product with k overlaps with the next keys' scores."""
+    """Write dQ of one part of the rows of the program's tiles.
+
+    Of two parts, the product with k overlaps with the next keys' scores. Three fill each other's waits, and have no registers for that.
+    """
+    (
+        q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+        rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
+    ) = rings  # fmt: skip
     HG: gl.constexpr = H // G
-    HALF: gl.constexpr = ROWS // 2
+    PART: gl.constexpr = ROWS // PARTS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     ACC1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
     ACC2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(K2, 16), 16])
@@ -106,36 +109,48 @@ def _multiply(
     used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = tile_of(
-            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-            num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
-            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
-        )  # fmt: skip
+            item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+        )
         number = item // gl.num_programs(0)
         place = number % PLACES
-        q1 = q1_smem.index(2 * place + half)
-        q2 = q2_smem.index(2 * place + half)
-        dout1 = dout1_smem.index(2 * place + half)
-        dout2 = dout2_smem.index(2 * place + half)
-        row0 += half * HALF
-        rows = row0 + gl.arange(0, HALF, OF_ROWS)
+        q1 = q1_smem.index(PARTS * place + part)
+        q2 = q2_smem.index(PARTS * place + part)
+        dout1 = dout1_smem.index(PARTS * place + part)
+        dout2 = dout2_smem.index(PARTS * place + part)
+        row0 += part * PART
+        rows = row0 + gl.arange(0, PART, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
         head0 = q_row0 * H + group * HG
-        share = gl.full([HALF], 1.0, gl.float32, OF_ROWS) * scale
-        if GATED:
-            heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
-            share *= gl.load(gate_ptr + heads * 3, mask=t >= 0, other=0.0)
         mbarrier.wait(rows_full.index(place), (number // PLACES) & 1)
-        lse = lse_smem.index(2 * place + half).load(OF_ROWS)
+        lse = lse_smem.index(PARTS * place + part).load(OF_ROWS)
         shift = gl.where((t < 0) | (lse == float("-inf")), float("inf"), lse * LOG2E)
-        delta = delta_smem.index(2 * place + half).load(OF_ROWS)
-        dq1 = gl.zeros([HALF, K1], gl.float32, ACC1)
+        delta = delta_smem.index(PARTS * place + part).load(OF_ROWS)
+        dq1 = gl.zeros([PART, K1], gl.float32, ACC1)
         dq2 = dq1
         if K2 > 0:
-            dq2 = gl.zeros([HALF, K2], gl.float32, ACC2)
-        zeros = gl.zeros([HALF, KEYS], gl.float32, SCORES)
+            dq2 = gl.zeros([PART, K2], gl.float32, ACC2)
+        zeros = gl.zeros([PART, KEYS], gl.float32, SCORES)
         num_key_tiles = gl.cdiv(last_end - start, KEYS)
-        if num_key_tiles > 0:
+        if PARTS == 3:
+            for tile in range(used, used + num_key_tiles):
+                stage = tile % STAGES
+                mbarrier.wait(k_full.index(stage), (tile // STAGES) & 1)
+                mbarrier.wait(v_full.index(stage), (tile // STAGES) & 1)
+                fence_async_shared()
+                scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
+                dweights = start_scores(dout1, dout2, v1_smem.index(stage), v2_smem.index(stage), zeros, V2)
+                scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
+                mbarrier.arrive(v_empty.index(stage), count=1)
+                key = start + (tile - used) * KEYS
+                dscores = _dscores(
+                    scores, dweights, shift, delta, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS, dtype
+                )
+                dq1 = warpgroup_mma(gl.convert_layout(dscores, LEFT1), k1_smem.index(stage), dq1, is_async=True)
+                dq1 = warpgroup_mma_wait(0, deps=[dq1])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+            used += num_key_tiles
+        elif num_key_tiles > 0:
             stage = used % STAGES
             mbarrier.wait(k_full.index(stage), (used // STAGES) & 1)
             mbarrier.wait(v_full.index(stage), (used // STAGES) & 1)
@@ -191,15 +206,19 @@ def _multiply(
             else:
                 dq1 = warpgroup_mma_wait(0, deps=[dq1])
             mbarrier.arrive(k_empty.index(before), count=1)
+        share = gl.full([PART], 1.0, gl.float32, OF_ROWS) * scale
+        if GATED:
+            heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
+            share *= gl.load(gate_ptr + heads * 3, mask=t >= 0, other=0.0)
         # gradients leave through the rows' own place
         barrier()
-        _place(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, dq1, share, t, H, HG, D_K, 0, K1, HALF, ACC1, ADD)
+        _place(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, dq1, share, t, H, HG, D_K, 0, K1, PART, ACC1, ADD)
         if K2 > 0:
-            _place(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, dq2, share, t, H, HG, D_K, K1, K2, HALF, ACC2, ADD)
+            _place(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, dq2, share, t, H, HG, D_K, K1, K2, PART, ACC2, ADD)
         barrier()
-        store_tile(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, H, HG, D_K, 0, K1, HALF)
+        store_tile(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, H, HG, D_K, 0, K1, PART)
         if K2 > 0:
-            store_tile(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, H, HG, D_K, K1, K2, HALF)
+            store_tile(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, H, HG, D_K, K1, K2, PART)
         barrier()
         mbarrier.arrive(rows_empty.index(place), count=1)
 
@@ -207,7 +226,7 @@ def _multiply(
 @gluon.jit
 def _place(
     dq_ptr, smem, row0, row_end, values, share, t,
-    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, HALF: gl.constexpr,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
     ACC: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Put `values` times their rows' share into shared memory. ADD: with what stands where they go."""
@@ -216,7 +235,7 @@ def _place(
     counts = gl.convert_layout(t, gl.SliceLayout(1, ACC)) >= 0
     values = gl.where(counts[:, None], values * share[:, None], 0.0)
     if ADD:
-        rows = row0 + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
+        rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
         columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
         places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
         mask = mask_of(rows < row_end, columns, D - FIRST, WIDTH)
@@ -231,85 +250,122 @@ def dq_kernel(
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PLACES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dQ as `interval.kernels.dq_kernel` does where lse has no gradient; a program takes every num_programs-th of the tiles."""
-    HALF: gl.constexpr = ROWS // 2
+    """Write dQ as `interval.kernels.dq_kernel` does where lse has no gradient; a program takes every num_programs-th of the tiles.
+
+    Three parts are for heads whose columns come in one part each.
+    """
+    PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
-    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
-    V1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, V1], dtype)
-    V2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(V2, 16)], dtype)
+    K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, K1], dtype)
+    K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, max(K2, 16)], dtype)
+    V1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, V1], dtype)
+    V2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, max(V2, 16)], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q1_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, K1], K1_SHARED)
+    q1_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, K1], K1_SHARED)
     k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], K1_SHARED)
     q2_smem = q1_smem
     k2_smem = k1_smem
     if K2 > 0:
-        q2_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, K2], K2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, K2], K2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], K2_SHARED)
-    dout1_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, V1], V1_SHARED)
+    dout1_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, V1], V1_SHARED)
     v1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V1_SHARED)
     dout2_smem = dout1_smem
     v2_smem = v1_smem
     if V2 > 0:
-        dout2_smem = gl.allocate_shared_memory(dtype, [2 * PLACES, HALF, V2], V2_SHARED)
+        dout2_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, V2], V2_SHARED)
         v2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V2], V2_SHARED)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [2 * PLACES, HALF], FLAT)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [2 * PLACES, HALF], FLAT)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [PARTS * PLACES, PART], FLAT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [PARTS * PLACES, PART], FLAT)
     rows_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     rows_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # every loading thread arrives once its copies have landed, and each half once it has read them
+    # every loading thread arrives once its copies have landed, and each part once it has read them
     for place in gl.static_range(PLACES):
         mbarrier.init(rows_full.index(place), count=128)
-        mbarrier.init(rows_empty.index(place), count=2)
+        mbarrier.init(rows_empty.index(place), count=PARTS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(v_full.index(stage), count=128)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(k_empty.index(stage), count=PARTS)
+        mbarrier.init(v_empty.index(stage), count=PARTS)
     fence_async_shared()
     barrier()
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
-                (
-                    0, q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
-                    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
-                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, ROWS, KEYS, STAGES, PLACES,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    1, q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
-                    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, gate_ptr, dq_ptr, scale, factor,
-                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, ROWS, KEYS, STAGES, PLACES,
-                ),
-            ),
-            (
-                _load,
-                (
-                    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr,
-                    q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
-                    rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
-                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES, PLACES,
-                ),
-            ),
-        ],
-        [4, 4],
-        [HALF_REGISTERS, LOADER_REGISTERS],
+    rings = (
+        q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+        rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
     )  # fmt: skip
+    places = (
+        cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+        num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    )  # fmt: skip
+    if PARTS == 3:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        2, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rings, places, num_items,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, PLACES,
+                    ),
+                ),
+            ],
+            [4, 4, 4],
+            [PART_REGISTERS, PART_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rings, places, num_items,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, PLACES,
+                    ),
+                ),
+            ],
+            [4, 4],
+            [PART_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Forward of attention over an interval of keys for compute capability 9.0: four warps load, two times four compute.
+"""Forward of attention over an interval of keys for compute capability 9.0: four warps load, two or three times four compute.
 
-A program has the multiprocessor to itself. A tile's rows are shared out, and all of them read the same keys.
+A program has the multiprocessor to itself. A tile's rows are shared out, 64 to each four warps, and all of them read the same keys.
 """
 
 from triton.experimental import gluon
@@ -27,15 +27,19 @@ from nsa_kernels_triton.hopper.tiles import (
 
 @gluon.jit
 def tile_of(
-    item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
+    item, places,
     HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """Return of tile number `item`: its group, rows and the keys start .. end - 1 that any of them sees.
 
-    The longest rows come first. Every row sees the keys middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
+    `places` are the kernel's arguments from cu_seqlens_ptr to search_steps. The longest rows come first. Every row sees the keys
+    middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
     """
+    (
+        cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+        num_sequences, num_queries, num_keys, num_tiles, num_columns, _num_items, search_steps,
+    ) = places  # fmt: skip
     is_tile, group, tile, q_row0, num_rows, num_valid, position, key_row0 = place_of(
         item, 0, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
         num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED, CACHED,
@@ -53,31 +57,28 @@ def tile_of(
 
 @gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    q_ptr, k_ptr, v_ptr, rings, places, num_items,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
+    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     HG: gl.constexpr = H // G
-    HALF: gl.constexpr = ROWS // 2
+    PART: gl.constexpr = ROWS // PARTS
     loaded = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = tile_of(
-            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-            num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
-            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
-        )  # fmt: skip
+            item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+        )
         number = item // gl.num_programs(0)
         place = number % 2
         q_tile = q_ptr + (q_row0 * H + group * HG) * D_K
         mbarrier.wait(q_empty.index(place), ((number // 2) & 1) ^ 1)
-        for half in gl.static_range(2):
-            load_tile(q_tile, q1_smem.index(2 * place + half), row0 + half * HALF, num_rows * HG, H, HG, D_K, 0, K1, HALF)
+        for part in gl.static_range(PARTS):
+            load_tile(q_tile, q1_smem.index(PARTS * place + part), row0 + part * PART, num_rows * HG, H, HG, D_K, 0, K1, PART)
             if K2 > 0:
-                load_tile(q_tile, q2_smem.index(2 * place + half), row0 + half * HALF, num_rows * HG, H, HG, D_K, K1, K2, HALF)
+                load_tile(q_tile, q2_smem.index(PARTS * place + part), row0 + part * PART, num_rows * HG, H, HG, D_K, K1, K2, PART)
         async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
         k_tile = k_ptr + (key_row0 * G + group) * D_K
         v_tile = v_ptr + (key_row0 * G + group) * D_V
@@ -108,17 +109,15 @@ def _weights(
 
 @gluon.jit
 def _attend(
-    half: gl.constexpr, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
-    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+    part: gl.constexpr, rings, places, num_items, out_ptr, lse_ptr, factor,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of one half of the rows of the program's tiles. The product with v overlaps with the next keys' softmax."""
+    """Write out and lse of one part of the rows of the program's tiles. The product with v overlaps with the next keys' softmax."""
+    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     HG: gl.constexpr = H // G
-    HALF: gl.constexpr = ROWS // 2
+    PART: gl.constexpr = ROWS // PARTS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     ACC1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, V1, 16])
     ACC2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, max(V2, 16), 16])
@@ -130,31 +129,29 @@ def _attend(
     used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = tile_of(
-            item, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-            num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
-            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS,
-        )  # fmt: skip
+            item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+        )
         number = item // gl.num_programs(0)
         place = number % 2
-        q1 = q1_smem.index(2 * place + half)
-        q2 = q2_smem.index(2 * place + half)
-        row0 += half * HALF
-        rows = row0 + gl.arange(0, HALF, OF_ROWS)
+        q1 = q1_smem.index(PARTS * place + part)
+        q2 = q2_smem.index(PARTS * place + part)
+        row0 += part * PART
+        rows = row0 + gl.arange(0, PART, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
-        row_max = gl.full([HALF], float("-inf"), gl.float32, OF_ROWS)
-        row_sum = gl.zeros([HALF], gl.float32, OF_ROWS)
-        acc1 = gl.zeros([HALF, V1], gl.float32, ACC1)
+        row_max = gl.full([PART], float("-inf"), gl.float32, OF_ROWS)
+        row_sum = gl.zeros([PART], gl.float32, OF_ROWS)
+        acc1 = gl.zeros([PART, V1], gl.float32, ACC1)
         acc2 = acc1
         if V2 > 0:
-            acc2 = gl.zeros([HALF, V2], gl.float32, ACC2)
-        zeros = gl.zeros([HALF, KEYS], gl.float32, SCORES)
+            acc2 = gl.zeros([PART, V2], gl.float32, ACC2)
+        zeros = gl.zeros([PART, KEYS], gl.float32, SCORES)
         num_key_tiles = gl.cdiv(last_end - start, KEYS)
         mbarrier.wait(q_full.index(place), (number // 2) & 1)
         if num_key_tiles > 0:
             left1 = q1
             left2 = q2
-            if K2 > V2:
+            if PARTS == 2 and K2 > V2:
                 # with values of one part registers are left, and the tiles of keys are narrow
                 left1 = q1.load(gl.DotOperandLayout(0, SCORES, 2))
                 left2 = q2.load(gl.DotOperandLayout(0, SCORES, 2))
@@ -215,14 +212,14 @@ def _attend(
         gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=rows // HG < num_rows)
         # outputs leave through the rows' own place
         barrier()
-        out1_smem = _finish(q1, acc1, inverse, V1, HALF, ACC1)
+        out1_smem = _finish(q1, acc1, inverse, V1, PART, ACC1)
         out2_smem = out1_smem
         if V2 > 0:
-            out2_smem = _finish(q2, acc2, inverse, V2, HALF, ACC2)
+            out2_smem = _finish(q2, acc2, inverse, V2, PART, ACC2)
         barrier()
-        store_tile(out_ptr + head0 * D_V, out1_smem, row0, num_rows * HG, H, HG, D_V, 0, V1, HALF)
+        store_tile(out_ptr + head0 * D_V, out1_smem, row0, num_rows * HG, H, HG, D_V, 0, V1, PART)
         if V2 > 0:
-            store_tile(out_ptr + head0 * D_V, out2_smem, row0, num_rows * HG, H, HG, D_V, V1, V2, HALF)
+            store_tile(out_ptr + head0 * D_V, out2_smem, row0, num_rows * HG, H, HG, D_V, V1, V2, PART)
         barrier()
         mbarrier.arrive(q_empty.index(place), count=1)
 
@@ -244,27 +241,28 @@ def forward_kernel(
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse as `interval.kernels.forward_kernel` does; a program takes every num_programs-th of the tiles.
 
-    A tile's rows are shared out to two times four computing warps, which read the same keys; the next tile's rows and keys
+    A tile's rows are shared out to PARTS times four computing warps, which read the same keys; the next tile's rows and keys
     arrive while they finish.
     """
-    HALF: gl.constexpr = ROWS // 2
+    PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
-    Q2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
+    Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, K1], dtype)
+    Q2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, max(K2, 16)], dtype)
     V1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, V1], dtype)
     V2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, max(V2, 16)], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # two tiles of two halves
-    q1_smem = gl.allocate_shared_memory(dtype, [4, HALF, K1], Q1_SHARED)
+    # two tiles
+    q1_smem = gl.allocate_shared_memory(dtype, [2 * PARTS, PART, K1], Q1_SHARED)
     k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], Q1_SHARED)
     q2_smem = q1_smem
     k2_smem = k1_smem
     if K2 > 0:
-        q2_smem = gl.allocate_shared_memory(dtype, [4, HALF, K2], Q2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [2 * PARTS, PART, K2], Q2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], Q2_SHARED)
     v1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V1_SHARED)
     v2_smem = v1_smem
@@ -276,49 +274,82 @@ def forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # every loading thread arrives once its copies have landed, and each half once it has read them
+    # every loading thread arrives once its copies have landed, and each part once it has read them
     for place in gl.static_range(2):
         mbarrier.init(q_full.index(place), count=128)
-        mbarrier.init(q_empty.index(place), count=2)
+        mbarrier.init(q_empty.index(place), count=PARTS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(v_full.index(stage), count=128)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(k_empty.index(stage), count=PARTS)
+        mbarrier.init(v_empty.index(stage), count=PARTS)
     fence_async_shared()
     barrier()
-    gl.warp_specialize(
-        [
-            (
-                _attend,
-                (
-                    0, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
-                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    1, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, lse_ptr, factor,
-                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
-                ),
-            ),
-            (
-                _load,
-                (
-                    q_ptr, k_ptr, v_ptr, q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-                    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
-                    H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS, STAGES,
-                ),
-            ),
-        ],
-        [4, 4],
-        [HALF_REGISTERS, LOADER_REGISTERS],
+    rings = (q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    places = (
+        cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
+        num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
     )  # fmt: skip
+    if PARTS == 3:
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
+                    (
+                        0, rings, places, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                    ),
+                ),
+                (
+                    _attend,
+                    (
+                        1, rings, places, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                    ),
+                ),
+                (
+                    _attend,
+                    (
+                        2, rings, places, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        q_ptr, k_ptr, v_ptr, rings, places, num_items,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                    ),
+                ),
+            ],
+            [4, 4, 4],
+            [PART_REGISTERS, PART_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
+                    (
+                        0, rings, places, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                    ),
+                ),
+                (
+                    _attend,
+                    (
+                        1, rings, places, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        q_ptr, k_ptr, v_ptr, rings, places, num_items,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                    ),
+                ),
+            ],
+            [4, 4],
+            [PART_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip

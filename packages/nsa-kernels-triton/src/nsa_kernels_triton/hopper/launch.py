@@ -10,11 +10,9 @@ from nsa_kernels_triton.policy import Ring, ring_parts
 
 REGISTERS = {2: 128, 3: 80}
 """Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
-REGISTERS_OF_THREE = 168
-"""The same where one program of twelve warps does."""
-REGISTERS_OF_FIVE = 96
-"""The same where one program of twenty warps does."""
-WIDEST_TWICE = 128
+REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
+"""The same where one program does, by its parts: four warps compute each, and four more load."""
+WIDEST_TWICE = 64
 """Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
 
 
@@ -41,7 +39,7 @@ def interval_forward(
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         score_factor(q, scale),
         H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
-        **_ring_constants(ring), **_options_of_three(ring),
+        PARTS=ring.num_parts, **_ring_constants(ring), **_options_of_one(ring),
     )  # fmt: skip
 
 
@@ -73,7 +71,7 @@ def interval_dq(
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED", "ADD")},
         **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=gates is not None,
         PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
-        **_ring_constants(ring), **_options_of_three(ring),
+        PARTS=ring.num_parts, **_ring_constants(ring), **_options_of_one(ring),
     )  # fmt: skip
 
 
@@ -99,7 +97,7 @@ def interval_dkdv(
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
         **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
-        **_ring_constants(ring), **_options_of_three(ring),
+        **_ring_constants(ring), **_options_of_one(ring),
     )  # fmt: skip
 
 
@@ -129,9 +127,7 @@ def scores(
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], out.shape[3], out[0].numel(), tiling.num_tiles, tiling.num_sequences, num_items,
         *rows, first_tile, sequences.search_steps, factor,
-        **(constants | {"K1": parts.first, "K2": parts.second}), ROWS=ring.block_rows, KEYS=ring.block_keys,
-        STAGES=ring.num_stages, LOADER_REGISTERS=ring.loader_registers,
-        PART_REGISTERS=(5 * REGISTERS_OF_FIVE - ring.loader_registers) // 4, num_warps=4, maxnreg=REGISTERS_OF_FIVE,
+        **(constants | {"K1": parts.first, "K2": parts.second}), **_ring_constants(ring), **_options_of_one(ring),
     )  # fmt: skip
 
 
@@ -165,7 +161,7 @@ def selected_backward(
     kernel[(num_items,)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
         **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_ring_constants(ring),
-        **(_options_of_three(ring) if is_wide else _options(ring)),
+        **(_options_of_one(ring) if is_wide else _options(ring)),
     )  # fmt: skip
 
 
@@ -198,11 +194,12 @@ def _options(ring: Ring) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": REGISTERS[ring.num_programs]}
 
 
-def _options_of_three(ring: Ring) -> dict[str, int]:
+def _options_of_one(ring: Ring) -> dict[str, int]:
+    registers = REGISTERS_OF_ONE[ring.num_parts]
     return {
-        "HALF_REGISTERS": (3 * REGISTERS_OF_THREE - ring.loader_registers) // 2,
+        "PART_REGISTERS": ((ring.num_parts + 1) * registers - ring.loader_registers) // ring.num_parts,
         "num_warps": 4,
-        "maxnreg": REGISTERS_OF_THREE,
+        "maxnreg": registers,
     }
 
 

@@ -120,7 +120,7 @@ def backward_kernel(
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr, HALF_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write what `selected_kernels.backward_kernel` does, where a head of q has two parts; grid (bound on items,)."""
     HG: gl.constexpr = H // G
@@ -203,5 +203,5 @@ def backward_kernel(
             ),
         ],
         [4, 4],
-        [HALF_REGISTERS, LOADER_REGISTERS],
+        [PART_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip

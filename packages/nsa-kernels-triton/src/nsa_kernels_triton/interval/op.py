@@ -1,5 +1,6 @@
 """Custom ops of attention over an interval of keys, and the compressed and sliding operations made of them."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -267,10 +268,10 @@ def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int
 
 
 def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Return a number of queries whose rows fill tiles of the dQ kernel, whatever H/G is, and the keys of a tile of dK and dV."""
+    """Return the fewest queries whose rows fill tiles of the dQ kernel, and the keys of a tile of dK and dV."""
     ring, tiles = _key_tiles(q, k, v, k)
-    rows = ring_for("interval_dq", q, v, k) or tiles_for("interval_dq", q, q.shape[3], v.shape[3])
-    return rows.block_rows, (ring or tiles).block_keys
+    rows = (ring_for("interval_dq", q, v, k) or tiles_for("interval_dq", q, q.shape[3], v.shape[3])).block_rows
+    return rows // math.gcd(rows, q.shape[2] // k.shape[2]), (ring or tiles).block_keys
 
 
 def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Ring | None, Tiles]:
