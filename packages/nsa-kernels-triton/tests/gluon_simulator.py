@@ -287,6 +287,10 @@ def _specialize(work: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any
         raise next((error for error in errors if not isinstance(error, DeadlockError)), errors[0])
 
 
+def _check(condition: Any) -> None:
+    assert condition
+
+
 def _store(ptr: Pointer, values: Any, mask: Any = None) -> None:
     index = _tensor(ptr.offset).long()
     values = _tensor(values).expand(index.shape).to(ptr.flat.dtype)
@@ -310,7 +314,7 @@ LANGUAGE = SimpleNamespace(
     minimum=lambda x, y: torch.minimum(_tensor(x), _tensor(y)), maximum=lambda x, y: torch.maximum(_tensor(x), _tensor(y)),
     join=lambda x, y: torch.stack([x, y], -1), split=lambda x: x.unbind(-1),
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
-    cdiv=lambda x, y: (x + y - 1) // y, static_range=range, convert_layout=lambda x, layout: x, load=_load, store=_store,
+    cdiv=lambda x, y: (x + y - 1) // y, static_range=range, static_assert=_check, convert_layout=lambda x, layout: x, load=_load, store=_store,
     allocate_shared_memory=_allocate, warp_specialize=_specialize, NVMMADistributedLayout=Layout, DotOperandLayout=Layout,
     SliceLayout=Layout, BlockedLayout=Layout, DistributedLinearLayout=Layout, NVMMASharedLayout=Layout, SwizzledSharedLayout=Layout,
 )  # fmt: skip

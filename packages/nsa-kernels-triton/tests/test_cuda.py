@@ -26,11 +26,14 @@ from nsa_core import (
     selected_attention,
     sliding_window_attention,
 )
+from nsa_core.backends.base import Placement
 from nsa_core.blocks import num_compressed_blocks
 from nsa_core.selection import pool_importance
 from nsa_core.testing import masks
 from nsa_core.testing.inputs import Inputs, Shape, make_inputs
 from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
+from nsa_kernels_triton.launch import Sequences
+from nsa_kernels_triton.selected.op import early_queries
 
 pytestmark = [pytest.mark.hardware(capability=(8, 0)), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 
@@ -209,13 +212,22 @@ def test_surplus_compressed_rows_may_be_nan() -> None:
     assert not any(bool(x[:, -3:].any()) for x in gradients[1:])
 
 
-def test_a_hundred_packed_sequences_equal_the_reference() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim"), [(torch.float32, (4, 2), 64), (torch.bfloat16, (32, 4), 128)], ids=["float32", "bf16"]
+)
+def test_a_hundred_packed_sequences_equal_the_reference(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
     short = torch.randint(0, 400, (99,), generator=torch.Generator().manual_seed(3)).tolist()
     lengths = (*short, 2100)
-    inputs = inputs_of(dtype=torch.float32, lengths=lengths, surplus_blocks=3, num_heads=4, num_kv_heads=2, head_dim_qk=64, head_dim_v=64)
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim_qk": head_dim, "head_dim_v": head_dim}
+    inputs = inputs_of(dtype=dtype, lengths=lengths, surplus_blocks=3, **sizes)
+    # so many that early queries are attended to densely
+    sequences = Sequences(Placement(0, 2100, inputs.cu_seqlens), 1, sum(lengths), inputs.cu_seqlens)
+    assert early_queries(inputs.q, inputs.k_slc, inputs.v_slc, GEOMETRY, sequences)
     options = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": 2100}
-    exact = evaluate(composed(chosen_blocks(inputs, **options), **options), inputs.to(torch.float64).tensors)
-    assert_exact(evaluate(kernels(**options), inputs.tensors), exact)
+    reference = composed(chosen_blocks(inputs, **options), **options)
+    exact = evaluate(reference, inputs.to(torch.float64).tensors)
+    yardstick = None if dtype == torch.float32 else evaluate(reference, inputs.tensors)
+    assert_exact(evaluate(kernels(**options), inputs.tensors), exact, yardstick)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (80, 96), (128, 64), (128, 128), (192, 64), (192, 128), (192, 192)], ids=str)

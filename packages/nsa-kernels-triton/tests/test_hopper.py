@@ -86,6 +86,10 @@ SHAPES = {
     "48": shape_of(210, (48, 40)),
     "80": shape_of(290, (80, 96), (16, 1)),
     "160": shape_of(290, (160, 72), (16, 1)),
+    # queries that are attended to densely end within a block
+    "early": evolve(
+        shape_of(lengths=(170, 0, 1, 130), head_dims=(128, 128), heads=(16, 1)), geometry=evolve(GEOMETRY, num_selected_blocks=2)
+    ),
     # the first keys of late rows lie beyond the first tile of keys
     "one head": shape_of(260, (192, 128), (1, 1)),
 }

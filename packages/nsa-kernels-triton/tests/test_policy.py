@@ -10,6 +10,7 @@ from attrs import evolve
 
 from nsa_core import BranchRequest, Layout, Operation, ReasonKind, explain_routing
 from nsa_kernels_triton import launch, policy
+from nsa_kernels_triton.hopper.launch import options_of_one
 from nsa_kernels_triton.policy import KINDS, Tiles, padded, reasons_against, shared_memory_bytes, shared_memory_estimate, tiles
 
 ATTENTION = (Operation.CMP, Operation.WIN)
@@ -254,6 +255,17 @@ def test_computing_and_loading_threads_share_the_registers_of_a_program(kind):
         # setmaxnreg takes multiples of 8 from 24 to 256
         assert ring.loader_registers % 8 == 0
         assert 24 <= ring.loader_registers <= 128
+        if ring.num_programs == 1 or not kind.startswith("selected"):
+            options = options_of_one(ring)
+            assert options["PART_REGISTERS"] % 8 == 0
+            assert 128 * (ring.num_parts * options["PART_REGISTERS"] + ring.loader_registers) <= 2**16
+            assert 128 * (ring.num_parts + 1) * options["maxnreg"] <= 2**16
+
+
+@pytest.mark.parametrize("kind", ["compressed_forward", "window_forward", "interval_dq", "scores"])
+def test_four_warps_compute_64_rows(kind):
+    for ring in (*policy.RINGS[kind].values(), *(wide for name, wide in policy.WIDE_RINGS.items() if name == kind)):
+        assert ring.block_rows == 64 * ring.num_parts
 
 
 def test_a_tensor_that_starts_off_16_bytes_goes_to_the_portable_kernel(monkeypatch):

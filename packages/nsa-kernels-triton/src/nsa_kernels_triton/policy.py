@@ -201,7 +201,7 @@ class Ring:
     loader_registers: int
     """Registers of a loading thread; computing ones share what is left."""
     num_parts: int = 2
-    """Of a tile's rows, or of its keys for dK and dV, each computed by four warps; not read for the selected kernels."""
+    """Of a tile's rows, or of its keys for dK and dV, each computed by four warps; of the selected kernels, the wide backward has two."""
     num_programs: int = 2
     """To a multiprocessor; read for the selected kernels alone, for of the others one program fills it."""
 

@@ -126,17 +126,16 @@ def triton_nsa_attention_backward(
     out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win, block_indices = saved
     sizes = BlockGeometry(*geometry)
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
-    dout, q, gates, gates_dtype = dout.contiguous(), q.contiguous(), gates.contiguous(), gates.dtype
+    dout, q, gates = dout.contiguous(), q.contiguous(), gates.contiguous()
+    deltas, dgates = _branch_deltas(dout, out_cmp, out_slc, out_win, gates)
     if ring_for("selected_backward", q, v_cmp) is not None:
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
-    deltas = _branch_deltas(dout, out_cmp, out_slc, out_win)
     cmp = interval.Operands(dout, deltas[0], None, lse_cmp, q, k_cmp, v_cmp, gates, 0, False, sizes, scale, blocks)
     win = interval.Operands(dout, deltas[2], None, lse_win, q, k_win, v_win, gates, 2, True, sizes, scale, tokens)
     dq, dk_cmp, dv_cmp = interval.backward(cmp)
     dq, dk_win, dv_win = interval.backward(win, dq)
     dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], lse_slc, q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
-    dgates = deltas.movedim(0, -1).to(gates_dtype).contiguous()
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 
@@ -180,13 +179,13 @@ def _sequences(
     return Sequences(placement, q.shape[0], q.shape[1], cu_blocks), Sequences(placement, q.shape[0], q.shape[1], cu_seqlens)
 
 
-def _branch_deltas(dout: Tensor, out_cmp: Tensor, out_slc: Tensor, out_win: Tensor) -> Tensor:
-    """Return dO . O `(3, B, S, H)` float32 of the branches."""
-    deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
+def _branch_deltas(dout: Tensor, out_cmp: Tensor, out_slc: Tensor, out_win: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dO . O of the branches, `(3, B, S, H)` float32, and as the gates' gradient, which it is."""
+    deltas, dgates = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32), gates.new_empty(gates.shape)
     rows, width = dout.shape[:3].numel(), next_power_of_2(dout.shape[3])
     block = max(1, 4096 // width)
     if rows:
         kernels.branch_deltas_kernel[(cdiv(rows, block),)](
-            out_cmp, out_slc, out_win, dout, deltas, rows, D_V=dout.shape[3], WIDTH=width, BLOCK_ROWS=block
+            out_cmp, out_slc, out_win, dout, deltas, dgates, rows, D_V=dout.shape[3], WIDTH=width, BLOCK_ROWS=block
         )
-    return deltas
+    return deltas, dgates

@@ -100,7 +100,8 @@ def _multiply(
 ):  # fmt: skip
     """Write dK and dV that the rows give to one half of the keys.
 
-    Where a tile has few rows, the product into dK overlaps with the next tile's scores. Many rows are for keys of one part of columns.
+    A tile of 32 rows of 128 columns, or 64 of 64, leaves registers for dS of one tile while the next one's scores are computed: the
+    product into dK runs beside them. More rows are for keys of one part of columns.
     """
     HALF: gl.constexpr = KEYS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -112,8 +113,7 @@ def _multiply(
     LEFT_V: gl.constexpr = gl.DotOperandLayout(0, ACC_V, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     PENDING: gl.constexpr = 2 if K2 > 0 else 1
-    # with more rows to a tile no registers are left for a product under way into the next one
-    OVERLAPS: gl.constexpr = ROWS * K1 <= 4096
+    OVERLAPS: gl.constexpr = ROWS * K1 <= 32 * 128
     dtype: gl.constexpr = q1_smem.dtype
     k1 = k1_smem.index(half)
     k2 = k2_smem.index(half)
@@ -144,6 +144,7 @@ def _multiply(
         mbarrier.wait(full.index(tile % STAGES), (tile // STAGES) & 1)
         mbarrier.arrive(empty.index(tile % STAGES), count=1)
     if not OVERLAPS:
+        gl.static_assert(K2 == 0)
         for tile in range(first_tile, end_tile):
             stage = tile % STAGES
             mbarrier.wait(full.index(stage), (tile // STAGES) & 1)

@@ -90,7 +90,7 @@ def _multiply(
 ):  # fmt: skip
     """Write dQ of one part of the rows of the program's tiles.
 
-    Of two parts, the product with k overlaps with the next keys' scores. Three fill each other's waits, and have no registers for that.
+    Of two parts, the product with k runs beside the next keys' scores. Three fill each other's waits, and have no registers for that.
     """
     (
         q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
@@ -133,6 +133,7 @@ def _multiply(
         zeros = gl.zeros([PART, KEYS], gl.float32, SCORES)
         num_key_tiles = gl.cdiv(last_end - start, KEYS)
         if PARTS == 3:
+            gl.static_assert(K2 == 0)
             for tile in range(used, used + num_key_tiles):
                 stage = tile % STAGES
                 mbarrier.wait(k_full.index(stage), (tile // STAGES) & 1)
@@ -304,7 +305,7 @@ def dq_kernel(
     )  # fmt: skip
     places = (
         cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-        num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+        num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
     )  # fmt: skip
     if PARTS == 3:
         gl.warp_specialize(

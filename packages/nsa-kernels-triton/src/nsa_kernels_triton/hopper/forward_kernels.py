@@ -33,12 +33,12 @@ def tile_of(
 ):  # fmt: skip
     """Return of tile number `item`: its group, rows and the keys start .. end - 1 that any of them sees.
 
-    `places` are the kernel's arguments from cu_seqlens_ptr to search_steps. The longest rows come first. Every row sees the keys
-    middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
+    `places` are the kernel's arguments from cu_seqlens_ptr to search_steps but for num_items. The longest rows come first. Every row
+    sees the keys middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
     """
     (
         cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-        num_sequences, num_queries, num_keys, num_tiles, num_columns, _num_items, search_steps,
+        num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
     ) = places  # fmt: skip
     is_tile, group, tile, q_row0, num_rows, num_valid, position, key_row0 = place_of(
         item, 0, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
@@ -151,7 +151,7 @@ def _attend(
         if num_key_tiles > 0:
             left1 = q1
             left2 = q2
-            if PARTS == 2 and K2 > V2:
+            if K2 > V2:
                 # with values of one part registers are left, and the tiles of keys are narrow
                 left1 = q1.load(gl.DotOperandLayout(0, SCORES, 2))
                 left2 = q2.load(gl.DotOperandLayout(0, SCORES, 2))
@@ -288,7 +288,7 @@ def forward_kernel(
     rings = (q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     places = (
         cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-        num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps,
+        num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
     )  # fmt: skip
     if PARTS == 3:
         gl.warp_specialize(

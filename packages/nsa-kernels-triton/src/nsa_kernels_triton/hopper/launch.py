@@ -39,7 +39,7 @@ def interval_forward(
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         score_factor(q, scale),
         H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
-        PARTS=ring.num_parts, **_ring_constants(ring), **_options_of_one(ring),
+        PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def interval_dq(
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED", "ADD")},
         **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=gates is not None,
         PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
-        PARTS=ring.num_parts, **_ring_constants(ring), **_options_of_one(ring),
+        PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def interval_dkdv(
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
         **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
-        **_ring_constants(ring), **_options_of_one(ring),
+        **_ring_constants(ring), **options_of_one(ring),
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def scores(
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], out.shape[3], out[0].numel(), tiling.num_tiles, tiling.num_sequences, num_items,
         *rows, first_tile, sequences.search_steps, factor,
-        **(constants | {"K1": parts.first, "K2": parts.second}), **_ring_constants(ring), **_options_of_one(ring),
+        **(constants | {"K1": parts.first, "K2": parts.second}), **_ring_constants(ring), **options_of_one(ring),
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def selected_backward(
     kernel[(num_items,)](
         q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
         **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_ring_constants(ring),
-        **(_options_of_one(ring) if is_wide else _options(ring)),
+        **(options_of_one(ring) if is_wide else _options(ring)),
     )  # fmt: skip
 
 
@@ -194,7 +194,8 @@ def _options(ring: Ring) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": REGISTERS[ring.num_programs]}
 
 
-def _options_of_one(ring: Ring) -> dict[str, int]:
+def options_of_one(ring: Ring) -> dict[str, int]:
+    """Return the options of a program that fills a multiprocessor: registers of a computing thread, and of each when it starts."""
     registers = REGISTERS_OF_ONE[ring.num_parts]
     return {
         "PART_REGISTERS": ((ring.num_parts + 1) * registers - ring.loader_registers) // ring.num_parts,

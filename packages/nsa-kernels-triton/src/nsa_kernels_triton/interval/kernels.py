@@ -465,15 +465,40 @@ def delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, num_rows, D_V: tl.const
 
 @triton.jit
 def branch_deltas_kernel(
-    cmp_ptr, slc_ptr, win_ptr, dout_ptr, deltas_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    cmp_ptr, slc_ptr, win_ptr, dout_ptr, deltas_ptr, dgates_ptr, num_rows,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write dO . O of the three branches, float32 (3, rows): each one's delta, and the gradient of its gate."""
+    """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    cmp = load_columns(cmp_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    tl.store(deltas_ptr + rows, tl.sum(cmp * dout, 1), mask=exists)
-    slc = load_columns(slc_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    tl.store(deltas_ptr + num_rows + rows, tl.sum(slc * dout, 1), mask=exists)
-    win = load_columns(win_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    tl.store(deltas_ptr + 2 * num_rows + rows, tl.sum(win * dout, 1), mask=exists)
+    _store_delta(cmp_ptr, dout, deltas_ptr + rows, dgates_ptr + 3 * rows, rows, exists, D_V, WIDTH)
+    _store_delta(slc_ptr, dout, deltas_ptr + num_rows + rows, dgates_ptr + 3 * rows + 1, rows, exists, D_V, WIDTH)
+    _store_delta(win_ptr, dout, deltas_ptr + 2 * num_rows + rows, dgates_ptr + 3 * rows + 2, rows, exists, D_V, WIDTH)
+
+
+@triton.jit
+def _store_delta(out_ptr, dout, delta_ptr, dgate_ptr, rows, exists, D_V: tl.constexpr, WIDTH: tl.constexpr):
+    out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    tl.store(delta_ptr, delta, mask=exists)
+    tl.store(dgate_ptr, cast(delta, dgate_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def add_splits_kernel(dk_splits_ptr, dv_splits_ptr, dk_ptr, dv_ptr, num_k, num_v, splits, BLOCK: tl.constexpr):
+    """Write the sums of `splits` rows, of num_k and of num_v numbers, added in order; grid (blocks of the longer rows, 2)."""
+    if tl.program_id(1) == 0:
+        _add_splits(dk_splits_ptr, dk_ptr, num_k, splits, BLOCK)
+    else:
+        _add_splits(dv_splits_ptr, dv_ptr, num_v, splits, BLOCK)
+
+
+@triton.jit
+def _add_splits(splits_ptr, sum_ptr, num_columns, splits, BLOCK: tl.constexpr):
+    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = columns < num_columns
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.range(0, splits):
+        total += tl.load(splits_ptr + wide(split) * num_columns + columns, mask=exists, other=0.0)
+    tl.store(sum_ptr + columns, cast(total, sum_ptr.dtype.element_ty), mask=exists)

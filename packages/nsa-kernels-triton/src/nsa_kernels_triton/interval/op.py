@@ -311,9 +311,20 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
     dk = make((splits, *k.shape), dtype=dtype, device=k.device)
     dv = make((splits, *v.shape), dtype=dtype, device=v.device)
     _launch_dkdv(x, dk, dv, split_queries=split_queries)
-    if splits == 1:
-        return dk[0], dv[0]
-    return dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
+    return (dk[0], dv[0]) if splits == 1 else add_splits(dk, dv, k.dtype)
+
+
+ADDED = 1024
+"""Numbers of a program that adds splits."""
+
+
+def add_splits(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the sums over the first dimension of dk and dv, float32 and contiguous, in `dtype`."""
+    sums = tuple(torch.empty(x.shape[1:], dtype=dtype, device=x.device) for x in (dk, dv))
+    num_k, num_v = (x.numel() for x in sums)
+    if num_k + num_v:
+        kernels.add_splits_kernel[(cdiv(max(num_k, num_v), ADDED), 2)](dk, dv, *sums, num_k, num_v, dk.shape[0], BLOCK=ADDED)
+    return sums[0], sums[1]
 
 
 def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, *, split_queries: int, limit: int | None = None) -> None:

@@ -10,8 +10,11 @@ from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.launch import Sequences, cdiv, next_power_of_2
 from nsa_kernels_triton.selected import index_kernels
 
-CHUNK_BYTES = 2**30
-"""Partial results of one chunk of queries, at most."""
+CHUNK_BYTES = 3 * 2**29
+"""Partial results of one chunk of queries, at most.
+
+A chunk has a power of two of rows: at n = 16 and H = 64, heads of 96 and 192 columns take all of it, those of 64 and 128 1 GiB.
+"""
 MAX_CHUNK_ROWS = 8192
 WORD_ROWS: int = index_kernels.WORD_ROWS.value
 MIN_CHUNK_ROWS = WORD_ROWS

@@ -322,4 +322,5 @@ def backward(
             parts, chunk.present, dq, chunk.first_row, chunk.last_row,
             G=k.shape[2], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds, COLUMNS=columns, BLOCK_ROWS=MERGED // columns,
         )  # fmt: skip
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    # both casts in one launch
+    return dq, *((dk, dv) if is_exact(k) else interval.add_splits(dk[None], dv[None], k.dtype))
