@@ -74,12 +74,13 @@ def _seen_rows(
 
 @gluon.jit
 def _seen_weights(
-    scores, lse_smem, row, is_masked, row_last, position, keys, factor,
-    HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    scores, lse_smem, gate_smem, row, is_masked, row_last, position, keys, factor,
+    HG: gl.constexpr, GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Return the weights (keys, rows) of a tile of rows that starts with `row`."""
-    lse = lse_smem.load(gl.SliceLayout(0, SCORES))
+    """Return the weights (keys, rows), times the gates, of a tile of rows that starts with `row`."""
+    OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    lse = lse_smem.load(OF_ROWS)
     shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     weights = gl.exp2(scores * factor - shift[None, :])
     if is_masked:
@@ -87,6 +88,8 @@ def _seen_weights(
         t = gl.where(rows < row_last, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
         weights = gl.where((keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :]), weights, 0.0)
+    if GATED:
+        weights = weights * gate_smem.load(OF_ROWS)[None, :]
     return weights
 
 
@@ -154,11 +157,9 @@ def _multiply(
             scores = warpgroup_mma_wait(1, deps=[scores])
             row = row_from + tile * ROWS
             weights = _seen_weights(
-                scores, lse_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys, factor,
-                HG, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+                scores, lse_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+                factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
             )  # fmt: skip
-            if GATED:
-                weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
@@ -174,11 +175,9 @@ def _multiply(
         scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
         row = row_from + first_tile * ROWS
         weights = _seen_weights(
-            scores, lse_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys, factor,
-            HG, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+            scores, lse_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+            factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
         )  # fmt: skip
-        if GATED:
-            weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
         dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
         dv = warpgroup_mma_wait(0, deps=[dv])
@@ -195,11 +194,9 @@ def _multiply(
             scores, dweights = warpgroup_mma_wait(PENDING, deps=[scores, dweights])
             row = row_from + tile * ROWS
             weights = _seen_weights(
-                scores, lse_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys, factor,
-                HG, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+                scores, lse_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+                factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
             )  # fmt: skip
-            if GATED:
-                weights = weights * gate_smem.index(stage).load(OF_ROWS)[None, :]
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
             dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
             if K2 > 0:
