@@ -347,12 +347,15 @@ class Simulated:
     def __init__(self, kernel: Any) -> None:
         self.body = _plain(kernel.fn, {})
         self.num_launches = 0
+        self.arguments: tuple[Any, ...] = ()
+        """Of the last launch."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
 
     def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.num_launches += 1
+        self.arguments = arguments
         sizes = (*grid, 1, 1)[:3]
         placed = [Pointer.to(x) if isinstance(x, Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
         for option in ("num_warps", "maxnreg"):

@@ -59,6 +59,7 @@ def simulated(monkeypatch, simulator):
         # these kernels compute in base 2
         monkeypatch.setattr(module, "is_exact", lambda q: False)
     monkeypatch.setattr(hopper, "num_multiprocessors", lambda q: 3)
+    monkeypatch.setattr(hopper, "OPTIMISTIC_QUERIES", 0)
     found = {}
     for name, kernel in KERNELS:
         module = importlib.import_module(f"nsa_kernels_triton.hopper.{name}")
@@ -196,6 +197,49 @@ def test_scores_of_very_few_or_many_strides_are_portable(strides, simulated):
     inputs = make_inputs(shape, torch.float32)
     select_blocks(inputs.q, inputs.k_cmp, torch.zeros(inputs.q.shape[:3]), geometry=geometry, backend="triton")
     assert not simulated["scores_kernels", "scores_kernel"].num_launches
+
+
+@pytest.mark.parametrize("attend", [sliding_window_attention, compressed_attention])
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128)], ids=str)
+def test_tiles_whose_weights_overflow_are_done_again(attend, head_dims, simulated):
+    kernel = simulated["forward_kernels", "forward_kernel"]
+    inputs = make_inputs(shape_of(640, head_dims, (16, 1)), torch.float32)
+    is_window = attend is sliding_window_attention
+    k, v = (inputs.k_win, inputs.v_win) if is_window else (inputs.k_cmp, inputs.v_cmp)
+    # later scores lie hundreds above those of the first keys, for the last rows
+    k[:, -4:] *= 300
+    found = attend(inputs.q, k, v, geometry=GEOMETRY, backend="triton")
+    overflows = kernel.arguments[5]
+    assert kernel.num_launches == 2
+    assert 0 < overflows.amax(0).sum() < overflows.shape[1]
+    # products of large numbers round as they do: what these kernels are for is bfloat16
+    exact = attend(inputs.q.double(), k.double(), v.double(), geometry=GEOMETRY, backend="sdpa")
+    assert max_error(found.out, exact.out) <= allowed_error(exact.out, torch.bfloat16)
+    seen = exact.lse.isfinite()
+    assert max_error(found.lse[seen], exact.lse[seen]) <= allowed_error(exact.lse[seen], torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (16, 1)], ids=["one head", "sixteen"])
+def test_rows_whose_scores_are_all_very_low_need_no_second_pass(heads, simulated):
+    # of one head, most rows of a tile see none of its first keys
+    inputs = make_inputs(shape_of(260, (128, 128), heads), torch.float32)
+    q, k = inputs.q.clone(), inputs.k_win.clone()
+    q[..., 0], k[..., 0] = 60.0, -60.0
+    found = sliding_window_attention(q, k, inputs.v_win, geometry=GEOMETRY, backend="triton")
+    exact = sliding_window_attention(q.double(), k.double(), inputs.v_win.double(), geometry=GEOMETRY, backend="sdpa")
+    assert exact.lse.max() < -200
+    assert not simulated["forward_kernels", "forward_kernel"].arguments[5].any()
+    assert max_error(found.out, exact.out) <= allowed_error(exact.out, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("least", [150, 151])
+def test_short_calls_and_float16_keep_running_maxima(dtype, least, simulated, monkeypatch):
+    monkeypatch.setattr(hopper, "OPTIMISTIC_QUERIES", least)
+    inputs = make_inputs(shape_of(150, heads=(2, 1)), dtype)
+    sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, geometry=GEOMETRY, backend="triton")
+    is_optimistic = dtype is torch.float32 and least == 150
+    assert simulated["forward_kernels", "forward_kernel"].num_launches == 1 + is_optimistic
 
 
 @pytest.mark.parametrize("attend", [sliding_window_attention, compressed_attention])

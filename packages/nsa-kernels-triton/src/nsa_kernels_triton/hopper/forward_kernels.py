@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa_kernels_triton.hopper.tiles import (
     LN2,
     barrier,
+    layout_of,
     load_keys,
     load_tile,
     place_of,
@@ -23,6 +24,9 @@ from nsa_kernels_triton.hopper.tiles import (
     store_tile,
     visible_keys,
 )
+
+SAFE_SUM = gl.constexpr(2.0**64)
+"""Sums of weights up to this leave room for values of as much, in float32."""
 
 
 @gluon.jit
@@ -56,11 +60,30 @@ def tile_of(
 
 
 @gluon.jit
+def _wanted_tile(
+    item, places, overflows_ptr, num_items, HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr,
+    WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    REDO: gl.constexpr,
+):  # fmt: skip
+    """Return what `tile_of` does, without rows and keys for a tile that is not to be done again."""
+    group, q_row0, key_row0, row0, num_rows, num_valid, position, start, end, middle, tail = tile_of(
+        item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+    )
+    if REDO:
+        overflows = gl.load(overflows_ptr + item)
+        for part in gl.static_range(1, PARTS):
+            overflows = gl.maximum(overflows, gl.load(overflows_ptr + part * num_items + item))
+        num_rows = gl.where(overflows > 0, num_rows, 0)
+        end = gl.where(overflows > 0, end, start)
+    return group, q_row0, key_row0, row0, num_rows, num_valid, position, start, end, middle, tail
+
+
+@gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, rings, places, num_items,
+    q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REDO: gl.constexpr,
 ):  # fmt: skip
     """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
     q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
@@ -68,8 +91,8 @@ def _load(
     PART: gl.constexpr = ROWS // PARTS
     loaded = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = tile_of(
-            item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+        group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = _wanted_tile(
+            item, places, overflows_ptr, num_items, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, REDO
         )
         number = item // gl.num_programs(0)
         place = number % 2
@@ -92,29 +115,48 @@ def _load(
 
 @gluon.jit
 def _weights(
-    scores, row_max, first, end, key, is_masked, factor, SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr
+    scores, shift, first, end, key, is_masked, is_first, factor,
+    SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, OPTIMISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Return the weights of a tile of keys, the new maxima, and what the sums so far are to be multiplied by."""
+    """Return the weights of a tile of keys, the rows' new shifts, and what the sums so far are to be multiplied by.
+
+    A shift is what a row's scores are lowered by before they become weights: its maximum so far. OPTIMISTIC: the maximum of the
+    first tile in which the row sees a key, which `is_first` may be for some row; the sums so far stay as they are.
+    """
     if is_masked:
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
         is_visible = keys[None, :] < end[:, None]
         if IS_WINDOW:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
         scores = gl.where(is_visible, scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    found = shift
+    if OPTIMISTIC:
+        if is_first:
+            found = gl.where(shift == float("-inf"), gl.max(scores, 1) * factor, shift)
+    else:
+        found = gl.maximum(shift, gl.max(scores, 1) * factor)
     # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    return gl.exp2(scores * factor - shift[:, None]), new_max, gl.exp2(row_max - shift)
+    lowered = gl.where(found == float("-inf"), 0.0, found)
+    return gl.exp2(scores * factor - lowered[:, None]), found, gl.exp2(shift - lowered)
+
+
+@gluon.jit
+def _thread_sums(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """Return (ROWS, 4), the sums over the columns that each of the four threads of a row holds: 8 j + 2 c and 8 j + 2 c + 1."""
+    return gl.sum(gl.sum(weights.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _attend(
-    part: gl.constexpr, rings, places, num_items, out_ptr, lse_ptr, factor,
+    part: gl.constexpr, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, OPTIMISTIC: gl.constexpr, REDO: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of one part of the rows of the program's tiles. The product with v overlaps with the next keys' softmax."""
+    """Write out and lse of one part of the rows of the program's tiles. The product with v overlaps with the next keys' softmax.
+
+    OPTIMISTIC: write as well whether a sum of weights became too large.
+    """
     q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
@@ -128,8 +170,8 @@ def _attend(
     dtype: gl.constexpr = q1_smem.dtype
     used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = tile_of(
-            item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+        group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = _wanted_tile(
+            item, places, overflows_ptr, num_items, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, REDO
         )
         number = item // gl.num_programs(0)
         place = number % 2
@@ -139,7 +181,7 @@ def _attend(
         rows = row0 + gl.arange(0, PART, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
-        row_max = gl.full([PART], float("-inf"), gl.float32, OF_ROWS)
+        shift = gl.full([PART], float("-inf"), gl.float32, OF_ROWS)
         row_sum = gl.zeros([PART], gl.float32, OF_ROWS)
         acc1 = gl.zeros([PART, V1], gl.float32, ACC1)
         acc2 = acc1
@@ -161,10 +203,10 @@ def _attend(
             scores = start_scores(left1, left2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            weights, row_max, rescale = _weights(
-                scores, row_max, first, end, start, (start < middle) | (start >= tail), factor, SCORES, IS_WINDOW, KEYS
+            weights, shift, rescale = _weights(
+                scores, shift, first, end, start, (start < middle) | (start >= tail), True, factor, SCORES, IS_WINDOW, KEYS, OPTIMISTIC
             )
-            row_sum = gl.sum(weights, 1)
+            sums = _thread_sums(weights, PART, KEYS)
             left = gl.convert_layout(weights.to(dtype), LEFT1)
             for tile in range(1, num_key_tiles):
                 before = (used + tile - 1) % STAGES
@@ -179,18 +221,25 @@ def _attend(
                 scores = warpgroup_mma_wait(PENDING, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 key = start + tile * KEYS
-                weights, row_max, rescale = _weights(
-                    scores, row_max, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS
-                )
-                row_sum = row_sum * rescale + gl.sum(weights, 1)
+                weights, shift, rescale = _weights(
+                    scores, shift, first, end, key, (key < middle) | (key >= tail), key <= middle, factor,
+                    SCORES, IS_WINDOW, KEYS, OPTIMISTIC,
+                )  # fmt: skip
+                if OPTIMISTIC:
+                    sums += _thread_sums(weights, PART, KEYS)
+                else:
+                    sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, layout_of(sums)))[:, None] + _thread_sums(
+                        weights, PART, KEYS
+                    )
                 if V2 > 0:
                     acc1, acc2 = warpgroup_mma_wait(0, deps=[acc1, acc2])
                 else:
                     acc1 = warpgroup_mma_wait(0, deps=[acc1])
                 mbarrier.arrive(v_empty.index(before), count=1)
-                acc1 = acc1 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC1))[:, None]
-                if V2 > 0:
-                    acc2 = acc2 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC2))[:, None]
+                if not OPTIMISTIC:
+                    acc1 = acc1 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC1))[:, None]
+                    if V2 > 0:
+                        acc2 = acc2 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC2))[:, None]
                 left = gl.convert_layout(weights.to(dtype), LEFT1)
             used += num_key_tiles
             before = (used - 1) % STAGES
@@ -203,12 +252,17 @@ def _attend(
             else:
                 acc1 = warpgroup_mma_wait(0, deps=[acc1])
             mbarrier.arrive(v_empty.index(before), count=1)
+            row_sum = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
         head0 = q_row0 * H + group * HG
         sees_any = first < end
+        if OPTIMISTIC:
+            # what is NaN is none of these
+            is_right = (row_sum < SAFE_SUM) | (first >= end)
+            gl.store(overflows_ptr + part * num_items + item, gl.max(gl.where(is_right, 0, 1), 0))
         # what a row holds that sees nothing may be NaN
         inverse = gl.where(sees_any, 1.0 / row_sum, 0.0)
         heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
-        lse = (row_max + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2
+        lse = (shift + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2
         gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=rows // HG < num_rows)
         # outputs leave through the rows' own place
         barrier()
@@ -235,20 +289,40 @@ def _finish(smem, acc, inverse, WIDTH: gl.constexpr, ROWS: gl.constexpr, ACC: gl
 
 
 @gluon.jit
+def _any_overflow(overflows_ptr, num_items, PARTS: gl.constexpr):
+    """Return 1 where one of the program's tiles is to be done again, else 0."""
+    BLOCK: gl.constexpr = 128
+    found = 0
+    for first in range(gl.program_id(0), num_items, BLOCK * gl.num_programs(0)):
+        items = first + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0])) * gl.num_programs(0)
+        for part in gl.static_range(PARTS):
+            overflows = gl.load(overflows_ptr + part * num_items + items, mask=items < num_items, other=0)
+            found = gl.maximum(found, gl.max(overflows, 0))
+    return found
+
+
+@gluon.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, overflows_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
+    OPTIMISTIC: gl.constexpr, REDO: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse as `interval.kernels.forward_kernel` does; a program takes every num_programs-th of the tiles.
 
     A tile's rows are shared out to PARTS times four computing warps, which read the same keys; the next tile's rows and keys
     arrive while they finish.
+
+    Softmax by running maxima spends half of its instructions on the maxima and on what a new one asks for. OPTIMISTIC: a row
+    keeps the maximum of its first keys, which serves as long as no later score is far above it: outputs are right where a sum of
+    weights stays below `SAFE_SUM`. Of every part of a tile, int32 (PARTS, num_items) at `overflows_ptr` says 1 where one does not;
+    a second launch with REDO does such tiles again, by running maxima.
     """
+    if REDO:
+        num_items = _any_overflow(overflows_ptr, num_items, PARTS) * num_items
     PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, K1], dtype)
@@ -296,29 +370,29 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        0, rings, places, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        0, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
                     ),
                 ),
                 (
                     _attend,
                     (
-                        1, rings, places, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        1, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
                     ),
                 ),
                 (
                     _attend,
                     (
-                        2, rings, places, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        2, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
                     ),
                 ),
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, rings, places, num_items,
-                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, REDO,
                     ),
                 ),
             ],
@@ -331,22 +405,22 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        0, rings, places, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        0, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
                     ),
                 ),
                 (
                     _attend,
                     (
-                        1, rings, places, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        1, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
                     ),
                 ),
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, rings, places, num_items,
-                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, REDO,
                     ),
                 ),
             ],

@@ -12,6 +12,8 @@ REGISTERS = {2: 128, 3: 80}
 """Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
 REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
 """The same where one program does, by its parts: four warps compute each, and four more load."""
+OPTIMISTIC_QUERIES = 4096
+"""Rows of q from which the forward pass of an interval pays for a second launch: it is faster without running maxima."""
 WIDEST_TWICE = 64
 """Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
 
@@ -33,14 +35,18 @@ def interval_forward(
 
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-    kernels.forward_kernel[(min(num_items, num_multiprocessors(q)),)](
-        q, k, v, out, lse,
-        *sequences.arguments(tiling),
-        sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
-        score_factor(q, scale),
-        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
-        PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
-    )  # fmt: skip
+    overflows = lse.new_empty(ring.num_parts, num_items, dtype=torch.int32)
+    # weights in float16 have no room for scores above their row's first maximum
+    launches = ((True, False), (False, True)) if q.dtype != torch.float16 and q.shape[1] >= OPTIMISTIC_QUERIES else ((False, False),)
+    for is_optimistic, redoes in launches:
+        kernels.forward_kernel[(min(num_items, num_multiprocessors(q)),)](
+            q, k, v, out, lse, overflows,
+            *sequences.arguments(tiling),
+            sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
+            score_factor(q, scale),
+            H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
+            OPTIMISTIC=is_optimistic, REDO=redoes, PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
+        )  # fmt: skip
 
 
 def interval_dq(
