@@ -32,8 +32,9 @@ from nsa_core.selection import pool_importance
 from nsa_core.testing import masks
 from nsa_core.testing.inputs import Inputs, Shape, make_inputs
 from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
+from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.launch import Sequences
-from nsa_kernels_triton.selected.op import early_queries
+from nsa_kernels_triton.selected import op as selected
 
 pytestmark = [pytest.mark.hardware(capability=(8, 0)), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 
@@ -46,6 +47,14 @@ REAL = {"P": PAPER, "M": EVEN, "L": LLAMA, "S": NARROW}
 HALF = [torch.bfloat16, torch.float16]
 each_real = pytest.mark.parametrize("sizes", REAL.values(), ids=REAL)
 each_half = pytest.mark.parametrize("dtype", HALF, ids=["bf16", "fp16"])
+
+
+@pytest.fixture(autouse=True)
+def ways_of_long_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls of so few queries take the ways of those that pay at thousands."""
+    monkeypatch.setattr(hopper, "OPTIMISTIC_QUERIES", 1000)
+    # early queries with a choice, and late ones
+    monkeypatch.setattr(selected, "EARLY_BLOCKS", 18)
 
 
 def inputs_of(num_queries: int = 0, dtype: torch.dtype = torch.bfloat16, lengths: tuple[int, ...] | None = None, **sizes: Any) -> Inputs:
@@ -202,6 +211,28 @@ def test_any_group_is_as_exact_as_torchs_own(heads_per_group: int) -> None:
     assert_exact(ours, exact, evaluate(torchs(indices), inputs.tensors))
 
 
+@pytest.mark.parametrize("sizes", [EVEN, PAPER, NARROW], ids=["M", "P", "S"])
+def test_tiles_whose_weights_overflow_are_done_again(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of(5000, **sizes)
+    # some keys lie hundreds above a row's first ones
+    k_win, k_cmp, k_slc = (x * torch.where(torch.arange(x.shape[1], device="cuda") % 997 == 900 % x.shape[1], 60, 1)[:, None, None]
+                           for x in (inputs.k_win, inputs.k_cmp, inputs.k_slc))  # fmt: skip
+    operands = inputs._replace(k_win=k_win.bfloat16(), k_cmp=k_cmp.bfloat16(), k_slc=k_slc.bfloat16()).tensors
+
+    def attend() -> list[Tensor]:
+        win = sliding_window_attention(operands[0], *operands[5:7], geometry=GEOMETRY, backend="triton")
+        cmp = compressed_attention(operands[0], *operands[1:3], geometry=GEOMETRY, backend="triton")
+        return [*win, *cmp, nsa_attention(*operands, geometry=GEOMETRY, backend="triton")]
+
+    ours = attend()
+    monkeypatch.setattr(hopper, "OPTIMISTIC_QUERIES", 10**6)
+    for x, expected in zip(ours, attend(), strict=True):
+        seen = expected.isfinite()
+        assert torch.equal(x.isfinite(), seen)
+        # both are rounded
+        assert max_error(x[seen], expected[seen].double()) <= 2 * allowed_error(expected[seen].double(), torch.bfloat16)
+
+
 def test_surplus_compressed_rows_may_be_nan() -> None:
     inputs = inputs_of(1301, num_heads=8, num_kv_heads=2, head_dim_qk=128, head_dim_v=128)
     q = inputs.q.clone().requires_grad_()
@@ -222,7 +253,7 @@ def test_a_hundred_packed_sequences_equal_the_reference(dtype: torch.dtype, head
     inputs = inputs_of(dtype=dtype, lengths=lengths, surplus_blocks=3, **sizes)
     # so many that early queries are attended to densely
     sequences = Sequences(Placement(0, 2100, inputs.cu_seqlens), 1, sum(lengths), inputs.cu_seqlens)
-    assert early_queries(inputs.q, inputs.k_slc, inputs.v_slc, GEOMETRY, sequences)
+    assert selected.early_queries(inputs.q, inputs.k_slc, inputs.v_slc, GEOMETRY, sequences)
     options = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": 2100}
     reference = composed(chosen_blocks(inputs, **options), **options)
     exact = evaluate(reference, inputs.to(torch.float64).tensors)

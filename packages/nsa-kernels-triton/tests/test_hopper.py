@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from nsa_core import BlockGeometry, compressed_attention, select_blocks, selected_attention, sliding_window_attention
+from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
 from nsa_core.testing import properties
 from nsa_core.testing.inputs import Shape, make_inputs
 from nsa_core.testing.properties import Where
@@ -60,6 +60,8 @@ def simulated(monkeypatch, simulator):
         monkeypatch.setattr(module, "is_exact", lambda q: False)
     monkeypatch.setattr(hopper, "num_multiprocessors", lambda q: 3)
     monkeypatch.setattr(hopper, "OPTIMISTIC_QUERIES", 0)
+    # early rows and late ones in every shape
+    monkeypatch.setattr(selected, "EARLY_BLOCKS", 3)
     found = {}
     for name, kernel in KERNELS:
         module = importlib.import_module(f"nsa_kernels_triton.hopper.{name}")
@@ -91,6 +93,12 @@ SHAPES = {
     "early": evolve(
         shape_of(lengths=(170, 0, 1, 130), head_dims=(128, 128), heads=(16, 1)), geometry=evolve(GEOMETRY, num_selected_blocks=2)
     ),
+    # any block may be a row's first
+    "no initial block": evolve(shape_of(330, (128, 128), (16, 1)), geometry=evolve(GEOMETRY, num_initial_blocks=0)),
+    "two of each": evolve(
+        shape_of(lengths=(450, 30), head_dims=(64, 64), heads=(6, 2)),
+        geometry=evolve(GEOMETRY, num_selected_blocks=5, num_initial_blocks=2, num_local_blocks=2),
+    ),
     # the first keys of late rows lie beyond the first tile of keys
     "one head": shape_of(260, (192, 128), (1, 1)),
 }
@@ -115,6 +123,32 @@ def test_a_list_in_many_items_adds_up(head_dims, monkeypatch):
     monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 90)
     monkeypatch.setattr(selected, "early_queries", lambda *_: 0)
     properties.check_agrees_with_oracle(shape_of(200, head_dims, (2, 1)), WHERE)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128)], ids=str)
+def test_lists_hold_what_neighbours_do_not_share(head_dims, simulated, monkeypatch):
+    seen = []
+
+    def recorded(index, geometry):
+        for chunk in chunks(index, geometry):
+            seen.append((index, chunk))
+            yield chunk
+
+    chunks = selected.chunks
+    monkeypatch.setattr(selected, "chunks", recorded)
+    shape = shape_of(450, head_dims, (16, 1))
+    inputs = make_inputs(shape, torch.float32)
+    kernel = simulated["forward_kernels", "forward_kernel"]
+    with torch.no_grad():
+        out = nsa_attention(*inputs.tensors, geometry=shape.geometry, backend="triton")
+    # compressed, window and shared blocks, each of them twice
+    assert kernel.num_launches == 6
+    ((_index, chunk),) = seen
+    # the first block and its own are shared, and before position 192 all
+    expected = torch.where(torch.arange(450) < 192, 0, GEOMETRY.num_selected_blocks - 2)
+    assert torch.equal(chunk.present[:450].sum((1, 2)), expected)
+    trained = nsa_attention(*inputs.with_grad().tensors, geometry=shape.geometry, backend="triton")
+    assert torch.equal(out, trained)
 
 
 @pytest.mark.usefixtures("simulated")
@@ -230,6 +264,21 @@ def test_rows_whose_scores_are_all_very_low_need_no_second_pass(heads, simulated
     assert exact.lse.max() < -200
     assert not simulated["forward_kernels", "forward_kernel"].arguments[5].any()
     assert max_error(found.out, exact.out) <= allowed_error(exact.out, torch.bfloat16)
+
+
+def test_a_row_that_is_done_again_leaves_its_tile_alone(simulated):
+    inputs = make_inputs(shape_of(200, (128, 128), (16, 1)), torch.float32)
+
+    def attend(factor):
+        k = inputs.k_win.clone()
+        k[:, 190] *= factor
+        found = sliding_window_attention(inputs.q, k, inputs.v_win, geometry=GEOMETRY, backend="triton")
+        return found, simulated["forward_kernels", "forward_kernel"].arguments[5].any()
+
+    (before, overflows_before), (after, overflows_after) = attend(1), attend(1000)
+    assert (overflows_before, overflows_after) == (False, True)
+    assert torch.equal(before.out[:, :190], after.out[:, :190])
+    assert torch.equal(before.lse[:, :190], after.lse[:, :190])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -210,6 +210,7 @@ class Ring:
 RINGS: dict[str, dict[int, Ring]] = {
     "compressed_forward": {64: Ring(192, 128, 4, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
     "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
+    "shared_forward": {64: Ring(192, 64, 4, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
     "interval_dq": {64: Ring(192, 64, 3, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
     "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(64, 128, 4, 40), 192: Ring(32, 128, 6, 40)},
     "scores": {128: Ring(256, 64, 4, 32, num_parts=4), 192: Ring(256, 64, 3, 32, num_parts=4)},
@@ -220,6 +221,7 @@ RINGS: dict[str, dict[int, Ring]] = {
 WIDE_RINGS: dict[str, Ring] = {
     "compressed_forward": Ring(128, 64, 2, 40),
     "window_forward": Ring(128, 64, 2, 40),
+    "shared_forward": Ring(128, 64, 2, 40),
     "interval_dq": Ring(128, 64, 2, 40),
     "selected_forward": Ring(64, 64, 2, 56),
 }

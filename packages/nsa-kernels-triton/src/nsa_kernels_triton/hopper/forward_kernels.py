@@ -61,29 +61,45 @@ def tile_of(
 
 @gluon.jit
 def _wanted_tile(
-    item, places, overflows_ptr, num_items, HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr,
+    item, places, overflows_ptr, num_items, early, HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr,
     WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    REDO: gl.constexpr,
+    REDO: gl.constexpr, SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Return what `tile_of` does, without rows and keys for a tile that is not to be done again."""
+    """Return what `tile_of` does, and how many keys are left out after the first NUM_INITIAL blocks.
+
+    Without rows and keys for a tile that is not to be done again.
+    """
     group, q_row0, key_row0, row0, num_rows, num_valid, position, start, end, middle, tail = tile_of(
         item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
     )
+    left_out = 0
+    if SHARED:
+        t_first = position + row0 // HG
+        left_out = gl.where(t_first >= early, gl.maximum(t_first // KEYS + 1 - NUM_LOCAL - NUM_INITIAL, 0) * KEYS, 0)
     if REDO:
         overflows = gl.load(overflows_ptr + item)
         for part in gl.static_range(1, PARTS):
             overflows = gl.maximum(overflows, gl.load(overflows_ptr + part * num_items + item))
         num_rows = gl.where(overflows > 0, num_rows, 0)
         end = gl.where(overflows > 0, end, start)
-    return group, q_row0, key_row0, row0, num_rows, num_valid, position, start, end, middle, tail
+    return group, q_row0, key_row0, row0, num_rows, num_valid, position, start, end, middle, tail, left_out
+
+
+@gluon.jit
+def _key_of(key, left_out, NUM_INITIAL: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):
+    """Return which key the one number `key` of those that are not left out is."""
+    if SHARED:
+        key = key + gl.where(key < NUM_INITIAL * KEYS, 0, left_out)
+    return key
 
 
 @gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items,
+    q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REDO: gl.constexpr,
+    SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
     q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
@@ -91,9 +107,10 @@ def _load(
     PART: gl.constexpr = ROWS // PARTS
     loaded = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = _wanted_tile(
-            item, places, overflows_ptr, num_items, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, REDO
-        )
+        group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail, left_out = _wanted_tile(
+            item, places, overflows_ptr, num_items, early, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS,
+            REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+        )  # fmt: skip
         number = item // gl.num_programs(0)
         place = number % 2
         q_tile = q_ptr + (q_row0 * H + group * HG) * D_K
@@ -105,7 +122,8 @@ def _load(
         async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
         k_tile = k_ptr + (key_row0 * G + group) * D_K
         v_tile = v_ptr + (key_row0 * G + group) * D_V
-        for key in range(start, end, KEYS):
+        for number_of_key in range(start, end - left_out, KEYS):
+            key = _key_of(number_of_key, left_out, NUM_INITIAL, KEYS, SHARED)
             load_keys(
                 k_tile, v_tile, key, end, loaded, k1_smem, k2_smem, v1_smem, v2_smem, k_full, k_empty, v_full, v_empty,
                 G, D_K, K1, K2, D_V, V1, V2, KEYS, STAGES,
@@ -114,9 +132,17 @@ def _load(
 
 
 @gluon.jit
+def _chosen(key, own, word, is_early, KEYS: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr):
+    """Return which rows chose the block from `key` on: early ones by their bits, later ones where everyone does."""
+    block = key // KEYS
+    is_forced = (block < NUM_INITIAL) | (block > own - NUM_LOCAL)
+    return gl.where(is_early, (word >> (block % 64)) % 2 != 0, is_forced)
+
+
+@gluon.jit
 def _weights(
-    scores, shift, first, end, key, is_masked, is_first, factor,
-    SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, OPTIMISTIC: gl.constexpr,
+    scores, shift, first, end, chosen, key, is_masked, is_first, factor,
+    SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, OPTIMISTIC: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Return the weights of a tile of keys, the rows' new shifts, and what the sums so far are to be multiplied by.
 
@@ -132,12 +158,24 @@ def _weights(
     found = shift
     if OPTIMISTIC:
         if is_first:
-            found = gl.where(shift == float("-inf"), gl.max(scores, 1) * factor, shift)
+            found = gl.where(shift == float("-inf"), _maxima(scores, chosen, factor, SHARED), shift)
     else:
-        found = gl.maximum(shift, gl.max(scores, 1) * factor)
+        found = gl.maximum(shift, _maxima(scores, chosen, factor, SHARED))
     # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
     lowered = gl.where(found == float("-inf"), 0.0, found)
-    return gl.exp2(scores * factor - lowered[:, None]), found, gl.exp2(shift - lowered)
+    rescale = gl.exp2(shift - lowered)
+    if SHARED:
+        lowered = gl.where(chosen, lowered, float("inf"))
+    return gl.exp2(scores * factor - lowered[:, None]), found, rescale
+
+
+@gluon.jit
+def _maxima(scores, chosen, factor, SHARED: gl.constexpr):
+    """Return the rows' largest scores, -inf for rows that did not choose the tile."""
+    maxima = gl.max(scores, 1) * factor
+    if SHARED:
+        maxima = gl.where(chosen, maxima, float("-inf"))
+    return maxima
 
 
 @gluon.jit
@@ -148,10 +186,11 @@ def _thread_sums(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    part: gl.constexpr, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
+    part: gl.constexpr, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, OPTIMISTIC: gl.constexpr, REDO: gl.constexpr,
+    SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse of one part of the rows of the program's tiles. The product with v overlaps with the next keys' softmax.
 
@@ -170,9 +209,11 @@ def _attend(
     dtype: gl.constexpr = q1_smem.dtype
     used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = _wanted_tile(
-            item, places, overflows_ptr, num_items, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, REDO
-        )
+        group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail, left_out = _wanted_tile(
+            item, places, overflows_ptr, num_items, early, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS,
+            REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+        )  # fmt: skip
+        is_early = position + row0 // HG < early
         number = item // gl.num_programs(0)
         place = number % 2
         q1 = q1_smem.index(PARTS * place + part)
@@ -181,6 +222,11 @@ def _attend(
         rows = row0 + gl.arange(0, PART, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+        own = t // KEYS
+        word = own
+        if SHARED:
+            word = gl.load(chosen_ptr + (q_row0 + rows // HG) * G + group, mask=(t >= 0) & is_early, other=0)
+        chosen = t >= 0
         shift = gl.full([PART], float("-inf"), gl.float32, OF_ROWS)
         row_sum = gl.zeros([PART], gl.float32, OF_ROWS)
         acc1 = gl.zeros([PART, V1], gl.float32, ACC1)
@@ -188,7 +234,7 @@ def _attend(
         if V2 > 0:
             acc2 = gl.zeros([PART, V2], gl.float32, ACC2)
         zeros = gl.zeros([PART, KEYS], gl.float32, SCORES)
-        num_key_tiles = gl.cdiv(last_end - start, KEYS)
+        num_key_tiles = gl.cdiv(last_end - left_out - start, KEYS)
         mbarrier.wait(q_full.index(place), (number // 2) & 1)
         if num_key_tiles > 0:
             left1 = q1
@@ -203,9 +249,13 @@ def _attend(
             scores = start_scores(left1, left2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
+            key = _key_of(start, left_out, NUM_INITIAL, KEYS, SHARED)
+            if SHARED:
+                chosen = _chosen(key, own, word, is_early, KEYS, NUM_INITIAL, NUM_LOCAL)
             weights, shift, rescale = _weights(
-                scores, shift, first, end, start, (start < middle) | (start >= tail), True, factor, SCORES, IS_WINDOW, KEYS, OPTIMISTIC
-            )
+                scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), True, factor,
+                SCORES, IS_WINDOW, KEYS, OPTIMISTIC, SHARED,
+            )  # fmt: skip
             sums = _thread_sums(weights, PART, KEYS)
             left = gl.convert_layout(weights.to(dtype), LEFT1)
             for tile in range(1, num_key_tiles):
@@ -220,10 +270,15 @@ def _attend(
                     acc2 = warpgroup_mma(gl.convert_layout(left, LEFT2), v2_smem.index(before), acc2, is_async=True)
                 scores = warpgroup_mma_wait(PENDING, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
-                key = start + tile * KEYS
+                key = _key_of(start + tile * KEYS, left_out, NUM_INITIAL, KEYS, SHARED)
+                is_first = key <= middle
+                if SHARED:
+                    # without a block that all choose, any may be a row's first
+                    is_first = NUM_INITIAL == 0
+                    chosen = _chosen(key, own, word, is_early, KEYS, NUM_INITIAL, NUM_LOCAL)
                 weights, shift, rescale = _weights(
-                    scores, shift, first, end, key, (key < middle) | (key >= tail), key <= middle, factor,
-                    SCORES, IS_WINDOW, KEYS, OPTIMISTIC,
+                    scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), is_first, factor,
+                    SCORES, IS_WINDOW, KEYS, OPTIMISTIC, SHARED,
                 )  # fmt: skip
                 if OPTIMISTIC:
                     sums += _thread_sums(weights, PART, KEYS)
@@ -255,15 +310,21 @@ def _attend(
             row_sum = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
         head0 = q_row0 * H + group * HG
         sees_any = first < end
-        if OPTIMISTIC:
-            # what is NaN is none of these
-            is_right = (row_sum < SAFE_SUM) | (first >= end)
-            gl.store(overflows_ptr + part * num_items + item, gl.max(gl.where(is_right, 0, 1), 0))
+        if SHARED:
+            sees_any = sees_any & (row_sum != 0)
         # what a row holds that sees nothing may be NaN
         inverse = gl.where(sees_any, 1.0 / row_sum, 0.0)
         heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
-        lse = (shift + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2
-        gl.store(lse_ptr + heads, gl.where(sees_any, lse, float("-inf")), mask=rows // HG < num_rows)
+        lse = gl.where(sees_any, (shift + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2, float("-inf"))
+        wanted = rows // HG < num_rows
+        if OPTIMISTIC:
+            # NaN is not below; the rows of the past must not know who else is done again
+            is_wrong = sees_any & ((row_sum < SAFE_SUM) == 0)
+            lse = gl.where(is_wrong, float("inf"), lse)
+            gl.store(overflows_ptr + part * num_items + item, gl.max(gl.where(is_wrong, 1, 0), 0))
+        if REDO:
+            wanted = gl.load(lse_ptr + heads, mask=wanted, other=0.0) == float("inf")
+        gl.store(lse_ptr + heads, lse, mask=wanted)
         # outputs leave through the rows' own place
         barrier()
         out1_smem = _finish(q1, acc1, inverse, V1, PART, ACC1)
@@ -271,9 +332,10 @@ def _attend(
         if V2 > 0:
             out2_smem = _finish(q2, acc2, inverse, V2, PART, ACC2)
         barrier()
-        store_tile(out_ptr + head0 * D_V, out1_smem, row0, num_rows * HG, H, HG, D_V, 0, V1, PART)
+        some = wanted if REDO else None
+        store_tile(out_ptr + head0 * D_V, out1_smem, row0, num_rows * HG, H, HG, D_V, 0, V1, PART, some)
         if V2 > 0:
-            store_tile(out_ptr + head0 * D_V, out2_smem, row0, num_rows * HG, H, HG, D_V, V1, V2, PART)
+            store_tile(out_ptr + head0 * D_V, out2_smem, row0, num_rows * HG, H, HG, D_V, V1, V2, PART, some)
         barrier()
         mbarrier.arrive(q_empty.index(place), count=1)
 
@@ -303,13 +365,15 @@ def _any_overflow(overflows_ptr, num_items, PARTS: gl.constexpr):
 
 @gluon.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, overflows_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, overflows_ptr, chosen_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, factor,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, early, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    OPTIMISTIC: gl.constexpr, REDO: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
+    OPTIMISTIC: gl.constexpr, REDO: gl.constexpr,
+    SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse as `interval.kernels.forward_kernel` does; a program takes every num_programs-th of the tiles.
 
@@ -319,7 +383,11 @@ def forward_kernel(
     Softmax by running maxima spends half of its instructions on the maxima and on what a new one asks for. OPTIMISTIC: a row
     keeps the maximum of its first keys, which serves as long as no later score is far above it: outputs are right where a sum of
     weights stays below `SAFE_SUM`. Of every part of a tile, int32 (PARTS, num_items) at `overflows_ptr` says 1 where one does not;
-    a second launch with REDO does such tiles again, by running maxima.
+    a second launch with REDO does such tiles again, by running maxima, and writes those of their rows whose lse the first left at
+    +inf: what a row holds never depends on the others.
+
+    SHARED: the keys are blocks of KEYS tokens, and of those that a row chose it sees in rows of a position below early all, which are
+    the bits of int64 (rows, G) at `chosen_ptr`, and later only the first NUM_INITIAL and the last NUM_LOCAL up to its own.
     """
     if REDO:
         num_items = _any_overflow(overflows_ptr, num_items, PARTS) * num_items
@@ -370,29 +438,33 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        0, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
+                        0, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
                     _attend,
                     (
-                        1, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
+                        1, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
                     _attend,
                     (
-                        2, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
+                        2, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items,
-                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, REDO,
+                        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
             ],
@@ -405,22 +477,25 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        0, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
+                        0, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
                     _attend,
                     (
-                        1, rings, places, overflows_ptr, num_items, out_ptr, lse_ptr, factor,
-                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, OPTIMISTIC, REDO,
+                        1, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items,
-                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, REDO,
+                        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+                        REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
             ],

@@ -1,6 +1,6 @@
 """Launches of the kernels for compute capability 9.0. Their modules are imported here, at the first launch: they need Gluon."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,23 @@ REGISTERS = {2: 128, 3: 80}
 """Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
 REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
 """The same where one program does, by its parts: four warps compute each, and four more load."""
+UNBOUNDED = 2**30
+"""A window that begins with its sequence."""
 OPTIMISTIC_QUERIES = 4096
 """Rows of q from which the forward pass of an interval pays for a second launch: it is faster without running maxima."""
 WIDEST_TWICE = 64
 """Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
+
+
+class SharedBlocks(NamedTuple):
+    """Which blocks the rows of a tile attend to together."""
+
+    chosen: Tensor
+    """int64 (B, S, G): of early rows, the bits of the blocks that they chose."""
+    num_initial: int
+    num_local: int
+    early: int
+    """Rows at earlier positions attend to all blocks that they chose, later ones to the first and the last."""
 
 
 def interval_forward(
@@ -29,6 +42,7 @@ def interval_forward(
     sequences: Sequences,
     limit: int | None,
     ring: Ring,
+    shared: SharedBlocks | None = None,
 ) -> None:
     """Write out and lse; `sizes` are the constants of the interval, `limit` that of `Sequences.tiling`. `scale` is above 0."""
     from nsa_kernels_triton.hopper import forward_kernels as kernels
@@ -36,17 +50,27 @@ def interval_forward(
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     overflows = lse.new_empty(ring.num_parts, num_items, dtype=torch.int32)
-    # weights in float16 have no room for scores above their row's first maximum
-    launches = ((True, False), (False, True)) if q.dtype != torch.float16 and q.shape[1] >= OPTIMISTIC_QUERIES else ((False, False),)
-    for is_optimistic, redoes in launches:
+    chosen, num_initial, num_local, early = (lse, 0, 0, 0) if shared is None else shared
+    # weights in float16 have no room for scores far above their row's first maximum
+    is_optimistic = q.dtype != torch.float16 and q.shape[1] >= OPTIMISTIC_QUERIES
+    for optimistic, redoes in ((True, False), (False, True)) if is_optimistic else ((False, False),):
         kernels.forward_kernel[(min(num_items, num_multiprocessors(q)),)](
-            q, k, v, out, lse, overflows,
+            q, k, v, out, lse, overflows, chosen,
             *sequences.arguments(tiling),
             sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
-            score_factor(q, scale),
+            early, score_factor(q, scale),
             H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
-            OPTIMISTIC=is_optimistic, REDO=redoes, PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
+            OPTIMISTIC=optimistic, REDO=redoes, SHARED=shared is not None, NUM_INITIAL=num_initial, NUM_LOCAL=num_local,
+            PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
         )  # fmt: skip
+
+
+def shared_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, sequences: Sequences, ring: Ring, shared: SharedBlocks
+) -> None:
+    """Write out and lse of the blocks that the rows of a tile attend to together; `scale` is above 0."""
+    sizes = {"IS_WINDOW": True, "SIZE": 1, "STRIDE": 1, "WINDOW": UNBOUNDED, "PACKED": sequences.is_packed, "CACHED": False}
+    interval_forward(q, k, v, out, lse, sizes, scale, sequences, None, ring, shared)
 
 
 def interval_dq(

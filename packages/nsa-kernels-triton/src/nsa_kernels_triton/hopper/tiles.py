@@ -45,14 +45,19 @@ def load_tile(
 @gluon.jit
 def store_tile(
     ptr, smem, row, last_row,
-    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
+    H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, wanted=None,
 ):  # fmt: skip
-    """Write what `load_tile` loads, from shared memory; rows from `last_row` on and columns from D on are not written."""
+    """Write what `load_tile` loads, from shared memory; rows from `last_row` on and columns from D on are not written.
+
+    Nor are rows that are not `wanted`, if that is given.
+    """
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
     places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
     mask = mask_of(rows < last_row, columns, D - FIRST, WIDTH)
+    if wanted is not None:
+        mask = mask & gl.convert_layout(wanted, gl.SliceLayout(1, TILE))[:, None]
     gl.store(ptr + FIRST + places[:, None] + columns[None, :], smem.load(TILE), mask=mask)
 
 

@@ -70,6 +70,8 @@ class Index(NamedTuple):
     """Of the queries whose lists are made; earlier ones are attended to in another way."""
     sequence_rows: int
     """Of each sequence, where all have as many rows and start with their first token; 0 elsewhere."""
+    left_out: tuple[int, int]
+    """Blocks at the start of a sequence, and up to a query's own, that are attended to in another way."""
 
     @property
     def item_slots(self) -> int:
@@ -129,6 +131,7 @@ def index_of(
     row_bytes: int,
     item_rows: int,
     first_position: int,
+    left_out: tuple[int, int] = (0, 0),
 ) -> Index:
     """Return the index, from `first_position` on, of a pass whose partial results take `row_bytes` per (query, head, slot).
 
@@ -153,8 +156,29 @@ def index_of(
     sequence_rows = 0 if sequences.is_packed or sequences.is_cached else num_queries
     num_pieces = blocks * pieces.per_block
     return Index(
-        block_indices.contiguous(), rows, pieces, num_pieces, num_groups, slots, chunk_rows, item_queries, first_position, sequence_rows
+        block_indices.contiguous(), rows, pieces, num_pieces, num_groups, slots, chunk_rows, item_queries, first_position, sequence_rows,
+        left_out,
+    )  # fmt: skip
+
+
+def choice_bits(index: Index) -> Tensor:
+    """Return int64 (B * S, G), the bits of the blocks that the queries before the index's first position chose, all below 64."""
+    num_selected, num_rows, num_groups = index.block_indices.shape[3], index.num_rows, index.num_groups
+    bits = torch.empty(num_rows, num_groups, dtype=torch.int64, device=index.rows.device)
+    slots = next_power_of_2(num_selected)
+    block = max(1, 2048 // slots)
+    index_kernels.choice_bits_kernel[(cdiv(num_rows, block), num_groups)](
+        index.block_indices,
+        index.rows,
+        bits,
+        num_rows,
+        index.first_position,
+        G=num_groups,
+        NUM_SELECTED=num_selected,
+        SLOTS=slots,
+        BLOCK=block,
     )
+    return bits
 
 
 def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
@@ -193,6 +217,7 @@ def _listed(index: Index, geometry: BlockGeometry, first_row: int, last_row: int
     index_kernels.mark_kernel[grid](
         index.block_indices, index.rows, marks, key_rows, present, first_row, index.num_rows, num_pieces, index.first_position,
         **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size,
+        NUM_INITIAL=index.left_out[0], NUM_LOCAL=index.left_out[1],
     )  # fmt: skip
     ranks = torch.empty_like(marks)
     counts = empty(3, num_lists)

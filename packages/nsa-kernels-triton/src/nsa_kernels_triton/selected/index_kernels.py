@@ -46,15 +46,36 @@ def describe_rows_kernel(
 
 
 @triton.jit
+def choice_bits_kernel(
+    indices_ptr, rows_ptr, bits_ptr, num_rows, first_position,
+    G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write int64 (rows, G), the bits of the blocks that a row before `first_position` chose, all below 64; grid (cdiv(rows, BLOCK), G).
+
+    A choice holds no block twice.
+    """
+    group = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(rows_ptr + row, mask=row < num_rows, other=-1)
+    is_early = (position >= 0) & (position < first_position)
+    slots = tl.arange(0, SLOTS)[None, :]
+    place = row.to(tl.int64) * G + group
+    block = tl.load(indices_ptr + place[:, None] * NUM_SELECTED + slots, mask=is_early[:, None] & (slots < NUM_SELECTED), other=-1)
+    bits = tl.where(block >= 0, tl.full([BLOCK, SLOTS], 1, tl.int64) << tl.maximum(block, 0).to(tl.int64), 0)
+    tl.store(bits_ptr + place, tl.sum(bits, 1), mask=is_early)
+
+
+@triton.jit
 def mark_kernel(
     indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, present_ptr, first_row, num_rows, num_pieces, first_position,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr,
-    PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, WORDS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, WORDS: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Set the bit (group, piece, row - first row) of every piece that a row chose; grid (words with rows, G, chunks).
 
     Write the first key row of such pieces, and which slots (row - first row, G, slots) of the choice count: not those outside
-    0 .. own, of a block that stands there twice only the first, and none of rows whose position is below `first_position`.
+    0 .. own, of a block that stands there twice only the first, and none of rows whose position is below `first_position`. Nor
+    do the first NUM_INITIAL blocks count, and the last NUM_LOCAL up to the own.
     """
     group = tl.program_id(1)
     chunk = tl.program_id(2).to(tl.int64)
@@ -75,7 +96,8 @@ def mark_kernel(
     in_choice = (slots < NUM_SELECTED)[None, :]
     source = (row.to(tl.int64) * G + group) * NUM_SELECTED
     block = tl.load(indices_ptr + source[:, None] + slots[None, :], mask=exists[:, None] & in_choice, other=-1)
-    is_block = (block >= 0) & (block <= position[:, None] // SELECTION_SIZE)
+    # at position -1 the division gives 0, and no piece starts early enough
+    is_block = (block >= NUM_INITIAL) & (block <= position[:, None] // SELECTION_SIZE - NUM_LOCAL)
     for slot in tl.range(0, NUM_SELECTED - 1):
         earlier = tl.load(indices_ptr + source + slot, mask=exists, other=-1)
         is_block = is_block & ((block != earlier[:, None]) | (slots <= slot)[None, :])

@@ -106,11 +106,12 @@ def merge_kernel(
     parts_ptr, part_lse_ptr, present_ptr, out_ptr, exact_ptr, lse_ptr, cmp_ptr, win_ptr, gates_ptr, total_ptr, rows_ptr,
     first_row, last_row, first_position,
     H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, COMBINE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    SHARED: tl.constexpr, KEEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well.
 
-    The outputs of rows whose position is below `first_position` stand where they belong. Without `out_ptr` there are none.
+    The outputs of rows whose position is below `first_position` stand where they belong. Without `out_ptr` there are none. SHARED:
+    what stands at `out_ptr` and `lse_ptr` is one more partial output of every row. Merged outputs are kept there if KEEPS.
     """
     HG: tl.constexpr = H // G
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -119,13 +120,24 @@ def merge_kernel(
     group = rows % H // HG
     source = (local * G + group) * SLOTS_TOTAL
     head = rows % HG
+    target = wide(first_row) * H + rows
+    position = tl.load(rows_ptr + first_row + local, mask=exists, other=-1)
+    counts = exists & (position >= 0)
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    if SHARED:
+        largest = tl.load(lse_ptr + target, mask=counts, other=float("-inf"))
+    own = largest
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
         largest = tl.maximum(largest, tl.load(part_lse_ptr + (source + slot) * HG + head, mask=is_present, other=float("-inf")))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, WIDTH], tl.float32)
+    if SHARED:
+        total = tl.exp(own - shift)
+        acc = load_columns(out_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * total[:, None]
+        # the rows' own places are written below
+        tl.debug_barrier()
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
         weight = tl.exp(tl.load(part_lse_ptr + (source + slot) * HG + head, mask=is_present, other=float("-inf")) - shift)
@@ -134,10 +146,8 @@ def merge_kernel(
         total += weight
     sees_any = total > 0
     acc *= tl.where(sees_any, 1.0 / tl.where(sees_any, total, 1.0), 0.0)[:, None]
-    target = wide(first_row) * H + rows
-    position = tl.load(rows_ptr + first_row + local, mask=exists, other=-1)
     merged = exists
-    if out_ptr is not None:
+    if out_ptr is not None and not SHARED:
         is_done = (position >= 0) & (position < first_position)
         if exact_ptr is not None:
             done = load_columns(exact_ptr, target * D_V, is_done, 0, WIDTH, D_V, True)
@@ -145,13 +155,13 @@ def merge_kernel(
             done = load_columns(out_ptr, target * D_V, is_done, 0, WIDTH, D_V, True)
         acc = tl.where(is_done[:, None], done.to(tl.float32), acc)
         merged = exists & (is_done == 0)
+    if KEEPS:
         store_columns(out_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
+        if exact_ptr is not None:
+            store_columns(exact_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
     tl.store(lse_ptr + target, tl.where(sees_any, shift + tl.log(tl.where(sees_any, total, 1.0)), float("-inf")), mask=merged)
-    if exact_ptr is not None:
-        store_columns(exact_ptr, target * D_V, merged, acc, 0, WIDTH, D_V)
     if COMBINE:
         # a row that does not count is 0 whatever its gates are, NaN included
-        counts = exists & (position >= 0)
         gate_cmp = tl.load(gates_ptr + target * 3, mask=counts, other=0.0).to(tl.float32)
         gate_slc = tl.load(gates_ptr + target * 3 + 1, mask=counts, other=0.0).to(tl.float32)
         gate_win = tl.load(gates_ptr + target * 3 + 2, mask=counts, other=0.0).to(tl.float32)

@@ -1,5 +1,6 @@
 """Custom ops of attention over chosen blocks."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from nsa_kernels_triton.launch import (
 )
 from nsa_kernels_triton.policy import Ring, parts_of
 from nsa_kernels_triton.selected import kernels
-from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
+from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, choice_bits, chunks, index_of
 
 
 def selected_attention(
@@ -177,6 +178,16 @@ def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequ
     return early if programs >= PROGRAMS_WANTED or not q.is_cuda else 0
 
 
+EARLY_BLOCKS = 48
+"""Blocks that the queries before them attend to by tiles of neighbours, whether all of these chose them: at most 64."""
+
+
+def _shared_ring(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> Ring | None:
+    """Return the ring of the kernel by which neighbouring queries attend to the blocks that all of them chose, where it serves."""
+    ring = None if sequences.is_cached else ring_for("shared_forward", q, v, k)
+    return ring if ring is not None and geometry.selection_block_size == ring.block_keys else None
+
+
 MERGED = 4096
 """Elements of a merging tile: 16 KiB of float32."""
 
@@ -206,22 +217,33 @@ def forward(
         # a kernel may scale a maximum, which a negative factor would make the least
         q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    early = 0 if others is None else early_queries(q, k, v, geometry, sequences)
-    # where early queries are done elsewhere, the merge reads their outputs
-    keeps_out = keeps_out or early > 0
+    shared_ring = None if others is None or scale == 0 else _shared_ring(q, k, v, geometry, sequences)
+    early, left_out = 0, (0, 0)
+    if shared_ring is not None:
+        # tiles of rows end there
+        step = shared_ring.block_rows // math.gcd(shared_ring.block_rows, q.shape[2] // k.shape[2])
+        early = EARLY_BLOCKS * geometry.selection_block_size // step * step
+        left_out = (geometry.num_initial_blocks, geometry.num_local_blocks)
+    elif others is not None:
+        early = early_queries(q, k, v, geometry, sequences)
+    # what is attended to elsewhere the merge reads from its place
     shape = (*q.shape[:3], v.shape[3])
-    out = q.new_empty(shape if keeps_out else 0)
+    out = q.new_empty(shape if keeps_out or shared_ring or early else 0)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    exact = exact_out(q, v) if keeps_out else lse.new_empty(0)
+    exact = exact_out(q, v) if keeps_out or early else lse.new_empty(0)
     total = q.new_empty(shape if others is not None else 0)
     if not q.numel():
         return out, lse, exact, total
     tiles = tiles_for("selected_forward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, v.shape[3])
     index = index_of(
-        block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early
-    )
-    if early:
+        block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early,
+        left_out,
+    )  # fmt: skip
+    if shared_ring is not None:
+        shared = hopper.SharedBlocks(choice_bits(index), *left_out, early)
+        hopper.shared_forward(q, k, v, out, lse, scale, sequences, shared_ring, shared)
+    elif early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
     constants = _constants(q, k, v, index)
     width = next_power_of_2(v.shape[3])
@@ -246,7 +268,7 @@ def forward(
             *((None, None, None, None) if others is None else (others.cmp, others.win, others.gates, total)),
             index.rows, chunk.first_row, chunk.last_row, early,
             H=q.shape[2], G=k.shape[2], D_V=v.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, COMBINE=others is not None,
-            BLOCK_ROWS=_merge_rows(width),
+            SHARED=shared_ring is not None, KEEPS=keeps_out, BLOCK_ROWS=_merge_rows(width),
         )  # fmt: skip
     return out, lse, exact, total
 
