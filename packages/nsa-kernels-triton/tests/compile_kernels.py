@@ -19,7 +19,6 @@ from nsa_core import BlockGeometry, Operation
 from nsa_core.backends.base import Placement
 from nsa_core.blocks import num_compressed_blocks
 from nsa_kernels_triton import policy
-from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.plugin import TritonBackend
 
 LENGTH = 1100
@@ -126,8 +125,6 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, *names: str) -> Non
     policy.tiles = lambda kind, _capability, *sizes: tiles(kind, target, *sizes)
     ring = policy.ring
     policy.ring = lambda kind, _capability, *sizes: ring(kind, target, *sizes)
-    # both ways to attend to an interval, in the shorter cases the other one
-    hopper.OPTIMISTIC_QUERIES = LENGTH
     policy.check_device_type = lambda device_type: True
     compiler = Compiler()
     compiler.install()

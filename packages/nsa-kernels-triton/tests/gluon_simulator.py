@@ -348,6 +348,7 @@ class Simulated:
         self.body = _plain(kernel.fn, {})
         self.num_launches = 0
         self.arguments: tuple[Any, ...] = ()
+        self.constants: dict[str, Any] = {}
         """Of the last launch."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -355,7 +356,7 @@ class Simulated:
 
     def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.num_launches += 1
-        self.arguments = arguments
+        self.arguments, self.constants = arguments, constants
         sizes = (*grid, 1, 1)[:3]
         placed = [Pointer.to(x) if isinstance(x, Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
         for option in ("num_warps", "maxnreg"):

@@ -98,20 +98,66 @@ def _load(
     q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, OPTIMISTIC: gl.constexpr,
+    SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
+):  # fmt: skip
+    """Fetch what the tiles of the program need, and what those need that are to be done again."""
+    loaded = _load_tiles(
+        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early, num_items * 0, num_items * 0,
+        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+        False, SHARED, NUM_INITIAL, NUM_LOCAL,
+    )  # fmt: skip
+    if OPTIMISTIC:
+        first_number, num_again = _second_pass(rings, overflows_ptr, num_items, PARTS)
+        _load_tiles(
+            q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_again, early, first_number, loaded,
+            H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+            True, SHARED, NUM_INITIAL, NUM_LOCAL,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _second_pass(rings, overflows_ptr, num_items, PARTS: gl.constexpr):
+    """Wait until every part has passed over its tiles; return how many there were, and the tiles for a second time, num_items or 0."""
+    mbarrier.wait(rings[12].index(0), 0)
+    first_number = gl.cdiv(num_items - gl.program_id(0), gl.num_programs(0))
+    return first_number, _any_overflow(overflows_ptr, num_items, PARTS) * num_items
+
+
+@gluon.jit
+def _any_overflow(overflows_ptr, num_items, PARTS: gl.constexpr):
+    """Return 1 where one of the program's tiles is to be done again, else 0."""
+    BLOCK: gl.constexpr = 128
+    found = 0
+    for first in range(gl.program_id(0), num_items, BLOCK * gl.num_programs(0)):
+        items = first + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0])) * gl.num_programs(0)
+        for part in gl.static_range(PARTS):
+            overflows = gl.load(overflows_ptr + part * num_items + items, mask=items < num_items, other=0)
+            found = gl.maximum(found, gl.max(overflows, 0))
+    return found
+
+
+@gluon.jit
+def _load_tiles(
+    q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early, first_number, loaded,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REDO: gl.constexpr,
     SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
-    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros.
+
+    `first_number` tiles of rows and `loaded` tiles of keys came before; return how many of keys have come in all.
+    """
+    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _passed = rings
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
-    loaded = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail, left_out = _wanted_tile(
             item, places, overflows_ptr, num_items, early, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS,
             REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
         )  # fmt: skip
-        number = item // gl.num_programs(0)
+        number = first_number + item // gl.num_programs(0)
         place = number % 2
         q_tile = q_ptr + (q_row0 * H + group * HG) * D_K
         mbarrier.wait(q_empty.index(place), ((number // 2) & 1) ^ 1)
@@ -129,6 +175,7 @@ def _load(
                 G, D_K, K1, K2, D_V, V1, V2, KEYS, STAGES,
             )  # fmt: skip
             loaded += 1
+    return loaded
 
 
 @gluon.jit
@@ -189,14 +236,39 @@ def _attend(
     part: gl.constexpr, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, OPTIMISTIC: gl.constexpr,
+    SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
+):  # fmt: skip
+    """Write out and lse of one part of the rows of the program's tiles."""
+    used = _attend_to_tiles(
+        part, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor, num_items * 0, num_items * 0,
+        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+        OPTIMISTIC, False, SHARED, NUM_INITIAL, NUM_LOCAL,
+    )  # fmt: skip
+    if OPTIMISTIC:
+        mbarrier.arrive(rings[12].index(0), count=1)
+        first_number, num_again = _second_pass(rings, overflows_ptr, num_items, PARTS)
+        _attend_to_tiles(
+            part, rings, places, overflows_ptr, num_again, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
+            H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+            False, True, SHARED, NUM_INITIAL, NUM_LOCAL,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _attend_to_tiles(
+    part: gl.constexpr, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
+    H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, OPTIMISTIC: gl.constexpr, REDO: gl.constexpr,
     SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse of one part of the rows of the program's tiles. The product with v overlaps with the next keys' softmax.
 
-    OPTIMISTIC: write as well whether a sum of weights became too large.
+    OPTIMISTIC: write as well whether a sum of weights became too large. REDO: only rows of which that was so. `first_number` tiles
+    of rows and `used` tiles of keys came before; return how many of keys have come in all.
     """
-    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _passed = rings
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -207,14 +279,13 @@ def _attend(
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     PENDING: gl.constexpr = 2 if V2 > 0 else 1
     dtype: gl.constexpr = q1_smem.dtype
-    used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail, left_out = _wanted_tile(
             item, places, overflows_ptr, num_items, early, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS,
             REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
         )  # fmt: skip
         is_early = position + row0 // HG < early
-        number = item // gl.num_programs(0)
+        number = first_number + item // gl.num_programs(0)
         place = number % 2
         q1 = q1_smem.index(PARTS * place + part)
         q2 = q2_smem.index(PARTS * place + part)
@@ -338,6 +409,7 @@ def _attend(
             store_tile(out_ptr + head0 * D_V, out2_smem, row0, num_rows * HG, H, HG, D_V, V1, V2, PART, some)
         barrier()
         mbarrier.arrive(q_empty.index(place), count=1)
+    return used
 
 
 @gluon.jit
@@ -351,19 +423,6 @@ def _finish(smem, acc, inverse, WIDTH: gl.constexpr, ROWS: gl.constexpr, ACC: gl
 
 
 @gluon.jit
-def _any_overflow(overflows_ptr, num_items, PARTS: gl.constexpr):
-    """Return 1 where one of the program's tiles is to be done again, else 0."""
-    BLOCK: gl.constexpr = 128
-    found = 0
-    for first in range(gl.program_id(0), num_items, BLOCK * gl.num_programs(0)):
-        items = first + gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0])) * gl.num_programs(0)
-        for part in gl.static_range(PARTS):
-            overflows = gl.load(overflows_ptr + part * num_items + items, mask=items < num_items, other=0)
-            found = gl.maximum(found, gl.max(overflows, 0))
-    return found
-
-
-@gluon.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, overflows_ptr, chosen_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
@@ -371,8 +430,7 @@ def forward_kernel(
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    OPTIMISTIC: gl.constexpr, REDO: gl.constexpr,
-    SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
+    OPTIMISTIC: gl.constexpr, SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write out and lse as `interval.kernels.forward_kernel` does; a program takes every num_programs-th of the tiles.
@@ -383,14 +441,12 @@ def forward_kernel(
     Softmax by running maxima spends half of its instructions on the maxima and on what a new one asks for. OPTIMISTIC: a row
     keeps the maximum of its first keys, which serves as long as no later score is far above it: outputs are right where a sum of
     weights stays below `SAFE_SUM`. Of every part of a tile, int32 (PARTS, num_items) at `overflows_ptr` says 1 where one does not;
-    a second launch with REDO does such tiles again, by running maxima, and writes those of their rows whose lse the first left at
+    after its last tile a program does such tiles again, by running maxima, and writes those of their rows whose lse stands at
     +inf: what a row holds never depends on the others.
 
     SHARED: the keys are blocks of KEYS tokens, and of those that a row chose it sees in rows of a position below early all, which are
     the bits of int64 (rows, G) at `chosen_ptr`, and later only the first NUM_INITIAL and the last NUM_LOCAL up to its own.
     """
-    if REDO:
-        num_items = _any_overflow(overflows_ptr, num_items, PARTS) * num_items
     PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     Q1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, K1], dtype)
@@ -416,6 +472,8 @@ def forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    passed = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    mbarrier.init(passed.index(0), count=PARTS)
     # every loading thread arrives once its copies have landed, and each part once it has read them
     for place in gl.static_range(2):
         mbarrier.init(q_full.index(place), count=128)
@@ -427,7 +485,7 @@ def forward_kernel(
         mbarrier.init(v_empty.index(stage), count=PARTS)
     fence_async_shared()
     barrier()
-    rings = (q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    rings = (q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, passed)
     places = (
         cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
         num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
@@ -440,7 +498,7 @@ def forward_kernel(
                     (
                         0, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
@@ -448,7 +506,7 @@ def forward_kernel(
                     (
                         1, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
@@ -456,7 +514,7 @@ def forward_kernel(
                     (
                         2, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
@@ -464,7 +522,7 @@ def forward_kernel(
                     (
                         q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
                         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
             ],
@@ -479,7 +537,7 @@ def forward_kernel(
                     (
                         0, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
@@ -487,7 +545,7 @@ def forward_kernel(
                     (
                         1, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        OPTIMISTIC, REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
                 (
@@ -495,7 +553,7 @@ def forward_kernel(
                     (
                         q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
                         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
             ],

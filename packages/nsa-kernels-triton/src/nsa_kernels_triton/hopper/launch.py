@@ -14,8 +14,6 @@ REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
 """The same where one program does, by its parts: four warps compute each, and four more load."""
 UNBOUNDED = 2**30
 """A window that begins with its sequence."""
-OPTIMISTIC_QUERIES = 4096
-"""Rows of q from which the forward pass of an interval pays for a second launch: it is faster without running maxima."""
 WIDEST_TWICE = 64
 """Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
 
@@ -51,18 +49,16 @@ def interval_forward(
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     overflows = lse.new_empty(ring.num_parts, num_items, dtype=torch.int32)
     chosen, num_initial, num_local, early = (lse, 0, 0, 0) if shared is None else shared
-    # weights in float16 have no room for scores far above their row's first maximum
-    is_optimistic = q.dtype != torch.float16 and q.shape[1] >= OPTIMISTIC_QUERIES
-    for optimistic, redoes in ((True, False), (False, True)) if is_optimistic else ((False, False),):
-        kernels.forward_kernel[(min(num_items, num_multiprocessors(q)),)](
-            q, k, v, out, lse, overflows, chosen,
-            *sequences.arguments(tiling),
-            sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
-            early, score_factor(q, scale),
-            H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
-            OPTIMISTIC=optimistic, REDO=redoes, SHARED=shared is not None, NUM_INITIAL=num_initial, NUM_LOCAL=num_local,
-            PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
-        )  # fmt: skip
+    kernels.forward_kernel[(min(num_items, num_multiprocessors(q)),)](
+        q, k, v, out, lse, overflows, chosen,
+        *sequences.arguments(tiling),
+        sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
+        early, score_factor(q, scale),
+        H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
+        # weights in float16 have no room for scores far above their row's first maximum
+        OPTIMISTIC=q.dtype != torch.float16, SHARED=shared is not None, NUM_INITIAL=num_initial, NUM_LOCAL=num_local,
+        PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
+    )  # fmt: skip
 
 
 def shared_forward(

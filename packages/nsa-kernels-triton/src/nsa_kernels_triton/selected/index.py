@@ -72,6 +72,8 @@ class Index(NamedTuple):
     """Of each sequence, where all have as many rows and start with their first token; 0 elsewhere."""
     left_out: tuple[int, int]
     """Blocks at the start of a sequence, and up to a query's own, that are attended to in another way."""
+    bits: Tensor | None
+    """int64 (B * S, G): of the queries before the first position, the bits of the blocks that they chose."""
 
     @property
     def item_slots(self) -> int:
@@ -132,20 +134,27 @@ def index_of(
     item_rows: int,
     first_position: int,
     left_out: tuple[int, int] = (0, 0),
+    *,
+    has_bits: bool = False,
 ) -> Index:
     """Return the index, from `first_position` on, of a pass whose partial results take `row_bytes` per (query, head, slot).
 
-    A work item has at most `item_rows` rows.
+    A work item has at most `item_rows` rows. With `has_bits` the queries before `first_position` choose blocks below 64 alone.
     """
     batch, num_queries, num_groups, num_selected = block_indices.shape
     placement, pieces = sequences.placement, pieces_of(geometry, block_keys)
     total = batch * num_queries
     rows = block_indices.new_empty(3, total)
-    index_kernels.describe_rows_kernel[(cdiv(total, 256),)](
-        rows, placement.cu_seqlens, placement.query_start, placement.query_count,
-        total, sequences.num_sequences, num_queries, num_keys, sequences.search_steps,
+    block_indices = block_indices.contiguous()
+    bits = torch.empty(total, num_groups, dtype=torch.int64, device=rows.device) if has_bits else None
+    width = next_power_of_2(num_selected)
+    block = max(1, 4096 // width) if has_bits else 256
+    index_kernels.describe_rows_kernel[(cdiv(total, block), num_groups if has_bits else 1)](
+        rows, block_indices, bits, placement.cu_seqlens, placement.query_start, placement.query_count,
+        total, sequences.num_sequences, num_queries, num_keys, sequences.search_steps, first_position,
+        G=num_groups, NUM_SELECTED=num_selected, SLOTS=width,
         SELECTION_SIZE=geometry.selection_block_size, PIECES=pieces.per_block, PACKED=sequences.is_packed, CACHED=sequences.is_cached,
-        BLOCK=256,
+        BLOCK=block,
     )  # fmt: skip
     per_sequence = -(-num_keys // geometry.selection_block_size)
     blocks = num_keys // geometry.selection_block_size + sequences.num_sequences if sequences.is_packed else batch * per_sequence
@@ -156,29 +165,9 @@ def index_of(
     sequence_rows = 0 if sequences.is_packed or sequences.is_cached else num_queries
     num_pieces = blocks * pieces.per_block
     return Index(
-        block_indices.contiguous(), rows, pieces, num_pieces, num_groups, slots, chunk_rows, item_queries, first_position, sequence_rows,
-        left_out,
+        block_indices, rows, pieces, num_pieces, num_groups, slots, chunk_rows, item_queries, first_position, sequence_rows,
+        left_out, bits,
     )  # fmt: skip
-
-
-def choice_bits(index: Index) -> Tensor:
-    """Return int64 (B * S, G), the bits of the blocks that the queries before the index's first position chose, all below 64."""
-    num_selected, num_rows, num_groups = index.block_indices.shape[3], index.num_rows, index.num_groups
-    bits = torch.empty(num_rows, num_groups, dtype=torch.int64, device=index.rows.device)
-    slots = next_power_of_2(num_selected)
-    block = max(1, 2048 // slots)
-    index_kernels.choice_bits_kernel[(cdiv(num_rows, block), num_groups)](
-        index.block_indices,
-        index.rows,
-        bits,
-        num_rows,
-        index.first_position,
-        G=num_groups,
-        NUM_SELECTED=num_selected,
-        SLOTS=slots,
-        BLOCK=block,
-    )
-    return bits
 
 
 def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:

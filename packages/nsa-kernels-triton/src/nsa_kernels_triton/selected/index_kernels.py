@@ -17,10 +17,16 @@ WORD_ROWS = tl.constexpr(32)
 
 @triton.jit
 def describe_rows_kernel(
-    rows_ptr, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_rows, num_sequences, num_queries, num_keys, search_steps,
+    rows_ptr, indices_ptr, bits_ptr, cu_seqlens_ptr, query_start_ptr, query_count_ptr,
+    num_rows, num_sequences, num_queries, num_keys, search_steps, first_position,
+    G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PACKED: tl.constexpr, CACHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write of every row of q, int32 (3, rows): its position (-1: does not count), its token's key row, its sequence's first piece."""
+    """Write of every row of q, int32 (3, rows): its position (-1: does not count), its token's key row, its sequence's first piece.
+
+    With `bits_ptr`, int64 (rows, G), the bits of the blocks that a row before `first_position` chose as well, all below 64 and none
+    of them twice; grid (cdiv(rows, BLOCK), G), without it (cdiv(rows, BLOCK), 1).
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
     if PACKED:
@@ -40,29 +46,18 @@ def describe_rows_kernel(
             position = tl.where(position < count, position + tl.load(query_start_ptr + sequence, mask=exists, other=0), -1)
         key_row = sequence * num_keys + position
         piece = sequence * tl.cdiv(num_keys, SELECTION_SIZE) * PIECES
-    tl.store(rows_ptr + row, position, mask=exists)
-    tl.store(rows_ptr + num_rows + row, key_row, mask=exists)
-    tl.store(rows_ptr + 2 * num_rows + row, piece, mask=exists)
-
-
-@triton.jit
-def choice_bits_kernel(
-    indices_ptr, rows_ptr, bits_ptr, num_rows, first_position,
-    G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write int64 (rows, G), the bits of the blocks that a row before `first_position` chose, all below 64; grid (cdiv(rows, BLOCK), G).
-
-    A choice holds no block twice.
-    """
     group = tl.program_id(1)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(rows_ptr + row, mask=row < num_rows, other=-1)
-    is_early = (position >= 0) & (position < first_position)
-    slots = tl.arange(0, SLOTS)[None, :]
-    place = row.to(tl.int64) * G + group
-    block = tl.load(indices_ptr + place[:, None] * NUM_SELECTED + slots, mask=is_early[:, None] & (slots < NUM_SELECTED), other=-1)
-    bits = tl.where(block >= 0, tl.full([BLOCK, SLOTS], 1, tl.int64) << tl.maximum(block, 0).to(tl.int64), 0)
-    tl.store(bits_ptr + place, tl.sum(bits, 1), mask=is_early)
+    is_first = exists & (group == 0)
+    tl.store(rows_ptr + row, position, mask=is_first)
+    tl.store(rows_ptr + num_rows + row, key_row, mask=is_first)
+    tl.store(rows_ptr + 2 * num_rows + row, piece, mask=is_first)
+    if bits_ptr is not None:
+        is_early = exists & (position >= 0) & (position < first_position)
+        slots = tl.arange(0, SLOTS)[None, :]
+        place = row.to(tl.int64) * G + group
+        block = tl.load(indices_ptr + place[:, None] * NUM_SELECTED + slots, mask=is_early[:, None] & (slots < NUM_SELECTED), other=-1)
+        bits = tl.where(block >= 0, tl.full([BLOCK, SLOTS], 1, tl.int64) << tl.maximum(block, 0).to(tl.int64), 0)
+        tl.store(bits_ptr + place, tl.sum(bits, 1), mask=is_early)
 
 
 @triton.jit

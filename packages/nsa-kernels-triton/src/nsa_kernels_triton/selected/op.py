@@ -26,7 +26,7 @@ from nsa_kernels_triton.launch import (
 )
 from nsa_kernels_triton.policy import Ring, parts_of
 from nsa_kernels_triton.selected import kernels
-from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, choice_bits, chunks, index_of
+from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
 
 
 def selected_attention(
@@ -238,10 +238,11 @@ def forward(
     dtype = partial_dtype(q, v.shape[3])
     index = index_of(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early,
-        left_out,
+        left_out, has_bits=shared_ring is not None,
     )  # fmt: skip
     if shared_ring is not None:
-        shared = hopper.SharedBlocks(choice_bits(index), *left_out, early)
+        assert index.bits is not None
+        shared = hopper.SharedBlocks(index.bits, *left_out, early)
         hopper.shared_forward(q, k, v, out, lse, scale, sequences, shared_ring, shared)
     elif early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
