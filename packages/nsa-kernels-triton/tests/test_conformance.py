@@ -33,8 +33,8 @@ class Some:
         return self.backend.reasons_against(request) + (Reason.incapable("left to the slow tier"),) * self._is_dear(request)
 
     def _is_dear(self, request: BranchRequest) -> bool:
-        """Return True of the longer edge lengths, of groups and head dimensions in half precision, of float16 in shared kernels."""
-        if request.dtype == torch.float16 and self.operation in (Operation.CMP, Operation.NSA):
+        """Return True of the longer edge lengths, of groups and head dimensions in half precision, of float16 but in two operations."""
+        if request.dtype == torch.float16 and self.operation not in (Operation.SELECT, Operation.WIN):
             return True
         if request.layout is not Layout.DENSE:
             return False

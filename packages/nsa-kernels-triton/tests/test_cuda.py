@@ -223,7 +223,7 @@ def test_scores_far_above_a_rows_first_ones_are_exact(head_dims: tuple[int, int]
             for backend, dtype in (("triton", torch.bfloat16), ("sdpa", torch.bfloat16), ("sdpa", torch.float64))
         )
         assert exact.lse.max() > 100
-        assert_exact([ours.out], [exact.out], [yardstick.out])
+        assert max_error(ours.out, exact.out) <= allowed_error(exact.out, torch.bfloat16, max_error(yardstick.out, exact.out))
         seen = exact.lse.isfinite()
         assert torch.equal(ours.lse.isfinite(), seen)
         torch.testing.assert_close(ours.lse[seen].double(), exact.lse[seen], rtol=1e-4, atol=1e-2)

@@ -49,7 +49,7 @@ def assert_within_shared_memory(found, capability):
         ((8, 9), (256, 256), "packed"),
         ((9, 0), (128, 128), "group of 16"),
         ((9, 0), (192, 128), "cached group of 16"),
-        ((9, 0), (192, 192), "cached group of 16"),
+        pytest.param((9, 0), (192, 192), "cached group of 16", marks=pytest.mark.slow),
     ],
     ids=["sm_80", "sm_89", "sm_90", "sm_90 wide", "sm_90 wide values"],
 )
