@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     # an argument of 1 is compiled in as a constant
     "one token": {"length": 1},
+    "one tile": {"length": 1, "num_heads": 16, "num_kv_heads": 1},
     "one packed token": {"length": 1, "layout": "packed"},
     "one cached token": {"length": 1, "layout": "cached"},
 }

@@ -308,6 +308,7 @@ _PROGRAM: dict[str, tuple[int, int, int]] = {}
 LANGUAGE = SimpleNamespace(
     int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=lambda x: x,
     program_id=lambda axis: torch.tensor(_PROGRAM["id"][axis]), num_programs=lambda axis: torch.tensor(_PROGRAM["grid"][axis]),
+    to_tensor=torch.tensor,
     arange=lambda start, end, layout=None: torch.arange(start, end), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
     where=lambda condition, x, y: torch.where(_tensor(condition), _tensor(x), _tensor(y)),

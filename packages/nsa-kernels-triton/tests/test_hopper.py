@@ -129,7 +129,7 @@ def test_lists_hold_what_neighbours_do_not_share(simulated, monkeypatch):
 
     def recorded(index, geometry):
         for chunk in chunks(index, geometry):
-            seen.append((index, chunk))
+            seen.append(chunk)
             yield chunk
 
     chunks = selected.chunks
@@ -141,7 +141,7 @@ def test_lists_hold_what_neighbours_do_not_share(simulated, monkeypatch):
         out = nsa_attention(*inputs.tensors, geometry=shape.geometry, backend="triton")
     # compressed, window and shared blocks
     assert kernel.num_launches == 3
-    ((_index, chunk),) = seen
+    (chunk,) = seen
     # the first block and its own are shared, and before position 192 all
     expected = torch.where(torch.arange(300) < 192, 0, GEOMETRY.num_selected_blocks - 2)
     assert torch.equal(chunk.present[:300].sum((1, 2)), expected)
@@ -276,6 +276,52 @@ def test_a_row_that_is_done_again_leaves_its_tile_alone(simulated):
     assert (overflows_before, overflows_after) == (False, True)
     assert torch.equal(before.out[:, :190], after.out[:, :190])
     assert torch.equal(before.lse[:, :190], after.lse[:, :190])
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_shared_block_that_overflows_changes_no_row_of_the_past():
+    shape = shape_of(280, (128, 128), (16, 1))
+    inputs = make_inputs(shape, torch.float32)
+
+    def attend(factor, backend="triton", dtype=torch.float32):
+        k_slc = inputs.k_slc.clone()
+        k_slc[:, 265] *= factor
+        with torch.no_grad():
+            return nsa_attention(*inputs._replace(k_slc=k_slc).to(dtype).tensors, geometry=shape.geometry, backend=backend)
+
+    before, after, exact = attend(1), attend(1000), attend(1000, "sdpa", torch.float64)
+    assert torch.equal(before[:, :265], after[:, :265])
+    assert not torch.equal(before[:, 265:], after[:, 265:])
+    assert max_error(after, exact) <= allowed_error(exact, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_row_whose_first_scores_are_minus_infinity_is_exact():
+    inputs = make_inputs(shape_of(300, heads=(1, 1)), torch.float32)
+    q, k = inputs.q.abs(), inputs.k_win.clone()
+    # the last key of the tile in which row 255 sees its first ones, and the only one of that tile for it
+    k[:, 106:128] = float("-inf")
+    found = sliding_window_attention(q, k, inputs.v_win, geometry=GEOMETRY, backend="triton")
+    exact = sliding_window_attention(q.double(), k.double(), inputs.v_win.double(), geometry=GEOMETRY, backend="sdpa")
+    seen = exact.lse.isfinite()
+    assert torch.equal(found.lse.isfinite(), seen)
+    assert max_error(found.lse[seen], exact.lse[seen]) <= allowed_error(exact.lse[seen], torch.float32)
+    assert max_error(found.out[seen], exact.out[seen]) <= allowed_error(exact.out[seen], torch.float32)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_dominant_weight_cancels_out_however_it_was_rounded():
+    inputs = make_inputs(shape_of(200, (128, 128), (16, 1)), torch.float32)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (inputs.q, inputs.k_win))
+    # one late key has all of the weight, some powers of two above the first ones
+    q[..., 0], k[..., 0] = 20.0, 0.0
+    k[:, 190, :, 0] = 12.0
+    q, k, v = (x.bfloat16() for x in (q, k, inputs.v_win))
+    out = sliding_window_attention(q, k, v, geometry=GEOMETRY, backend="triton").out.float()[0, 190:]
+    value = v[0, 190, 0].float()
+    # the rounding of single outputs averages out
+    factor = (out * value).sum(-1) / value.square().sum()
+    assert (factor - 1).abs().max() <= 2**-11
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

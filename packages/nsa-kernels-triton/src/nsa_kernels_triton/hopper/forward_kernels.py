@@ -86,10 +86,11 @@ def _wanted_tile(
 
 
 @gluon.jit
-def _key_of(key, left_out, NUM_INITIAL: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):
-    """Return which key the one number `key` of those that are not left out is."""
+def _key_of(place, left_out, NUM_INITIAL: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):
+    """Return the key at a place among those that are not left out."""
+    key = place
     if SHARED:
-        key = key + gl.where(key < NUM_INITIAL * KEYS, 0, left_out)
+        key = place + gl.where(place < NUM_INITIAL * KEYS, 0, left_out)
     return key
 
 
@@ -103,12 +104,12 @@ def _load(
 ):  # fmt: skip
     """Fetch what the tiles of the program need, and what those need that are to be done again."""
     loaded = _load_tiles(
-        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early, num_items * 0, num_items * 0,
+        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early, gl.to_tensor(0), gl.to_tensor(0),
         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
         False, SHARED, NUM_INITIAL, NUM_LOCAL,
     )  # fmt: skip
     if OPTIMISTIC:
-        first_number, num_again = _second_pass(rings, overflows_ptr, num_items, PARTS)
+        first_number, num_again = _tiles_of_second_pass(rings[12], overflows_ptr, num_items, PARTS)
         _load_tiles(
             q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_again, early, first_number, loaded,
             H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
@@ -117,9 +118,9 @@ def _load(
 
 
 @gluon.jit
-def _second_pass(rings, overflows_ptr, num_items, PARTS: gl.constexpr):
-    """Wait until every part has passed over its tiles; return how many there were, and the tiles for a second time, num_items or 0."""
-    mbarrier.wait(rings[12].index(0), 0)
+def _tiles_of_second_pass(passed, overflows_ptr, num_items, PARTS: gl.constexpr):
+    """Wait until every part has passed over its tiles; return how many these were, and the items of a second pass: all or none."""
+    mbarrier.wait(passed.index(0), 0)
     first_number = gl.cdiv(num_items - gl.program_id(0), gl.num_programs(0))
     return first_number, _any_overflow(overflows_ptr, num_items, PARTS) * num_items
 
@@ -149,7 +150,7 @@ def _load_tiles(
 
     `first_number` tiles of rows and `loaded` tiles of keys came before; return how many of keys have come in all.
     """
-    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _passed = rings
+    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = rings
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -168,8 +169,8 @@ def _load_tiles(
         async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
         k_tile = k_ptr + (key_row0 * G + group) * D_K
         v_tile = v_ptr + (key_row0 * G + group) * D_V
-        for number_of_key in range(start, end - left_out, KEYS):
-            key = _key_of(number_of_key, left_out, NUM_INITIAL, KEYS, SHARED)
+        for key_place in range(start, end - left_out, KEYS):
+            key = _key_of(key_place, left_out, NUM_INITIAL, KEYS, SHARED)
             load_keys(
                 k_tile, v_tile, key, end, loaded, k1_smem, k2_smem, v1_smem, v2_smem, k_full, k_empty, v_full, v_empty,
                 G, D_K, K1, K2, D_V, V1, V2, KEYS, STAGES,
@@ -241,13 +242,13 @@ def _attend(
 ):  # fmt: skip
     """Write out and lse of one part of the rows of the program's tiles."""
     used = _attend_to_tiles(
-        part, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor, num_items * 0, num_items * 0,
+        part, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor, gl.to_tensor(0), gl.to_tensor(0),
         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
         OPTIMISTIC, False, SHARED, NUM_INITIAL, NUM_LOCAL,
     )  # fmt: skip
     if OPTIMISTIC:
         mbarrier.arrive(rings[12].index(0), count=1)
-        first_number, num_again = _second_pass(rings, overflows_ptr, num_items, PARTS)
+        first_number, num_again = _tiles_of_second_pass(rings[12], overflows_ptr, num_items, PARTS)
         _attend_to_tiles(
             part, rings, places, overflows_ptr, num_again, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
             H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
@@ -268,7 +269,7 @@ def _attend_to_tiles(
     OPTIMISTIC: write as well whether a sum of weights became too large. REDO: only rows of which that was so. `first_number` tiles
     of rows and `used` tiles of keys came before; return how many of keys have come in all.
     """
-    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _passed = rings
+    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = rings
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -300,6 +301,7 @@ def _attend_to_tiles(
         chosen = t >= 0
         shift = gl.full([PART], float("-inf"), gl.float32, OF_ROWS)
         row_sum = gl.zeros([PART], gl.float32, OF_ROWS)
+        divisor = row_sum
         acc1 = gl.zeros([PART, V1], gl.float32, ACC1)
         acc2 = acc1
         if V2 > 0:
@@ -327,8 +329,10 @@ def _attend_to_tiles(
                 scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), True, factor,
                 SCORES, IS_WINDOW, KEYS, OPTIMISTIC, SHARED,
             )  # fmt: skip
+            rounded = weights.to(dtype)
             sums = _thread_sums(weights, PART, KEYS)
-            left = gl.convert_layout(weights.to(dtype), LEFT1)
+            rounded_sums = _thread_sums(rounded.to(gl.float32), PART, KEYS)
+            left = gl.convert_layout(rounded, LEFT1)
             for tile in range(1, num_key_tiles):
                 before = (used + tile - 1) % STAGES
                 stage = (used + tile) % STAGES
@@ -351,12 +355,12 @@ def _attend_to_tiles(
                     scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), is_first, factor,
                     SCORES, IS_WINDOW, KEYS, OPTIMISTIC, SHARED,
                 )  # fmt: skip
+                rounded = weights.to(dtype)
                 if OPTIMISTIC:
-                    sums += _thread_sums(weights, PART, KEYS)
+                    rounded_sums = rounded_sums + _thread_sums(rounded.to(gl.float32), PART, KEYS)
                 else:
-                    sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, layout_of(sums)))[:, None] + _thread_sums(
-                        weights, PART, KEYS
-                    )
+                    sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, layout_of(sums)))[:, None]
+                sums = sums + _thread_sums(weights, PART, KEYS)
                 if V2 > 0:
                     acc1, acc2 = warpgroup_mma_wait(0, deps=[acc1, acc2])
                 else:
@@ -366,7 +370,7 @@ def _attend_to_tiles(
                     acc1 = acc1 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC1))[:, None]
                     if V2 > 0:
                         acc2 = acc2 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC2))[:, None]
-                left = gl.convert_layout(weights.to(dtype), LEFT1)
+                left = gl.convert_layout(rounded, LEFT1)
             used += num_key_tiles
             before = (used - 1) % STAGES
             mbarrier.wait(v_full.index(before), ((used - 1) // STAGES) & 1)
@@ -379,25 +383,29 @@ def _attend_to_tiles(
                 acc1 = warpgroup_mma_wait(0, deps=[acc1])
             mbarrier.arrive(v_empty.index(before), count=1)
             row_sum = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
+            divisor = row_sum
+            if OPTIMISTIC:
+                # a weight that outweighs all others is then as exact as one of 1, what running maxima make of it
+                divisor = gl.convert_layout(gl.sum(rounded_sums, 1), OF_ROWS)
         head0 = q_row0 * H + group * HG
         sees_any = first < end
         if SHARED:
             sees_any = sees_any & (row_sum != 0)
         # what a row holds that sees nothing may be NaN
-        inverse = gl.where(sees_any, 1.0 / row_sum, 0.0)
+        inverse = gl.where(sees_any, 1.0 / divisor, 0.0)
         heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
         lse = gl.where(sees_any, (shift + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2, float("-inf"))
         wanted = rows // HG < num_rows
         if OPTIMISTIC:
             # NaN is not below; the rows of the past must not know who else is done again
-            is_wrong = sees_any & ((row_sum < SAFE_SUM) == 0)
+            is_wrong = sees_any & (((row_sum < SAFE_SUM) & (shift > float("-inf"))) == 0)
             lse = gl.where(is_wrong, float("inf"), lse)
             gl.store(overflows_ptr + part * num_items + item, gl.max(gl.where(is_wrong, 1, 0), 0))
         if REDO:
             wanted = gl.load(lse_ptr + heads, mask=wanted, other=0.0) == float("inf")
-        gl.store(lse_ptr + heads, lse, mask=wanted)
         # outputs leave through the rows' own place
         barrier()
+        gl.store(lse_ptr + heads, lse, mask=wanted)
         out1_smem = _finish(q1, acc1, inverse, V1, PART, ACC1)
         out2_smem = out1_smem
         if V2 > 0:
@@ -433,7 +441,7 @@ def forward_kernel(
     OPTIMISTIC: gl.constexpr, SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse as `interval.kernels.forward_kernel` does; a program takes every num_programs-th of the tiles.
+    """Write out and lse as `interval.kernels.forward_kernel` does, or of SHARED blocks; a program takes every num_programs-th of the tiles.
 
     A tile's rows are shared out to PARTS times four computing warps, which read the same keys; the next tile's rows and keys
     arrive while they finish.
@@ -444,8 +452,8 @@ def forward_kernel(
     after its last tile a program does such tiles again, by running maxima, and writes those of their rows whose lse stands at
     +inf: what a row holds never depends on the others.
 
-    SHARED: the keys are blocks of KEYS tokens, and of those that a row chose it sees in rows of a position below early all, which are
-    the bits of int64 (rows, G) at `chosen_ptr`, and later only the first NUM_INITIAL and the last NUM_LOCAL up to its own.
+    SHARED: tiles of keys are selection blocks. Rows at positions below `early` see all of those that they chose: the bits of int64
+    (rows, G) at `chosen_ptr`. Later rows see the first NUM_INITIAL blocks, and the last NUM_LOCAL up to their own.
     """
     PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -56,7 +56,8 @@ def describe_rows_kernel(
         slots = tl.arange(0, SLOTS)[None, :]
         place = row.to(tl.int64) * G + group
         block = tl.load(indices_ptr + place[:, None] * NUM_SELECTED + slots, mask=is_early[:, None] & (slots < NUM_SELECTED), other=-1)
-        bits = tl.where(block >= 0, tl.full([BLOCK, SLOTS], 1, tl.int64) << tl.maximum(block, 0).to(tl.int64), 0)
+        is_bit = (block >= 0) & (block < 64)
+        bits = tl.where(is_bit, tl.full([BLOCK, SLOTS], 1, tl.int64) << tl.where(is_bit, block, 0).to(tl.int64), 0)
         tl.store(bits_ptr + place, tl.sum(bits, 1), mask=is_early)
 
 

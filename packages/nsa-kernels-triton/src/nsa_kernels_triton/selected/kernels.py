@@ -110,8 +110,8 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well.
 
-    The outputs of rows whose position is below `first_position` stand where they belong. Without `out_ptr` there are none. SHARED:
-    what stands at `out_ptr` and `lse_ptr` is one more partial output of every row. Merged outputs are kept there if KEEPS.
+    SHARED: what stands at `out_ptr` and `lse_ptr` is one more partial output of every row. Else the outputs of rows whose position is
+    below `first_position` stand there as they are to be; without `out_ptr` there are none. Merged outputs are kept there if KEEPS.
     """
     HG: tl.constexpr = H // G
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
