@@ -70,7 +70,7 @@ MORE = [
     *((capability, (192, 128), ("dense",)) for capability in ((8, 6), (10, 0), (12, 0))),
     ((8, 0), (128, 128), EVERY_CASE),
     ((9, 0), (80, 96), EVERY_CASE),
-    *(((9, 0), head_dims, EVERY_CASE) for head_dims in ((64, 64), (192, 128))),
+    *(((9, 0), head_dims, EVERY_CASE) for head_dims in ((64, 64), (128, 128), (192, 128))),
 ]
 
 

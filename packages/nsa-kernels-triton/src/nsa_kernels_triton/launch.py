@@ -1,5 +1,6 @@
 """What every launch needs: tiles, sequences as kernel arguments, tiles of packed sequences."""
 
+import math
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -70,6 +71,11 @@ def ring_for(kind: str, q: Tensor, v: Tensor, *others: Tensor) -> policy.Ring | 
     if any(x.data_ptr() % policy.COPIED_BYTES for x in (q, v, *others)):
         return None
     return policy.ring(kind, _capability(q), q.shape[3], v.shape[3], q.element_size())
+
+
+def queries_of_whole_tiles(block_rows: int, heads_per_group: int) -> int:
+    """Return the fewest queries whose rows fill tiles of `block_rows`."""
+    return block_rows // math.gcd(block_rows, heads_per_group)
 
 
 def is_exact(q: Tensor) -> bool:

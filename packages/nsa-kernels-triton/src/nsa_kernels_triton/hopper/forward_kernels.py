@@ -446,7 +446,7 @@ def forward_kernel(
     A tile's rows are shared out to PARTS times four computing warps, which read the same keys; the next tile's rows and keys
     arrive while they finish.
 
-    Softmax by running maxima spends half of its instructions on the maxima and on what a new one asks for. OPTIMISTIC: a row
+    Softmax by running maxima spends a third of its instructions on the maxima and on what a new one asks for. OPTIMISTIC: a row
     keeps the maximum of its first keys, which serves as long as no later score is far above it: outputs are right where a sum of
     weights stays below `SAFE_SUM`. Of every part of a tile, int32 (PARTS, num_items) at `overflows_ptr` says 1 where one does not;
     after its last tile a program does such tiles again, by running maxima, and writes those of their rows whose lse stands at

@@ -1,6 +1,5 @@
 """Custom ops of attention over an interval of keys, and the compressed and sliding operations made of them."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from nsa_kernels_triton.launch import (
     next_power_of_2,
     on_its_device,
     optional,
+    queries_of_whole_tiles,
     ring_for,
     score_factor,
     tiles_for,
@@ -271,7 +271,7 @@ def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the fewest queries whose rows fill tiles of the dQ kernel, and the keys of a tile of dK and dV."""
     ring, tiles = _key_tiles(q, k, v, k)
     rows = (ring_for("interval_dq", q, v, k) or tiles_for("interval_dq", q, q.shape[3], v.shape[3])).block_rows
-    return rows // math.gcd(rows, q.shape[2] // k.shape[2]), (ring or tiles).block_keys
+    return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), (ring or tiles).block_keys
 
 
 def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Ring | None, Tiles]:

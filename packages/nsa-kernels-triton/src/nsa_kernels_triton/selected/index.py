@@ -134,18 +134,18 @@ def index_of(
     item_rows: int,
     first_position: int,
     left_out: tuple[int, int] = (0, 0),
-    *,
-    has_bits: bool = False,
 ) -> Index:
     """Return the index, from `first_position` on, of a pass whose partial results take `row_bytes` per (query, head, slot).
 
-    A work item has at most `item_rows` rows. With `has_bits` the queries before `first_position` choose blocks below 64 alone.
+    A work item has at most `item_rows` rows. Where blocks are left out, the queries before `first_position` choose blocks below 64
+    alone, and none twice.
     """
     batch, num_queries, num_groups, num_selected = block_indices.shape
     placement, pieces = sequences.placement, pieces_of(geometry, block_keys)
     total = batch * num_queries
     rows = block_indices.new_empty(3, total)
     block_indices = block_indices.contiguous()
+    has_bits = any(left_out)
     bits = torch.empty(total, num_groups, dtype=torch.int64, device=rows.device) if has_bits else None
     width = next_power_of_2(num_selected)
     block = max(1, 4096 // width) if has_bits else 256

@@ -1,6 +1,5 @@
 """Custom ops of attention over chosen blocks."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from nsa_kernels_triton.launch import (
     on_its_device,
     optional,
     partial_dtype,
+    queries_of_whole_tiles,
     ring_for,
     score_factor,
     tiles_for,
@@ -225,7 +225,7 @@ def forward(
     early, left_out = 0, (0, 0)
     if shared_ring is not None:
         # tiles of rows end there
-        step = shared_ring.block_rows // math.gcd(shared_ring.block_rows, q.shape[2] // k.shape[2])
+        step = queries_of_whole_tiles(shared_ring.block_rows, q.shape[2] // k.shape[2])
         early = EARLY_BLOCKS * geometry.selection_block_size // step * step
         left_out = (geometry.num_initial_blocks, geometry.num_local_blocks)
     elif others is not None:
@@ -242,7 +242,7 @@ def forward(
     dtype = partial_dtype(q, v.shape[3])
     index = index_of(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early,
-        left_out, has_bits=shared_ring is not None,
+        left_out,
     )  # fmt: skip
     if shared_ring is not None:
         assert index.bits is not None
