@@ -314,6 +314,7 @@ LANGUAGE = SimpleNamespace(
     where=lambda condition, x, y: torch.where(_tensor(condition), _tensor(x), _tensor(y)),
     minimum=lambda x, y: torch.minimum(_tensor(x), _tensor(y)), maximum=lambda x, y: torch.maximum(_tensor(x), _tensor(y)),
     join=lambda x, y: torch.stack([x, y], -1), split=lambda x: x.unbind(-1),
+    gather=lambda x, index, axis: x.gather(axis, index.long()),
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
     cdiv=lambda x, y: (x + y - 1) // y, static_range=range, static_assert=_check, convert_layout=lambda x, layout: x, load=_load, store=_store,
     allocate_shared_memory=_allocate, warp_specialize=_specialize, NVMMADistributedLayout=Layout, DotOperandLayout=Layout,
@@ -325,6 +326,8 @@ STAND_INS: dict[str, Any] = {
     "barrier": lambda: None,
     "fence_async_shared": lambda: None,
     "layout_of": lambda x: None,
+    "bits_of": lambda x: x.view(torch.int32),
+    "float_of": lambda bits: bits.view(torch.float32),
     # of a product's tile (queries, 8, columns), row r of the eight lies in the lanes 4 r to 4 r + 3
     "exchange_lanes": lambda x, distance: x[:, torch.arange(8) ^ distance // 4],
     "warpgroup_mma": _multiply,

@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nsa_kernels_triton.hopper.tiles import (
     LN2,
     barrier,
+    bits_of,
+    float_of,
     layout_of,
     load_keys,
     load_tile,
@@ -233,6 +235,12 @@ def _thread_sums(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def _thread_tops(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """Return the bits of (ROWS, 4), the largest weights of the same columns; of integers three are compared at a time."""
+    return gl.max(gl.max(bits_of(weights).reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _attend(
     part: gl.constexpr, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
@@ -331,7 +339,7 @@ def _attend_to_tiles(
             )  # fmt: skip
             rounded = weights.to(dtype)
             sums = _thread_sums(weights, PART, KEYS)
-            rounded_sums = _thread_sums(rounded.to(gl.float32), PART, KEYS)
+            tops = _thread_tops(weights, PART, KEYS)
             left = gl.convert_layout(rounded, LEFT1)
             for tile in range(1, num_key_tiles):
                 before = (used + tile - 1) % STAGES
@@ -357,7 +365,7 @@ def _attend_to_tiles(
                 )  # fmt: skip
                 rounded = weights.to(dtype)
                 if OPTIMISTIC:
-                    rounded_sums = rounded_sums + _thread_sums(rounded.to(gl.float32), PART, KEYS)
+                    tops = gl.maximum(tops, _thread_tops(weights, PART, KEYS))
                 else:
                     sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, layout_of(sums)))[:, None]
                 sums = sums + _thread_sums(weights, PART, KEYS)
@@ -385,8 +393,10 @@ def _attend_to_tiles(
             row_sum = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
             divisor = row_sum
             if OPTIMISTIC:
-                # a weight that outweighs all others is then as exact as one of 1, what running maxima make of it
-                divisor = gl.convert_layout(gl.sum(rounded_sums, 1), OF_ROWS)
+                # the largest weight counts as it was rounded: where it outweighs all others, its value comes out as exact as by
+                # running maxima, which make it 1
+                top = float_of(gl.convert_layout(gl.max(tops, 1), OF_ROWS))
+                divisor = row_sum + (top.to(dtype).to(gl.float32) - top)
         head0 = q_row0 * H + group * HG
         sees_any = first < end
         if SHARED:
@@ -400,12 +410,16 @@ def _attend_to_tiles(
             # NaN is not below; the rows of the past must not know who else is done again
             is_wrong = sees_any & (((row_sum < SAFE_SUM) & (shift > float("-inf"))) == 0)
             lse = gl.where(is_wrong, float("inf"), lse)
-            gl.store(overflows_ptr + part * num_items + item, gl.max(gl.where(is_wrong, 1, 0), 0))
+            gl.store(overflows_ptr + part * num_items + item, 0)
         if REDO:
             wanted = gl.load(lse_ptr + heads, mask=wanted, other=0.0) == float("inf")
         # outputs leave through the rows' own place
         barrier()
         gl.store(lse_ptr + heads, lse, mask=wanted)
+        if OPTIMISTIC:
+            # over the 0 from before the barrier
+            flags = overflows_ptr + part * num_items + item + gl.zeros([PART], gl.int32, OF_ROWS)
+            gl.store(flags, is_wrong.to(gl.int32), mask=is_wrong)
         out1_smem = _finish(q1, acc1, inverse, V1, PART, ACC1)
         out2_smem = out1_smem
         if V2 > 0:

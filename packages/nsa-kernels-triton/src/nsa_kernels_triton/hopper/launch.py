@@ -140,7 +140,7 @@ def scores(
     constants: dict[str, Any],
     ring: Ring,
 ) -> None:
-    """Write the scores of the rows from the first to before the last one of `rows`, which lie in `tiling`'s tiles from `first_tile` on.
+    """Write the importance of the rows from the first to before the last one of `rows`, which lie in `tiling`'s tiles from `first_tile` on.
 
     `constants` are those of the portable kernel.
     """
@@ -151,7 +151,7 @@ def scores(
     kernels.scores_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, lse, out,
         *sequences.arguments(tiling),
-        sequences.num_sequences, q.shape[1], k.shape[1], out.shape[3], out[0].numel(), tiling.num_tiles, tiling.num_sequences, num_items,
+        sequences.num_sequences, q.shape[1], k.shape[1], out.shape[3], tiling.num_tiles, tiling.num_sequences, num_items,
         *rows, first_tile, sequences.search_steps, factor,
         **(constants | {"K1": parts.first, "K2": parts.second}), **_ring_constants(ring), **options_of_one(ring),
     )  # fmt: skip

@@ -147,11 +147,11 @@ def _sum_heads(values):
 
 @gluon.jit
 def _store(
-    scores, shift, ends, block, is_masked, scores_ptr, next_scores, first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
+    scores, shift, ends, reached, block, is_masked, scores_ptr, first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
     G: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
-    PART: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr,
+    PART: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Write the importance that a tile of keys gives to its blocks, and to the block after each."""
+    """Write the importance of a tile's blocks. `reached` holds what the tile before gives to the first one; return that of this tile."""
     BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
     weights = gl.exp2(scores * factor - shift[:, None])
     if is_masked:
@@ -173,28 +173,35 @@ def _store(
         next_weight = gl.where(strides < STRIDES, gl.maximum(0, strides + REACH - STRIDES), 0)
         next_weight = next_weight.to(gl.float32)[None, :][:, None, :][:, :, None, :]
         sums = gl.join(sums, gl.sum(shares * next_weight, 3)).permute((0, 1, 3, 2)).reshape([PART // 16, 8, WIDTH])
-    sums = _sum_heads(sums)
-    OF: gl.constexpr = layout_of(sums)
-    row = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(0, OF)))
-    column = gl.arange(0, sums.shape[2], gl.SliceLayout(0, gl.SliceLayout(0, OF)))
     # rows that hold the same four columns
     SHARERS: gl.constexpr = max(1, 32 // WIDTH)
-    place = (row // SHARERS * sums.shape[2])[:, None] + column[None, :]
-    reaches = place // BLOCKS
-    blocks = block + place % BLOCKS + reaches
-    queries = first_query + gl.arange(0, PART // 16, gl.SliceLayout(1, gl.SliceLayout(2, OF)))
+    sums = gl.convert_layout(_sum_heads(sums).reshape([PART // 16, 8 * COLUMNS]), PLACES)
+    column = gl.arange(0, 8 * COLUMNS, gl.SliceLayout(0, PLACES))
+    # blocks in order, behind them what reaches over from each
+    place = column // (SHARERS * COLUMNS) * COLUMNS + column % COLUMNS
+    if REACH > 1:
+        # a block's predecessor reaches over; from the last one, the first place takes what the next tile's first block is to get
+        source = gl.where(place == 0, 2 * BLOCKS - 1, (BLOCKS + place - 1) % (2 * BLOCKS))
+        source = source // COLUMNS * (SHARERS * COLUMNS) + source % COLUMNS
+        reaching = gl.gather(sums, source[None, :] + gl.zeros([PART // 16, 8 * COLUMNS], gl.int32, PLACES), 1)
+        sums = sums + gl.where((place == 0)[None, :], reached, reaching)
+        reached = reaching
+    queries = first_query + gl.arange(0, PART // 16, gl.SliceLayout(1, PLACES))
     rows = q_row0 + queries
+    blocks = block + place
     keeps = (queries <= last_query) & (rows >= first_row) & (rows < last_row)
-    target = (
-        scores_ptr + (((rows - first_row) * G + group) * num_blocks)[:, None][:, :, None] + (reaches * next_scores + blocks)[None, :, :]
+    is_score = (column // COLUMNS % SHARERS == 0) & (place < BLOCKS) & (blocks < num_blocks)
+    gl.store(
+        scores_ptr + (((rows - first_row) * G + group) * num_blocks)[:, None] + blocks[None, :],
+        sums,
+        mask=keeps[:, None] & is_score[None, :],
     )
-    mask = keeps[:, None][:, :, None] & ((row % SHARERS == 0)[:, None] & (blocks < num_blocks))[None, :, :]
-    gl.store(target, sums, mask=mask)
+    return reached
 
 
 @gluon.jit
 def _score(
-    part: gl.constexpr, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+    part: gl.constexpr, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr,
@@ -209,6 +216,9 @@ def _score(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    # of a query's sums, eight rows of these columns lie in a warp, four to a thread of each
+    COLUMNS: gl.constexpr = max(4, BLOCKS * (2 if REACH > 1 else 1) // 8)
+    PLACES: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 4], [1, 32], [4, 1], [1, 0])
     used = 0
     number = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -238,6 +248,7 @@ def _score(
             if K2 > 0:
                 q2 = q2_smem.index(part).load(LEFT)
             mbarrier.arrive(q_empty.index(0), count=1)
+            reached = gl.zeros([PART // 16, 8 * COLUMNS], gl.float32, PLACES)
             for tile in range(num_key_tiles):
                 stage = (used + tile) % STAGES
                 mbarrier.wait(k_full.index(stage), ((used + tile) // STAGES) & 1)
@@ -246,10 +257,10 @@ def _score(
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 block = tile * BLOCKS
-                _store(
-                    scores, shift, ends, block, block > tail, scores_ptr, next_scores,
+                reached = _store(
+                    scores, shift, ends, reached, block, block > tail, scores_ptr,
                     first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
-                    G, STRIDES, PADDED_STRIDES, REACH, PART, KEYS, SCORES,
+                    G, STRIDES, PADDED_STRIDES, REACH, PART, KEYS, COLUMNS, SCORES, PLACES,
                 )  # fmt: skip
             used += num_key_tiles
 
@@ -258,7 +269,7 @@ def _score(
 def scores_kernel(
     q_ptr, k_ptr, lse_ptr, scores_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_blocks, next_scores, num_tiles, num_columns, num_items,
+    num_sequences, num_queries, num_keys, num_blocks, num_tiles, num_columns, num_items,
     first_row, last_row, first_tile, search_steps, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
     SIZE: gl.constexpr, STRIDE: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
@@ -266,7 +277,7 @@ def scores_kernel(
     HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write what `select.kernels.scores_kernel` does, where HEADS is 16; a program takes every num_programs-th of the tiles of rows.
+    """Write importance (rows, G, num_blocks) as a whole, HEADS being 16; a program takes every num_programs-th of the tiles of rows.
 
     A tile's rows are shared out to four times four computing warps, by which the same keys pass.
     """
@@ -299,7 +310,7 @@ def scores_kernel(
             (
                 _score,
                 (
-                    0, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+                    0, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
                     H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
@@ -309,7 +320,7 @@ def scores_kernel(
             (
                 _score,
                 (
-                    1, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+                    1, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
                     H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
@@ -319,7 +330,7 @@ def scores_kernel(
             (
                 _score,
                 (
-                    2, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+                    2, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
                     H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
@@ -329,7 +340,7 @@ def scores_kernel(
             (
                 _score,
                 (
-                    3, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, next_scores, factor,
+                    3, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
                     H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,

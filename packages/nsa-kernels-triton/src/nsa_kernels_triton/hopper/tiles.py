@@ -118,6 +118,18 @@ def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
     return scores
 
 
+@gluon.jit
+def bits_of(x):
+    """Return the bits of float32 values as integers; those of values from 0 on have the values' order."""
+    return x.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def float_of(bits):
+    """Return the float32 values of `bits`."""
+    return bits.to(gl.float32, bitcast=True)
+
+
 @gluon.constexpr_function
 def layout_of(x):
     """Return the layout of x, where reshaping made it."""

@@ -11,14 +11,14 @@ from nsa_core.config import BlockGeometry
 from nsa_core.reference.rows import rows_of
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.launch import Sequences, cdiv, is_exact, next_power_of_2, on_its_device, ring_for, score_factor, tiles_for
-from nsa_kernels_triton.policy import parts_of
+from nsa_kernels_triton.policy import Ring, parts_of
 from nsa_kernels_triton.select import kernels
 
 RING_HEADS = 16
 """Heads of a group, rounded up to a power of two, that the kernel for compute capability 9.0 takes; with fewer it is the slower one."""
 RING_STRIDES = (2, 16)
 """Fewest and most strides of a selection block that it takes."""
-SCORE_BYTES = 256 * 2**20
+SCORE_BYTES = 512 * 2**20
 """Importance of one chunk of queries, at most."""
 
 
@@ -68,23 +68,38 @@ def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale
         positions = rows_of(sequences.placement, q.shape[0], q.shape[1], q.device).positions.to(torch.int32).contiguous()
     num_blocks = max(1, blocks.num_selection_blocks(sequences.placement.max_key_count, geometry))
     has_choice = num_blocks > geometry.num_selected_blocks
-    chunk = min(total, max(1, SCORE_BYTES // (8 * num_groups * num_blocks))) if has_choice else total
-    scores = q.new_empty((2, chunk if has_choice else 1, num_groups, num_blocks), dtype=torch.float32)
+    ring = _ring(q, k_cmp, geometry)
+    # the kernel for 9.0 writes importance as a whole, the portable one what reaches over apart
+    reaches = geometry.compression_block_size > geometry.compression_stride and ring is None
+    pieces = 2 if reaches else 1
+    chunk = min(total, max(1, SCORE_BYTES // (4 * pieces * num_groups * num_blocks))) if has_choice else total
+    scores = q.new_empty((pieces, chunk if has_choice else 1, num_groups, num_blocks), dtype=torch.float32)
     for first in range(0, total, chunk):
         last = min(first + chunk, total)
         if has_choice and not k_cmp.shape[1]:
             scores.zero_()
         elif has_choice:
-            _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences)
+            _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences, ring)
         searched = _searched(first, last, q.shape[1], num_blocks, geometry, positions)
         kernels.choose_kernel[(last - first, num_groups)](
             scores, positions, chosen, first, q.shape[1], num_blocks, scores[0].numel(),
             G=num_groups, SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
             NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks,
-            REACHES=geometry.compression_block_size > geometry.compression_stride,
+            REACHES=reaches,
             SLOTS=next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=searched, num_warps=_warps(searched),
         )  # fmt: skip
     return chosen
+
+
+def _ring(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry) -> Ring | None:
+    """Return the ring of the scores; None where the portable kernel serves."""
+    fits = RING_STRIDES[0] <= next_power_of_2(_strides(geometry)) <= RING_STRIDES[1]
+    has_heads = next_power_of_2(q.shape[2] // k_cmp.shape[2]) == RING_HEADS
+    return ring_for("scores", q, k_cmp) if fits and has_heads else None
+
+
+def _strides(geometry: BlockGeometry) -> int:
+    return geometry.selection_block_size // geometry.compression_stride
 
 
 SEARCHED_BLOCKS = 128
@@ -115,14 +130,12 @@ def _score(
     geometry: BlockGeometry,
     scale: float,
     sequences: Sequences,
+    ring: Ring | None,
 ) -> None:
     num_heads, num_groups = q.shape[2], k_cmp.shape[2]
     heads = next_power_of_2(num_heads // num_groups)
-    strides = geometry.selection_block_size // geometry.compression_stride
+    strides = _strides(geometry)
     padded_strides = next_power_of_2(strides)
-    ring = ring_for("scores", q, k_cmp)
-    if heads != RING_HEADS or not RING_STRIDES[0] <= padded_strides <= RING_STRIDES[1]:
-        ring = None
     tiles = tiles_for("scores", q, q.shape[3], q.shape[3])
     block_queries = max(1, (ring or tiles).block_rows // heads)
     tiling = sequences.tiling(q.shape[1], 1, block_queries, of_keys=False)
