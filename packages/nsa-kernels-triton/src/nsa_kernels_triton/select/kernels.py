@@ -2,7 +2,7 @@
 
 Importance goes through a buffer of one chunk of queries. From its own strides u (head-summed weights) block j gets
 A[j] = sum_r min(b, a - r) u_r, and its successor what reaches over, B[j] = sum_r max(0, r + b - a) u_r, with a = l'/d,
-b = l/d. The buffer holds A[j] and B[j - 1]; their sum is the importance of block j.
+b = l/d. The buffer holds A[j] and B[j - 1]; their sum is the importance of block j. The kernel for 9.0 writes the sum.
 """
 
 import triton
@@ -117,7 +117,8 @@ def choose_kernel(
     """Write the ascending choice of one row of q and one group, -1 after the last; grid (rows, G).
 
     The n-th highest score is found bit by bit: scores are sums of exponentials, and the bits of floats >= 0, read as
-    integers, have the order of the floats. Equal scores go to the lower block.
+    integers, have the order of the floats. Equal scores go to the lower block. What is chosen becomes a bit of a word for 32 blocks,
+    from which every slot takes its own: a scan over all blocks and a store for each would be most of the work.
     """
     row = first_row + tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -132,38 +133,71 @@ def choose_kernel(
     blocks = tl.arange(0, BLOCK_BLOCKS)
     is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL)
     source = scores_ptr + ((row - first_row) * G + group) * num_blocks
-    scores = tl.load(source + blocks, mask=is_free, other=0.0)
+    # four at a time; what is no score among them is not looked at
+    mask = (blocks // 4 <= own // 4) & (blocks < num_blocks)
+    scores = tl.load(source + blocks, mask=mask, other=0.0)
     if REACHES:
-        scores += tl.load(source + next_scores + blocks, mask=is_free & (blocks > 0), other=0.0)
+        scores += tl.where(blocks > 0, tl.load(source + next_scores + blocks, mask=mask, other=0.0), 0.0)
     bits = tl.where(is_free, scores.to(tl.int32, bitcast=True), -1)
     # where there is a choice, no initial block is local
     wanted = NUM_SELECTED - NUM_INITIAL - NUM_LOCAL
     # most scores lie within a few powers of two of the highest: its exponent and the three below are tried before all bits
     exponent = tl.max(bits, 0) >> 23
-    found = tl.sum((bits >= exponent << 23).to(tl.int32), 0)
+    found = _num_from(bits, exponent << 23)
     lowest = tl.maximum(exponent - 3, 0)
     while (found < wanted) & (exponent > lowest):
         exponent -= 1
-        found = tl.sum((bits >= exponent << 23).to(tl.int32), 0)
+        found = _num_from(bits, exponent << 23)
     threshold = tl.where(found < wanted, 0, exponent << 23)
     step = tl.where(found < wanted, 30, tl.where(found == wanted, -1, 22))
     # the highest threshold with at least `wanted` scores at or above it; sooner where there are exactly as many
     while step >= 0:
         candidate = threshold | (1 << step)
-        found = tl.sum((bits >= candidate).to(tl.int32), 0)
+        found = _num_from(bits, candidate)
         threshold = tl.where(found >= wanted, candidate, threshold)
         step = tl.where(found == wanted, -1, step - 1)
-    is_sure = (bits > threshold) | ((blocks <= own) & (is_free == 0))
-    is_tie = bits == threshold
-    if NUM_SELECTED < 2**11:
-        # one scan for both: what is sure above bit 20, ties below it
-        before = tl.cumsum((is_sure.to(tl.int32) << 20) | is_tie.to(tl.int32), 0)
-        num_sure = before >> 20
-        num_ties = before & ((1 << 20) - 1)
-    else:
-        num_sure = tl.cumsum(is_sure.to(tl.int32), 0)
-        num_ties = tl.cumsum(is_tie.to(tl.int32), 0)
-    room = NUM_SELECTED - tl.sum(is_sure.to(tl.int32), 0)
-    is_chosen = is_sure | (is_tie & (num_ties <= room))
-    place = num_sure + tl.minimum(num_ties, room) - 1
-    tl.store(target + place, blocks, mask=is_chosen)
+    if found != wanted:
+        # of equal scores at the threshold the last ones are too many
+        room = wanted - _num_from(bits, threshold + 1)
+        last_tie = 0
+        step = BLOCK_BLOCKS // 2
+        while step > 0:
+            num_before = tl.sum(((bits == threshold) & (blocks < last_tie + step)).to(tl.int32), 0)
+            last_tie += tl.where(num_before < room, step, 0)
+            step = step // 2
+        bits = tl.where((bits == threshold) & (blocks > last_tie), -1, bits)
+    # 32 blocks to a word. The k-th chosen one lies in the word before which at most k are, and is its (k - before)-th bit
+    WORD: tl.constexpr = min(BLOCK_BLOCKS, 32)
+    WORDS: tl.constexpr = BLOCK_BLOCKS // WORD
+    words = tl.sum(tl.reshape(tl.where(bits >= threshold, 1 << (blocks % WORD), 0), (WORDS, WORD)), 1)
+    ends = tl.cumsum(_num_bits(words), 0)
+    is_passed = ends[None, :] <= (slots - NUM_INITIAL)[:, None]
+    number = tl.sum(is_passed.to(tl.int32), 1)
+    left = slots - NUM_INITIAL - tl.max(tl.where(is_passed, ends[None, :], 0), 1)
+    word = tl.sum(tl.where(tl.arange(0, WORDS)[None, :] == number[:, None], words[None, :], 0), 1)
+    while tl.max(tl.where(word != 0, left, 0), 0) > 0:
+        word = tl.where(left > 0, word & (word - 1), word)
+        left -= 1
+    # the exponent of a power of two
+    lowest_bit = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
+    # scores that are no numbers may leave slots without a block
+    free = tl.where(word == 0, -1, number * WORD + (lowest_bit.to(tl.int32, bitcast=True) >> 23) - 127)
+    chosen = tl.where(slots < NUM_INITIAL, slots, tl.where(slots < NUM_SELECTED - NUM_LOCAL, free, own + 1 - NUM_SELECTED + slots))
+    tl.store(target + slots, chosen, mask=slots < NUM_SELECTED)
+
+
+@triton.jit
+def _num_from(bits, lowest):
+    """Return how many are at least `lowest`, which is at least 0."""
+    # a difference below 0 has the highest bit: two instructions, where a comparison and its number take more
+    return bits.shape[0] - tl.sum(((bits - lowest).to(tl.uint32, bitcast=True) >> 31).to(tl.int32), 0)
+
+
+@triton.jit
+def _num_bits(words):
+    """Return the number of bits that are set in every int32."""
+    words = words.to(tl.uint32, bitcast=True)
+    words -= (words >> 1) & 0x55555555
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)

@@ -116,8 +116,8 @@ def _searched(first: int, last: int, num_queries: int, num_blocks: int, geometry
 
 
 def _warps(searched: int) -> int:
-    """Return the warps of one row's search: about 32 scores a thread."""
-    return max(1, min(16, searched // 1024))
+    """Return the warps of one row's search: up to 64 scores a thread."""
+    return max(1, min(16, searched // 2048))
 
 
 def _score(

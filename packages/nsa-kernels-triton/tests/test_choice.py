@@ -1,0 +1,71 @@
+"""The choice among scores as they may come: equal ones, zeros, steep ones, and whatever lies beyond what a query sees."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_kernels_triton.launch import next_power_of_2
+from nsa_kernels_triton.select import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK_SIZE = 16
+SCORES = {
+    "all different": lambda x: x,
+    "many equal": lambda x: (4 * x).floor() / 4,
+    "zeros": torch.zeros_like,
+    "steep": lambda x: x**40,
+    "mostly zeros": lambda x: torch.where(x > 0.9, (8 * x).floor(), 0.0),
+}
+
+
+def first_highest(scores: list[float], own: int, num_selected: int, num_initial: int, num_local: int) -> list[int]:
+    """Return the choice by sorting (Eq. 11): the lower of equal blocks first, -1 after the last."""
+    if own < num_selected:
+        return [*range(own + 1), *[-1] * (num_selected - own - 1)]
+    free = range(num_initial, own - num_local + 1)
+    highest = sorted(free, key=lambda block: (-scores[block], block))[: num_selected - num_initial - num_local]
+    return [*range(num_initial), *sorted(highest), *range(own - num_local + 1, own + 1)]
+
+
+def chosen(scores: Tensor, reaching: Tensor | None, positions: Tensor, num_selected: int, num_initial: int, num_local: int) -> Tensor:
+    """Return what the kernel chooses of scores (rows, 1, blocks) for rows at `positions`; what it does not write is -7."""
+    num_rows, _, num_blocks = scores.shape
+    out = scores.new_full((num_rows, 1, num_selected), -7, dtype=torch.int32)
+    pieces = torch.stack([scores] if reaching is None else [scores, reaching])
+    kernels.choose_kernel[(num_rows, 1)](
+        pieces, positions, out, 0, num_rows, num_blocks, scores.numel(),
+        G=1, SELECTION_SIZE=BLOCK_SIZE, NUM_SELECTED=num_selected, NUM_INITIAL=num_initial, NUM_LOCAL=num_local,
+        REACHES=reaching is not None, SLOTS=next_power_of_2(num_selected), BLOCK_BLOCKS=next_power_of_2(num_blocks), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_selected", "num_initial", "num_local"),
+    [(2, 1, 0, 1), (9, 4, 1, 2), (33, 16, 1, 2), (70, 6, 2, 4), (130, 12, 0, 1), (400, 19, 3, 1)],
+)
+@pytest.mark.parametrize("kind", SCORES)
+def test_the_highest_scores_are_chosen_and_the_lower_of_equal_blocks(
+    kind: str, num_blocks: int, num_selected: int, num_initial: int, num_local: int
+) -> None:
+    generator = torch.Generator().manual_seed(num_blocks)
+    owns = torch.tensor([0, num_selected - 1, num_selected, num_blocks // 2, num_blocks - 1]).clamp(max=num_blocks - 1)
+    scores = SCORES[kind](torch.rand(len(owns), 1, num_blocks, generator=generator))
+    expected = [
+        first_highest(row[0].tolist(), int(own), num_selected, num_initial, num_local) for row, own in zip(scores, owns, strict=True)
+    ]
+    # nothing was written of blocks that a query does not see
+    unseen = torch.arange(num_blocks) > owns[:, None, None]
+    scores = scores.masked_fill(unseen, math.nan).to(DEVICE)
+    positions = (owns * BLOCK_SIZE + 3).int().to(DEVICE)
+    assert chosen(scores, None, positions, num_selected, num_initial, num_local)[:, 0].tolist() == expected
+    # in two pieces, of which nothing reaches over to block 0
+    reaching = (scores / 4).index_fill(2, torch.tensor([0], device=DEVICE), math.nan)
+    rest = (0.75 * scores).index_copy(2, torch.tensor([0], device=DEVICE), scores[:, :, :1])
+    whole = torch.where(torch.arange(num_blocks, device=DEVICE) > 0, rest + reaching, rest)
+    expected = [
+        first_highest(row[0].tolist(), int(own), num_selected, num_initial, num_local) for row, own in zip(whole, owns, strict=True)
+    ]
+    assert chosen(rest, reaching, positions, num_selected, num_initial, num_local)[:, 0].tolist() == expected
