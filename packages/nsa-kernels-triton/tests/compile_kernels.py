@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "group of 16": {"num_heads": 16, "num_kv_heads": 1},
     "cached group of 16": {"layout": "cached", "num_heads": 16, "num_kv_heads": 1},
     "group of 1": {"num_heads": 2, "num_kv_heads": 2},
-    "other geometry": {"geometry": BlockGeometry(16, 16, 32, 5, 1, 1, 100)},
+    "other geometry": {"geometry": BlockGeometry(16, 16, 32, 33, 1, 1, 100)},
     "float32": {"dtype": torch.float32},
     # an argument of 1 is compiled in as a constant
     "one token": {"length": 1},

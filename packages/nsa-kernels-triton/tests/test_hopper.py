@@ -218,8 +218,8 @@ def test_the_choice_is_that_of_the_portable_scores(shape, score_bytes, simulated
     found = choose()
     assert simulated["scores_kernels", "scores_kernel"].num_launches
     monkeypatch.setattr(select, "ring_for", lambda *_: None)
-    # sums in another order may swap what is nearly equal
-    assert (found != choose()).any(-1).float().mean() <= 0.001
+    # sums in another order may swap what is nearly equal: not even one row of these inputs, unless a machine adds otherwise
+    assert (found != choose()).any(-1).sum() <= 1
 
 
 @pytest.mark.parametrize("strides", [1, 32])

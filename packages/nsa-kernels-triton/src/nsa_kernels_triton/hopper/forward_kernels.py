@@ -339,7 +339,8 @@ def _attend_to_tiles(
             )  # fmt: skip
             rounded = weights.to(dtype)
             sums = _thread_sums(weights, PART, KEYS)
-            tops = _thread_tops(weights, PART, KEYS)
+            if OPTIMISTIC:
+                tops = _thread_tops(weights, PART, KEYS)
             left = gl.convert_layout(rounded, LEFT1)
             for tile in range(1, num_key_tiles):
                 before = (used + tile - 1) % STAGES

@@ -149,7 +149,7 @@ def _sum_heads(values):
 def _store(
     scores, shift, ends, reached, block, is_masked, scores_ptr, first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
     G: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
-    PART: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, PLACES: gl.constexpr,
+    PART: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """Write the importance of a tile's blocks. `reached` holds what the tile before gives to the first one; return that of this tile."""
     BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
@@ -168,7 +168,6 @@ def _store(
     strides = gl.arange(0, PADDED_STRIDES, LAST)
     own_weight = gl.where(strides < STRIDES, gl.minimum(REACH, STRIDES - strides), 0).to(gl.float32)[None, :][:, None, :][:, :, None, :]
     sums = gl.sum(shares * own_weight, 3)
-    WIDTH: gl.constexpr = BLOCKS * (2 if REACH > 1 else 1)
     if REACH > 1:
         next_weight = gl.where(strides < STRIDES, gl.maximum(0, strides + REACH - STRIDES), 0)
         next_weight = next_weight.to(gl.float32)[None, :][:, None, :][:, :, None, :]
@@ -216,8 +215,9 @@ def _score(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    # of a query's sums, eight rows of these columns lie in a warp, four to a thread of each
-    COLUMNS: gl.constexpr = max(4, BLOCKS * (2 if REACH > 1 else 1) // 8)
+    # the sums of a query, and of them what `_sum_heads` leaves in each of a warp's eight rows
+    WIDTH: gl.constexpr = BLOCKS * (2 if REACH > 1 else 1)
+    COLUMNS: gl.constexpr = max(4, WIDTH // 8)
     PLACES: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 4], [1, 32], [4, 1], [1, 0])
     used = 0
     number = 0
@@ -260,7 +260,7 @@ def _score(
                 reached = _store(
                     scores, shift, ends, reached, block, block > tail, scores_ptr,
                     first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
-                    G, STRIDES, PADDED_STRIDES, REACH, PART, KEYS, COLUMNS, SCORES, PLACES,
+                    G, STRIDES, PADDED_STRIDES, REACH, PART, KEYS, WIDTH, COLUMNS, SCORES, PLACES,
                 )  # fmt: skip
             used += num_key_tiles
 

@@ -133,12 +133,13 @@ def choose_kernel(
     blocks = tl.arange(0, BLOCK_BLOCKS)
     is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL)
     source = scores_ptr + ((row - first_row) * G + group) * num_blocks
-    # four at a time; what is no score among them is not looked at
-    mask = (blocks // 4 <= own // 4) & (blocks < num_blocks)
+    # four at a time; what is no score among them is not looked at. A row has a multiple of 16 places
+    mask = blocks // 4 <= own // 4
     scores = tl.load(source + blocks, mask=mask, other=0.0)
     if REACHES:
         scores += tl.where(blocks > 0, tl.load(source + next_scores + blocks, mask=mask, other=0.0), 0.0)
-    bits = tl.where(is_free, scores.to(tl.int32, bitcast=True), -1)
+    # what is no number is highest, whatever its sign
+    bits = tl.where(is_free, scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
     # where there is a choice, no initial block is local
     wanted = NUM_SELECTED - NUM_INITIAL - NUM_LOCAL
     # most scores lie within a few powers of two of the highest: its exponent and the three below are tried before all bits
@@ -158,7 +159,7 @@ def choose_kernel(
         step = tl.where(found == wanted, -1, step - 1)
     if found != wanted:
         # of equal scores at the threshold the last ones are too many
-        room = wanted - _num_from(bits, threshold + 1)
+        room = wanted - tl.sum((bits > threshold).to(tl.int32), 0)
         last_tie = 0
         step = BLOCK_BLOCKS // 2
         while step > 0:
@@ -166,24 +167,27 @@ def choose_kernel(
             last_tie += tl.where(num_before < room, step, 0)
             step = step // 2
         bits = tl.where((bits == threshold) & (blocks > last_tie), -1, bits)
-    # 32 blocks to a word. The k-th chosen one lies in the word before which at most k are, and is its (k - before)-th bit
+    # 32 blocks to a word. Chosen block k, from 0 on, lies in the first word whose end is above k, and is bit k - before of those that are set
     WORD: tl.constexpr = min(BLOCK_BLOCKS, 32)
     WORDS: tl.constexpr = BLOCK_BLOCKS // WORD
     words = tl.sum(tl.reshape(tl.where(bits >= threshold, 1 << (blocks % WORD), 0), (WORDS, WORD)), 1)
     ends = tl.cumsum(_num_bits(words), 0)
-    is_passed = ends[None, :] <= (slots - NUM_INITIAL)[:, None]
-    number = tl.sum(is_passed.to(tl.int32), 1)
-    left = slots - NUM_INITIAL - tl.max(tl.where(is_passed, ends[None, :], 0), 1)
-    word = tl.sum(tl.where(tl.arange(0, WORDS)[None, :] == number[:, None], words[None, :], 0), 1)
-    while tl.max(tl.where(word != 0, left, 0), 0) > 0:
-        word = tl.where(left > 0, word & (word - 1), word)
-        left -= 1
-    # the exponent of a power of two
-    lowest_bit = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
-    # scores that are no numbers may leave slots without a block
-    free = tl.where(word == 0, -1, number * WORD + (lowest_bit.to(tl.int32, bitcast=True) >> 23) - 127)
-    chosen = tl.where(slots < NUM_INITIAL, slots, tl.where(slots < NUM_SELECTED - NUM_LOCAL, free, own + 1 - NUM_SELECTED + slots))
-    tl.store(target + slots, chosen, mask=slots < NUM_SELECTED)
+    SOME: tl.constexpr = min(SLOTS, 32)
+    for first_slot in range(0, NUM_SELECTED, SOME):
+        some = first_slot + tl.arange(0, SOME)
+        rank = some - NUM_INITIAL
+        is_passed = ends[None, :] <= rank[:, None]
+        word_place = tl.sum(is_passed.to(tl.int32), 1)
+        left = rank - tl.max(tl.where(is_passed, ends[None, :], 0), 1)
+        word = tl.sum(tl.where(tl.arange(0, WORDS)[None, :] == word_place[:, None], words[None, :], 0), 1)
+        while tl.max(tl.where(word != 0, left, 0), 0) > 0:
+            word = tl.where(left > 0, word & (word - 1), word)
+            left -= 1
+        # the exponent of a power of two
+        lowest_bit = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
+        free = word_place * WORD + (lowest_bit.to(tl.int32, bitcast=True) >> 23) - 127
+        chosen = tl.where(some < NUM_INITIAL, some, tl.where(some < NUM_SELECTED - NUM_LOCAL, free, own + 1 - NUM_SELECTED + some))
+        tl.store(target + some, chosen, mask=some < NUM_SELECTED)
 
 
 @triton.jit
