@@ -26,6 +26,11 @@ SCORES = {
 }
 
 
+def sorted_choice(scores: Tensor, owns: Tensor, *numbers: int) -> list[list[int]]:
+    """Return the choice of rows that see blocks up to `owns`; `numbers` are those of chosen, initial and local blocks."""
+    return [first_highest(row[0].tolist(), int(own), *numbers) for row, own in zip(scores, owns, strict=True)]
+
+
 def first_highest(scores: list[float], own: int, num_selected: int, num_initial: int, num_local: int) -> list[int]:
     """Return the choice by sorting (Eq. 11): the lower of equal blocks first, -1 after the last."""
     if own < num_selected:
@@ -61,22 +66,19 @@ def chosen(scores: Tensor, reaching: Tensor | None, positions: Tensor, num_selec
 def test_the_highest_scores_are_chosen_and_the_lower_of_equal_blocks(
     kind: str, num_blocks: int, num_selected: int, num_initial: int, num_local: int
 ) -> None:
+    numbers = (num_selected, num_initial, num_local)
     generator = torch.Generator().manual_seed(num_blocks)
     owns = torch.tensor([0, num_selected - 1, num_selected, num_blocks // 2, num_blocks - 1]).clamp(max=num_blocks - 1)
     scores = SCORES[kind](torch.rand(len(owns), 1, num_blocks, generator=generator))
-    expected = [
-        first_highest(row[0].tolist(), int(own), num_selected, num_initial, num_local) for row, own in zip(scores, owns, strict=True)
-    ]
+    expected = sorted_choice(scores, owns, *numbers)
     # nothing was written of blocks that a query does not see
     unseen = torch.arange(num_blocks) > owns[:, None, None]
     scores = scores.masked_fill(unseen, math.nan).to(DEVICE)
     positions = (owns * BLOCK_SIZE + 3).int().to(DEVICE)
-    assert chosen(scores, None, positions, num_selected, num_initial, num_local)[:, 0].tolist() == expected
+    assert chosen(scores, None, positions, *numbers)[:, 0].tolist() == expected
     # in two pieces, of which nothing reaches over to block 0
     reaching = (scores / 4).index_fill(2, torch.tensor([0], device=DEVICE), math.nan)
     rest = (0.75 * scores).index_copy(2, torch.tensor([0], device=DEVICE), scores[:, :, :1])
     whole = torch.where(torch.arange(num_blocks, device=DEVICE) > 0, rest + reaching, rest)
-    expected = [
-        first_highest(row[0].tolist(), int(own), num_selected, num_initial, num_local) for row, own in zip(whole, owns, strict=True)
-    ]
-    assert chosen(rest, reaching, positions, num_selected, num_initial, num_local)[:, 0].tolist() == expected
+    expected = sorted_choice(whole, owns, *numbers)
+    assert chosen(rest, reaching, positions, *numbers)[:, 0].tolist() == expected

@@ -218,7 +218,7 @@ def test_the_choice_is_that_of_the_portable_scores(shape, score_bytes, simulated
     found = choose()
     assert simulated["scores_kernels", "scores_kernel"].num_launches
     monkeypatch.setattr(select, "ring_for", lambda *_: None)
-    # sums in another order may swap what is nearly equal: not even one row of these inputs, unless a machine adds otherwise
+    # sums in another order may swap what is nearly equal
     assert (found != choose()).any(-1).sum() <= 1
 
 

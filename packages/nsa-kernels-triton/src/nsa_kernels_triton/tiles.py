@@ -17,6 +17,16 @@ def wide(x):
 
 
 @triton.jit
+def count_bits(words):
+    """Return how many bits of each int32 are set."""
+    bits = words.to(tl.uint32, bitcast=True)
+    bits -= (bits >> 1) & 0x55555555
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return ((bits * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
 def dot(a, b, acc):
     """Return acc + a @ b, accumulated in float32."""
     if INTERPRETING:

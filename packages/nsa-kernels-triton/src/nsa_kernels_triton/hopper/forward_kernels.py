@@ -337,11 +337,10 @@ def _attend_to_tiles(
                 scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), True, factor,
                 SCORES, IS_WINDOW, KEYS, OPTIMISTIC, SHARED,
             )  # fmt: skip
-            rounded = weights.to(dtype)
             sums = _thread_sums(weights, PART, KEYS)
             if OPTIMISTIC:
                 tops = _thread_tops(weights, PART, KEYS)
-            left = gl.convert_layout(rounded, LEFT1)
+            left = gl.convert_layout(weights.to(dtype), LEFT1)
             for tile in range(1, num_key_tiles):
                 before = (used + tile - 1) % STAGES
                 stage = (used + tile) % STAGES
@@ -364,7 +363,6 @@ def _attend_to_tiles(
                     scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), is_first, factor,
                     SCORES, IS_WINDOW, KEYS, OPTIMISTIC, SHARED,
                 )  # fmt: skip
-                rounded = weights.to(dtype)
                 if OPTIMISTIC:
                     tops = gl.maximum(tops, _thread_tops(weights, PART, KEYS))
                 else:
@@ -379,7 +377,7 @@ def _attend_to_tiles(
                     acc1 = acc1 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC1))[:, None]
                     if V2 > 0:
                         acc2 = acc2 * gl.convert_layout(rescale, gl.SliceLayout(1, ACC2))[:, None]
-                left = gl.convert_layout(rounded, LEFT1)
+                left = gl.convert_layout(weights.to(dtype), LEFT1)
             used += num_key_tiles
             before = (used - 1) % STAGES
             mbarrier.wait(v_full.index(before), ((used - 1) // STAGES) & 1)
@@ -411,7 +409,8 @@ def _attend_to_tiles(
             # NaN is not below; the rows of the past must not know who else is done again
             is_wrong = sees_any & (((row_sum < SAFE_SUM) & (shift > float("-inf"))) == 0)
             lse = gl.where(is_wrong, float("inf"), lse)
-            gl.store(overflows_ptr + part * num_items + item, 0)
+            flag = overflows_ptr + part * num_items + item
+            gl.store(flag, 0)
         if REDO:
             wanted = gl.load(lse_ptr + heads, mask=wanted, other=0.0) == float("inf")
         # outputs leave through the rows' own place
@@ -419,8 +418,7 @@ def _attend_to_tiles(
         gl.store(lse_ptr + heads, lse, mask=wanted)
         if OPTIMISTIC:
             # over the 0 from before the barrier
-            flags = overflows_ptr + part * num_items + item + gl.zeros([PART], gl.int32, OF_ROWS)
-            gl.store(flags, is_wrong.to(gl.int32), mask=is_wrong)
+            gl.store(flag + gl.zeros([PART], gl.int32, OF_ROWS), is_wrong.to(gl.int32), mask=is_wrong)
         out1_smem = _finish(q1, acc1, inverse, V1, PART, ACC1)
         out2_smem = out1_smem
         if V2 > 0:

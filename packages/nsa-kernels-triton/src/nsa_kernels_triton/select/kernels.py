@@ -8,7 +8,7 @@ b = l/d. The buffer holds A[j] and B[j - 1]; their sum is the importance of bloc
 import triton
 import triton.language as tl
 
-from nsa_kernels_triton.tiles import dot, exponential, find_sequence, load_columns, load_shift, query_rows, visible_keys, wide
+from nsa_kernels_triton.tiles import count_bits, dot, exponential, find_sequence, load_columns, load_shift, query_rows, visible_keys, wide
 
 
 @triton.jit
@@ -171,7 +171,7 @@ def choose_kernel(
     WORD: tl.constexpr = min(BLOCK_BLOCKS, 32)
     WORDS: tl.constexpr = BLOCK_BLOCKS // WORD
     words = tl.sum(tl.reshape(tl.where(bits >= threshold, 1 << (blocks % WORD), 0), (WORDS, WORD)), 1)
-    ends = tl.cumsum(_num_bits(words), 0)
+    ends = tl.cumsum(count_bits(words), 0)
     SOME: tl.constexpr = min(SLOTS, 32)
     for first_slot in range(0, NUM_SELECTED, SOME):
         some = first_slot + tl.arange(0, SOME)
@@ -195,13 +195,3 @@ def _num_from(bits, lowest):
     """Return how many are at least `lowest`, which is at least 0."""
     # a difference below 0 has the highest bit: two instructions, where a comparison and its number take more
     return bits.shape[0] - tl.sum(((bits - lowest).to(tl.uint32, bitcast=True) >> 31).to(tl.int32), 0)
-
-
-@triton.jit
-def _num_bits(words):
-    """Return the number of bits that are set in every int32."""
-    words = words.to(tl.uint32, bitcast=True)
-    words -= (words >> 1) & 0x55555555
-    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F
-    return ((words * 0x01010101) >> 24).to(tl.int32)

@@ -19,7 +19,7 @@ RING_HEADS = 16
 RING_STRIDES = (2, 16)
 """Fewest and most strides of a selection block that it takes."""
 SCORE_BYTES = 512 * 2**20
-"""Importance of one chunk of queries, at most. On an H200 half as much was 3 % slower at 131,072 tokens, and no slower at fewer."""
+"""Importance of one chunk of queries, at most. With half as much, selection of 131,072 tokens took 3 % longer on an H200 (H = 64, G = 4)."""
 
 
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale: float, placement: Placement) -> Tensor:

@@ -9,7 +9,7 @@ the other in every tensor.
 import triton
 import triton.language as tl
 
-from nsa_kernels_triton.tiles import find_sequence
+from nsa_kernels_triton.tiles import count_bits, find_sequence
 
 WORD_ROWS = tl.constexpr(32)
 """Queries whose choice of one piece is a word of bits."""
@@ -110,16 +110,6 @@ def mark_kernel(
 
 
 @triton.jit
-def _count_bits(words):
-    """Return how many bits of each int32 are set."""
-    bits = words.to(tl.uint32, bitcast=True)
-    bits -= (bits >> 1) & 0x55555555
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return ((bits * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
 def count_kernel(
     marks_ptr, ranks_ptr, counts_ptr, num_lists, ITEM_QUERIES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +124,7 @@ def count_kernel(
     lists = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = lists < num_lists
     places = lists.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    bits = _count_bits(tl.load(marks_ptr + places, mask=exists[:, None], other=0))
+    bits = count_bits(tl.load(marks_ptr + places, mask=exists[:, None], other=0))
     tl.store(ranks_ptr + places, tl.cumsum(bits, 1) - bits, mask=exists[:, None])
     count = tl.sum(bits, 1)
     items = tl.cdiv(count, ITEM_QUERIES)
@@ -175,7 +165,7 @@ def list_kernel(
         is_present = tl.load(present_ptr + slot, mask=in_choice, other=0) == 1
         index = group * num_pieces + piece0[:, None] + block * PIECES + part
         place = index.to(tl.int64) * WORDS + tl.program_id(0)
-        before = _count_bits(tl.load(marks_ptr + place, mask=is_present, other=0) & below)
+        before = count_bits(tl.load(marks_ptr + place, mask=is_present, other=0) & below)
         rank = tl.load(ranks_ptr + place, mask=is_present, other=0) + before
         start = tl.load(ends_ptr + index - 1, mask=is_present & (index > 0), other=0)
         tl.store(entries_ptr + start + rank, local[:, None] * SLOTS_TOTAL + slots * PIECES + part, mask=is_present)
