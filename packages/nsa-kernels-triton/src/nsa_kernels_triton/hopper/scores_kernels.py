@@ -200,7 +200,7 @@ def _store(
 
 @gluon.jit
 def _score(
-    part: gl.constexpr, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
+    part: gl.constexpr, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, turns, num_blocks, factor,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr,
@@ -253,7 +253,10 @@ def _score(
                 stage = (used + tile) % STAGES
                 mbarrier.wait(k_full.index(stage), ((used + tile) // STAGES) & 1)
                 fence_async_shared()
+                # products start in turn: together they would also end together, and the tensor cores idle meanwhile
+                mbarrier.wait(turns.index(part), ((used + tile) & 1) ^ (1 if part == 0 else 0))
                 scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
+                mbarrier.arrive(turns.index((part + 1) % 4), count=1)
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 block = tile * BLOCKS
@@ -297,12 +300,15 @@ def scores_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    turns = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     # every loading thread arrives once its copies have landed, and each quarter once it has read them
     mbarrier.init(q_full.index(0), count=128)
     mbarrier.init(q_empty.index(0), count=4)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(k_empty.index(stage), count=4)
+    for part in gl.static_range(4):
+        mbarrier.init(turns.index(part), count=1)
     fence_async_shared()
     barrier()
     gl.warp_specialize(
@@ -310,7 +316,7 @@ def scores_kernel(
             (
                 _score,
                 (
-                    0, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
+                    0, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, turns, num_blocks, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
                     H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
@@ -320,7 +326,7 @@ def scores_kernel(
             (
                 _score,
                 (
-                    1, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
+                    1, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, turns, num_blocks, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
                     H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
@@ -330,7 +336,7 @@ def scores_kernel(
             (
                 _score,
                 (
-                    2, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
+                    2, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, turns, num_blocks, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
                     H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
@@ -340,7 +346,7 @@ def scores_kernel(
             (
                 _score,
                 (
-                    3, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, num_blocks, factor,
+                    3, lse_ptr, scores_ptr, q1_smem, q2_smem, k1_smem, k2_smem, q_full, q_empty, k_full, k_empty, turns, num_blocks, factor,
                     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
                     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, first_row, last_row, first_tile, search_steps,
                     H, G, K2, SIZE, STRIDE, STRIDES, PADDED_STRIDES, REACH, SELECTION_SIZE, NUM_SELECTED, NUM_LOCAL, PACKED, CACHED,
