@@ -253,7 +253,7 @@ def _score(
                 stage = (used + tile) % STAGES
                 mbarrier.wait(k_full.index(stage), ((used + tile) // STAGES) & 1)
                 fence_async_shared()
-                # products start in turn: together they would also end together, and the tensor cores idle meanwhile
+                # quarters start their products in turn: those that start together wait longer for them
                 mbarrier.wait(turns.index(part), ((used + tile) & 1) ^ (1 if part == 0 else 0))
                 scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
                 mbarrier.arrive(turns.index((part + 1) % 4), count=1)
