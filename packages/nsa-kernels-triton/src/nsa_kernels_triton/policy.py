@@ -212,7 +212,7 @@ RINGS: dict[str, dict[int, Ring]] = {
     "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
     "shared_forward": {64: Ring(192, 64, 4, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
     "interval_dq": {64: Ring(192, 64, 3, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
-    "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(64, 128, 4, 40), 192: Ring(32, 128, 6, 40)},
+    "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(64, 128, 4, 24), 192: Ring(32, 128, 6, 40)},
     "scores": {128: Ring(256, 64, 4, 32, num_parts=4), 192: Ring(256, 64, 3, 32, num_parts=4)},
     "selected_forward": {64: Ring(64, 64, 4, 40, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
     "selected_backward": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(64, 64, 3, 56, num_programs=1)},

@@ -51,9 +51,8 @@ def log_sum(row_max, row_sum, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_shift(lse_ptr, rows, mask, EXACT: tl.constexpr):
+def shift_of(lse, EXACT: tl.constexpr):
     """Return what `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0."""
-    lse = tl.load(lse_ptr + rows, mask=mask, other=float("-inf")).to(tl.float32)
     shift = tl.where(lse == float("-inf"), float("inf"), lse)
     if EXACT:
         return shift

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
-from nsa_kernels_triton.interval import kernels
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, cdiv, exact_out, next_power_of_2, on_its_device, ring_for
+from nsa_kernels_triton.launch import Sequences, exact_out, on_its_device, ring_for
 from nsa_kernels_triton.select import op as select
 from nsa_kernels_triton.selected import op as selected
 
@@ -127,15 +126,15 @@ def triton_nsa_attention_backward(
     sizes = BlockGeometry(*geometry)
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
     dout, q, gates = dout.contiguous(), q.contiguous(), gates.contiguous()
-    deltas, dgates = _branch_deltas(dout, out_cmp, out_slc, out_win, gates)
+    deltas, shifts, dgates = interval.branch_deltas(dout, (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win), gates)
     if ring_for("selected_backward", q, v_cmp) is not None:
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
-    cmp = interval.Operands(dout, deltas[0], None, lse_cmp, q, k_cmp, v_cmp, gates, 0, False, sizes, scale, blocks)
-    win = interval.Operands(dout, deltas[2], None, lse_win, q, k_win, v_win, gates, 2, True, sizes, scale, tokens)
+    cmp = interval.Operands(dout, deltas[0], None, shifts[0], q, k_cmp, v_cmp, gates, 0, False, sizes, scale, blocks)
+    win = interval.Operands(dout, deltas[2], None, shifts[2], q, k_win, v_win, gates, 2, True, sizes, scale, tokens)
     dq, dk_cmp, dv_cmp = interval.backward(cmp)
     dq, dk_win, dv_win = interval.backward(win, dq)
-    dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], lse_slc, q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
+    dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], shifts[1], q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 
@@ -177,15 +176,3 @@ def _sequences(
     """Return where rows and compressed blocks lie, and where rows and tokens lie."""
     placement = Placement(0, max_key_count, cu_seqlens, cu_blocks, query_start, query_count)
     return Sequences(placement, q.shape[0], q.shape[1], cu_blocks), Sequences(placement, q.shape[0], q.shape[1], cu_seqlens)
-
-
-def _branch_deltas(dout: Tensor, out_cmp: Tensor, out_slc: Tensor, out_win: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dO . O of the branches, `(3, B, S, H)` float32, and as the gates' gradient, which it is."""
-    deltas, dgates = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32), gates.new_empty(gates.shape)
-    rows, width = dout.shape[:3].numel(), next_power_of_2(dout.shape[3])
-    block = max(1, 4096 // width)
-    if rows:
-        kernels.branch_deltas_kernel[(cdiv(rows, block),)](
-            out_cmp, out_slc, out_win, dout, deltas, dgates, rows, D_V=dout.shape[3], WIDTH=width, BLOCK_ROWS=block
-        )
-    return deltas, dgates

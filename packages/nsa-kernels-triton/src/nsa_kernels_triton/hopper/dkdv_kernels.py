@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_kernels_triton.hopper.tiles import (
-    LOG2E,
     barrier,
     find_sequence,
     load_tile,
@@ -27,7 +26,7 @@ from nsa_kernels_triton.hopper.tiles import (
 
 @gluon.jit
 def _load_rows(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+    q_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -44,7 +43,7 @@ def _load_rows(
         if K2 > 0:
             load_tile(q_ptr, q2_smem.index(stage), row, row_end, H, HG, D_K, K1, K2, ROWS)
         load_tile(dout_ptr, dout_smem.index(stage), row, row_end, H, HG, D_V, 0, V1, ROWS)
-        async_copy.async_copy_global_to_shared(lse_smem.index(stage), lse_ptr + heads, mask=exists)
+        async_copy.async_copy_global_to_shared(shift_smem.index(stage), shift_ptr + heads, mask=exists)
         async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
         if GATED:
             async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=exists)
@@ -74,15 +73,13 @@ def _seen_rows(
 
 @gluon.jit
 def _seen_weights(
-    scores, lse_smem, gate_smem, row, is_masked, row_last, position, keys, factor,
+    scores, shift_smem, gate_smem, row, is_masked, row_last, position, keys, factor,
     HG: gl.constexpr, GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Return the weights (keys, rows), times the gates, of a tile of rows that starts with `row`."""
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    lse = lse_smem.load(OF_ROWS)
-    shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    weights = gl.exp2(scores * factor - shift[None, :])
+    weights = gl.exp2(scores * factor - shift_smem.load(OF_ROWS)[None, :])
     if is_masked:
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, SCORES))
         t = gl.where(rows < row_last, position + rows // HG, -1)
@@ -94,8 +91,17 @@ def _seen_weights(
 
 
 @gluon.jit
+def _start_next(tile, end_tile, k1, k2, q1_smem, q2_smem, full, zeros, K2: gl.constexpr, STAGES: gl.constexpr):
+    """Start the products of keys with a tile of rows; beyond the last, with those of an old stage, in vain."""
+    stage = tile % STAGES
+    mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < end_tile)
+    fence_async_shared()
+    return start_scores(k1, k2, q1_smem.index(stage), q2_smem.index(stage), zeros, K2)
+
+
+@gluon.jit
 def _multiply(
-    half: gl.constexpr, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+    half: gl.constexpr, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
     dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end, scale, factor,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
@@ -148,24 +154,25 @@ def _multiply(
         mbarrier.arrive(empty.index(tile % STAGES), count=1)
     if not OVERLAPS:
         gl.static_assert(K2 == 0)
+        scores = _start_next(first_tile, end_tile, k1, k2, q1_smem, q2_smem, full, zeros, K2, STAGES)
         for tile in range(first_tile, end_tile):
             stage = tile % STAGES
-            mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
-            fence_async_shared()
-            scores = start_scores(k1, k2, q1_smem.index(stage), q2_smem.index(stage), zeros, K2)
+            scores = warpgroup_mma_wait(0, deps=[scores])
             dweights = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
             row = row_from + tile * ROWS
             weights = _seen_weights(
-                scores, lse_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+                scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
                 factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
             )  # fmt: skip
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
             dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
             dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(stage), dk1, is_async=True)
-            dk1, dv = warpgroup_mma_wait(0, deps=[dk1, dv])
+            # the next tile's scores are computed behind this one's products
+            scores = _start_next(tile + 1, end_tile, k1, k2, q1_smem, q2_smem, full, zeros, K2, STAGES)
+            dk1, dv = warpgroup_mma_wait(1, deps=[dk1, dv])
             mbarrier.arrive(empty.index(stage), count=1)
+        warpgroup_mma_wait(0, deps=[scores])
     elif end_tile > first_tile:
         stage = first_tile % STAGES
         mbarrier.wait(full.index(stage), (first_tile // STAGES) & 1)
@@ -175,7 +182,7 @@ def _multiply(
         scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
         row = row_from + first_tile * ROWS
         weights = _seen_weights(
-            scores, lse_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+            scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
             factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
         )  # fmt: skip
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
@@ -194,7 +201,7 @@ def _multiply(
             scores, dweights = warpgroup_mma_wait(PENDING, deps=[scores, dweights])
             row = row_from + tile * ROWS
             weights = _seen_weights(
-                scores, lse_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+                scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
                 factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
             )  # fmt: skip
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
@@ -236,7 +243,7 @@ def _store(
 
 @gluon.jit
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
@@ -284,7 +291,7 @@ def dkdv_kernel(
         q2_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, K2], K2_SHARED)
     v_smem = gl.allocate_shared_memory(dtype, [2, HALF, V1], V_SHARED)
     dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, V1], V_SHARED)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    shift_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     gate_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -319,7 +326,7 @@ def dkdv_kernel(
             (
                 _multiply,
                 (
-                    0, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+                    0, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
                     position, num_valid, row_from, row_end, scale, factor,
                     G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
@@ -328,7 +335,7 @@ def dkdv_kernel(
             (
                 _multiply,
                 (
-                    1, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty,
+                    1, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
                     position, num_valid, row_from, row_end, scale, factor,
                     G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
@@ -337,8 +344,8 @@ def dkdv_kernel(
             (
                 _load_rows,
                 (
-                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3,
-                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
+                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3,
+                    q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty, row_from, row_end,
                     H, HG, D_K, K1, K2, D_V, V1, GATED, ROWS, STAGES,
                 ),
             ),

@@ -11,19 +11,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_kernels_triton.hopper.forward_kernels import tile_of
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, load_keys, load_tile, mask_of, start_scores, store_tile, visible_keys
+from nsa_kernels_triton.hopper.tiles import barrier, load_keys, load_tile, mask_of, start_scores, store_tile, visible_keys
 
 
 @gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rings, places, num_items,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, rings, places, num_items,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
     (
-        q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+        q1_smem, q2_smem, dout1_smem, dout2_smem, shift_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
         rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
     ) = rings  # fmt: skip
     HG: gl.constexpr = H // G
@@ -50,7 +50,7 @@ def _load(
             rows = row + gl.arange(0, PART, LINE)
             heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
             exists = rows < row_end
-            async_copy.async_copy_global_to_shared(lse_smem.index(PARTS * place + part), lse_ptr + heads, mask=exists)
+            async_copy.async_copy_global_to_shared(shift_smem.index(PARTS * place + part), shift_ptr + heads, mask=exists)
             async_copy.async_copy_global_to_shared(delta_smem.index(PARTS * place + part), delta_ptr + heads, mask=exists)
         async_copy.mbarrier_arrive(rows_full.index(place), increment_count=False)
         key_place = key_row0 * G + group
@@ -93,7 +93,7 @@ def _multiply(
     Of two parts, the product with k runs beside the next keys' scores. Three fill each other's waits, and have no registers for that.
     """
     (
-        q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+        q1_smem, q2_smem, dout1_smem, dout2_smem, shift_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
         rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
     ) = rings  # fmt: skip
     HG: gl.constexpr = H // G
@@ -123,8 +123,7 @@ def _multiply(
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
         head0 = q_row0 * H + group * HG
         mbarrier.wait(rows_full.index(place), (number // PLACES) & 1)
-        lse = lse_smem.index(PARTS * place + part).load(OF_ROWS)
-        shift = gl.where((t < 0) | (lse == float("-inf")), float("inf"), lse * LOG2E)
+        shift = gl.where(t < 0, float("inf"), shift_smem.index(PARTS * place + part).load(OF_ROWS))
         delta = delta_smem.index(PARTS * place + part).load(OF_ROWS)
         dq1 = gl.zeros([PART, K1], gl.float32, ACC1)
         dq2 = dq1
@@ -246,7 +245,7 @@ def _place(
 
 @gluon.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
@@ -280,7 +279,7 @@ def dq_kernel(
     if V2 > 0:
         dout2_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, V2], V2_SHARED)
         v2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V2], V2_SHARED)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [PARTS * PLACES, PART], FLAT)
+    shift_smem = gl.allocate_shared_memory(gl.float32, [PARTS * PLACES, PART], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [PARTS * PLACES, PART], FLAT)
     rows_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
     rows_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
@@ -300,7 +299,7 @@ def dq_kernel(
     fence_async_shared()
     barrier()
     rings = (
-        q1_smem, q2_smem, dout1_smem, dout2_smem, lse_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
+        q1_smem, q2_smem, dout1_smem, dout2_smem, shift_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
         rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
     )  # fmt: skip
     places = (
@@ -334,7 +333,7 @@ def dq_kernel(
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rings, places, num_items,
+                        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, rings, places, num_items,
                         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
@@ -362,7 +361,7 @@ def dq_kernel(
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rings, places, num_items,
+                        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, rings, places, num_items,
                         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),

@@ -74,7 +74,7 @@ def interval_dq(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
+    shift: Tensor,
     delta: Tensor,
     gates: Tensor | None,
     dq: Tensor,
@@ -90,7 +90,7 @@ def interval_dq(
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     kernels.dq_kernel[(min(num_items, num_multiprocessors(q)),)](
-        q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dq,
+        q, k, v, dout, shift, delta, _gate(gates, constants["GATE"], delta), dq,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         scale, score_factor(q, scale),
@@ -107,7 +107,7 @@ def interval_dkdv(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
+    shift: Tensor,
     delta: Tensor,
     gates: Tensor | None,
     dk: Tensor,
@@ -120,7 +120,7 @@ def interval_dkdv(
     from nsa_kernels_triton.hopper import dkdv_kernels as kernels
 
     kernels.dkdv_kernel[grid](
-        q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
+        q, k, v, dout, shift, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
         **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
         **_ring_constants(ring), **options_of_one(ring),
@@ -170,7 +170,7 @@ def selected_backward(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
+    shift: Tensor,
     delta: Tensor,
     gates: Tensor | None,
     rest: tuple[Any, ...],
@@ -185,7 +185,7 @@ def selected_backward(
     is_wide = sizes["K2"] > 0
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     kernel[(num_items,)](
-        q, k, v, dout, lse, delta, _gate(gates, constants["GATE"], delta), *rest,
+        q, k, v, dout, shift, delta, _gate(gates, constants["GATE"], delta), *rest,
         **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_ring_constants(ring),
         **(options_of_one(ring) if is_wide else _options(ring)),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.tiles import LN2, LOG2E, barrier, load_tile, mask_of, start_scores
+from nsa_kernels_triton.hopper.tiles import LN2, barrier, load_tile, mask_of, start_scores
 
 
 @gluon.jit
@@ -63,8 +63,8 @@ def _gather_tile(
 
 @gluon.jit
 def gather(
-    q_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, entries_ptr, own_ptr,
-    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_rows,
+    q_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, entries_ptr, own_ptr,
+    q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_rows,
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def gather(
         rows = tile * ROWS + gl.arange(0, ROWS, LINE)
         exists = rows < num_rows
         heads = entry // SLOTS_TOTAL * H + rows % HG
-        async_copy.async_copy_global_to_shared(lse_smem.index(stage), lse_ptr + heads, mask=exists)
+        async_copy.async_copy_global_to_shared(shift_smem.index(stage), shift_ptr + heads, mask=exists)
         async_copy.async_copy_global_to_shared(delta_smem.index(stage), delta_ptr + heads, mask=exists)
         if GATED:
             async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=exists)
@@ -101,15 +101,13 @@ def gather(
 
 @gluon.jit
 def weights_of(
-    scores, zeros, dout, v_smem, lse_smem, gate_smem, own_smem, keys, is_masked, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
+    scores, zeros, dout, v_smem, shift_smem, gate_smem, own_smem, keys, is_masked, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Return a tile's weights, times the gates, and their gradients, whose product is under way."""
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     scores = warpgroup_mma_wait(0, deps=[scores])
     dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    lse = lse_smem.load(OF_ROWS)
-    shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    weights = gl.exp2(scores * factor - shift[None, :])
+    weights = gl.exp2(scores * factor - shift_smem.load(OF_ROWS)[None, :])
     if is_masked:
         weights = gl.where(keys[:, None] <= own_smem.load(OF_ROWS)[None, :], weights, 0.0)
     if GATED:
@@ -128,7 +126,7 @@ def start_next(tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores
 
 @gluon.jit
 def _multiply(
-    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
+    k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
     full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -149,7 +147,7 @@ def _multiply(
         q = q_smem.index(stage)
         dout = dout_smem.index(stage)
         weights, dweights = weights_of(
-            scores, zeros, dout, v_smem, lse_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
+            scores, zeros, dout, v_smem, shift_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
             keys, is_masked, factor, GATED, SCORES,
         )  # fmt: skip
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC_V, 2)), dout, dv, is_async=True)
@@ -214,7 +212,7 @@ def add_or_store(
 
 @gluon.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
@@ -239,7 +237,7 @@ def backward_kernel(
     v_smem = gl.allocate_shared_memory(dtype, [KEYS, V1], V_SHARED)
     dout_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, V1], V_SHARED)
     ds_smem = gl.allocate_shared_memory(dtype, [KEYS, ROWS], DS_SHARED)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    shift_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     gate_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     own_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
@@ -268,7 +266,7 @@ def backward_kernel(
             (
                 _multiply,
                 (
-                    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
+                    k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
                     full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
                     key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
                     G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
@@ -277,8 +275,8 @@ def backward_kernel(
             (
                 gather,
                 (
-                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
-                    q_smem, q_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
+                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
+                    q_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
                     H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES,
                 ),
             ),

@@ -20,7 +20,7 @@ from nsa_kernels_triton.hopper.tiles import barrier, load_tile
 
 @gluon.jit
 def _multiply_values(
-    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
     full, empty, dq_ptr, dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -42,7 +42,7 @@ def _multiply_values(
             zeros,
             dout,
             v_smem,
-            lse_smem.index(stage),
+            shift_smem.index(stage),
             gate_smem.index(stage),
             own_smem.index(stage),
             keys,
@@ -71,7 +71,7 @@ def _multiply_values(
 
 @gluon.jit
 def _multiply_keys(
-    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
     full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -90,7 +90,7 @@ def _multiply_keys(
     for tile in range(num_tiles):
         stage = tile % STAGES
         weights, dweights = weights_of(
-            scores, zeros, dout_smem.index(stage), v_smem, lse_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
+            scores, zeros, dout_smem.index(stage), v_smem, shift_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
             keys, is_masked, factor, GATED, SCORES,
         )  # fmt: skip
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
@@ -116,7 +116,7 @@ def _multiply_keys(
 
 @gluon.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -147,7 +147,7 @@ def backward_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
     dq1_smem = gl.allocate_shared_memory(dtype, [ROWS, K1], FIRST)
     dq2_smem = gl.allocate_shared_memory(dtype, [ROWS, K2], SECOND)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
+    shift_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     gate_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
     own_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
@@ -178,7 +178,7 @@ def backward_kernel(
             (
                 _multiply_keys,
                 (
-                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem,
+                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(0), dq2_smem, full, empty, dq_ptr, dk_ptr, dk_extra_ptr,
                     key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
                     G, HG, D_K, K1, K2, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
@@ -187,7 +187,7 @@ def backward_kernel(
             (
                 _multiply_values,
                 (
-                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem,
+                    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(1), dq1_smem, full, empty, dq_ptr, dv_ptr, dv_extra_ptr,
                     key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
                     G, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
@@ -196,8 +196,8 @@ def backward_kernel(
             (
                 gather,
                 (
-                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, lse_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
-                    q1_smem, q2_smem, dout_smem, lse_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
+                    q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
+                    q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
                     H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES,
                 ),
             ),

@@ -13,10 +13,10 @@ from nsa_kernels_triton.tiles import (
     exponential,
     find_sequence,
     load_columns,
-    load_shift,
     log_sum,
     query_rows,
     refined_delta,
+    shift_of,
     store_columns,
     visible_keys,
     wide,
@@ -202,7 +202,7 @@ def _dq_step(
 
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dlse_ptr, gates_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dlse_ptr, gates_ptr, dq_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, search_steps, scale, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
@@ -242,7 +242,7 @@ def dq_kernel(
     dout2 = dout1
     if V2 > 0:
         dout2 = load_columns(dout_ptr, heads * D_V, exists, V1, V2, D_V, True)
-    shift = load_shift(lse_ptr, heads, exists & (t >= 0), EXACT)
+    shift = tl.load(shift_ptr + heads, mask=exists & (t >= 0), other=float("inf"))
     delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
     dlse = tl.zeros_like(delta)
     if dlse_ptr is not None:
@@ -288,7 +288,7 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_step(
-    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, position, row, last_row,
+    dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, position, row, last_row,
     keys, factor, H: tl.constexpr, HG: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
@@ -296,7 +296,7 @@ def _dkdv_step(
 ):  # fmt: skip
     """Add what the rows row .. row + BLOCK_ROWS - 1 give to dK and dV of `keys`; everything is transposed: (keys, rows).
 
-    q, dO, lse, delta and gates point to the first head of the group in the sequence's first row.
+    q, dO, shift, delta and gates point to the first head of the group in the sequence's first row.
     """
     rows = row + tl.arange(0, BLOCK_ROWS)
     exists = rows < last_row
@@ -307,7 +307,7 @@ def _dkdv_step(
         skipped = wide(row // HG) * H
         q_ptr += skipped * D_K
         dout_ptr += skipped * D_V
-        lse_ptr += skipped
+        shift_ptr += skipped
         delta_ptr += skipped
         if GATE >= 0:
             gates_ptr += skipped * 3
@@ -319,7 +319,7 @@ def _dkdv_step(
     if K2 > 0:
         q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, MASK != NONE)
         scores = dot(k2, tl.trans(q2), scores)
-    shift = load_shift(lse_ptr, heads, exists, EXACT)
+    shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
     delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
     weights = exponential(scores * factor - shift[None, :], EXACT)
     if MASK != NONE:
@@ -350,7 +350,7 @@ def _dkdv_step(
 
 @triton.jit
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, dk_ptr, dv_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
@@ -422,23 +422,23 @@ def dkdv_kernel(
     head0 = q_row0 * H + group * HG
     q_ptr += head0 * D_K
     dout_ptr += head0 * D_V
-    lse_ptr += head0
+    shift_ptr += head0
     delta_ptr += head0
     if GATE >= 0:
         gates_ptr += head0 * 3
     for row in tl.range(row_from, middle, BLOCK_ROWS):
         dk1, dk2, dv1, dv2 = _dkdv_step(
-            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, position, row, row_end,
+            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, position, row, row_end,
             keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, BOTH_ENDS,
         )  # fmt: skip
     for row in tl.range(middle, tail, BLOCK_ROWS):
         dk1, dk2, dv1, dv2 = _dkdv_step(
-            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, position, row, row_end,
+            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, position, row, row_end,
             keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, NONE,
         )  # fmt: skip
     for row in tl.range(tail, row_end, BLOCK_ROWS):
         dk1, dk2, dv1, dv2 = _dkdv_step(
-            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, position, row, row_end,
+            dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, position, row, row_end,
             keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, BOTH_ENDS,
         )  # fmt: skip
     rows += split.to(tl.int64) * num_key_rows * G
@@ -451,8 +451,11 @@ def dkdv_kernel(
 
 
 @triton.jit
-def delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Write delta = dO . O - dlse of each (query, head), float32: what the softmax's gradient subtracts."""
+def delta_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, shift_ptr, num_rows,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write of each (query, head), float32, delta = dO . O - dlse, what the softmax's gradient subtracts, and its scores' `shift_of`."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
@@ -461,28 +464,39 @@ def delta_kernel(out_ptr, dout_ptr, dlse_ptr, delta_ptr, num_rows, D_V: tl.const
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + rows, mask=exists, other=0.0).to(tl.float32)
     tl.store(delta_ptr + rows, delta, mask=exists)
+    tl.store(shift_ptr + rows, shift_of(tl.load(lse_ptr + rows, mask=exists, other=0.0), EXACT), mask=exists)
 
 
 @triton.jit
 def branch_deltas_kernel(
-    cmp_ptr, slc_ptr, win_ptr, dout_ptr, deltas_ptr, dgates_ptr, num_rows,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, dout_ptr, deltas_ptr, shifts_ptr, dgates_ptr, num_rows,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3)."""
+    """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3).
+
+    And what their scores are to be lowered by, float32 (3, rows).
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    _store_delta(cmp_ptr, dout, deltas_ptr + rows, dgates_ptr + 3 * rows, rows, exists, D_V, WIDTH)
-    _store_delta(slc_ptr, dout, deltas_ptr + num_rows + rows, dgates_ptr + 3 * rows + 1, rows, exists, D_V, WIDTH)
-    _store_delta(win_ptr, dout, deltas_ptr + 2 * num_rows + rows, dgates_ptr + 3 * rows + 2, rows, exists, D_V, WIDTH)
+    _store_branch(cmp_ptr, cmp_lse_ptr, dout, deltas_ptr, shifts_ptr, dgates_ptr, rows, exists, D_V, WIDTH, EXACT)
+    deltas_ptr += num_rows
+    shifts_ptr += num_rows
+    _store_branch(slc_ptr, slc_lse_ptr, dout, deltas_ptr, shifts_ptr, dgates_ptr + 1, rows, exists, D_V, WIDTH, EXACT)
+    deltas_ptr += num_rows
+    shifts_ptr += num_rows
+    _store_branch(win_ptr, win_lse_ptr, dout, deltas_ptr, shifts_ptr, dgates_ptr + 2, rows, exists, D_V, WIDTH, EXACT)
 
 
 @triton.jit
-def _store_delta(out_ptr, dout, delta_ptr, dgate_ptr, rows, exists, D_V: tl.constexpr, WIDTH: tl.constexpr):
+def _store_branch(
+    out_ptr, lse_ptr, dout, delta_ptr, shift_ptr, dgate_ptr, rows, exists, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
+):
     out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     delta = tl.sum(out * dout, 1)
-    tl.store(delta_ptr, delta, mask=exists)
-    tl.store(dgate_ptr, cast(delta, dgate_ptr.dtype.element_ty), mask=exists)
+    tl.store(delta_ptr + rows, delta, mask=exists)
+    tl.store(dgate_ptr + 3 * rows, cast(delta, dgate_ptr.dtype.element_ty), mask=exists)
+    tl.store(shift_ptr + rows, shift_of(tl.load(lse_ptr + rows, mask=exists, other=0.0), EXACT), mask=exists)
 
 
 @triton.jit

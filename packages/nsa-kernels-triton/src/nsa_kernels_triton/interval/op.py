@@ -96,8 +96,8 @@ def interval_attention_backward(
     """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
     sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    delta = row_delta(out, dout, dlse)
-    return backward(Operands(dout, delta, dlse, lse, q, k, v, None, -1, is_window, BlockGeometry(*geometry), scale, sequences))
+    delta, shift = row_deltas(out, lse, dout, dlse)
+    return backward(Operands(dout, delta, dlse, shift, q, k, v, None, -1, is_window, BlockGeometry(*geometry), scale, sequences))
 
 
 @interval_attention_backward.register_fake
@@ -206,16 +206,32 @@ def attend_into(
     )  # fmt: skip
 
 
-def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return dO . O - dlse `(B, S, H)` float32."""
-    delta = out.new_empty(out.shape[:3], dtype=torch.float32)
-    width = next_power_of_2(out.shape[3])
-    block = max(1, 4096 // width)
+def row_deltas(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return dO . O - dlse and what the kernels lower scores by to get weights, `(B, S, H)` float32."""
+    delta, shift = torch.empty_like(lse), torch.empty_like(lse)
     if delta.numel():
-        kernels.delta_kernel[(cdiv(delta.numel(), block),)](
-            out, dout, dlse, delta, delta.numel(), D_V=out.shape[3], WIDTH=width, BLOCK_ROWS=block
-        )
-    return delta
+        grid, sizes = _over_rows(dout)
+        kernels.delta_kernel[grid](out, dout, lse, dlse, delta, shift, delta.numel(), **sizes)
+    return delta, shift
+
+
+def branch_deltas(dout: Tensor, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `row_deltas` of the three branches, `(3, B, S, H)`, and dO . O once more, as the gates' gradient, which it is."""
+    deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
+    shifts, dgates = torch.empty_like(deltas), gates.new_empty(gates.shape)
+    if deltas.numel():
+        grid, sizes = _over_rows(dout)
+        kernels.branch_deltas_kernel[grid](*outs, *lses, dout, deltas, shifts, dgates, deltas[0].numel(), **sizes)
+    return deltas, shifts, dgates
+
+
+def _over_rows(dout: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """Return the grid and the constants of the kernels that read every row of dO."""
+    width = next_power_of_2(dout.shape[3])
+    block = max(1, 4096 // width)
+    return (cdiv(dout.shape[:3].numel(), block),), {
+        "D_V": dout.shape[3], "WIDTH": width, "EXACT": is_exact(dout), "BLOCK_ROWS": block
+    }  # fmt: skip
 
 
 class Operands(NamedTuple):
@@ -225,7 +241,8 @@ class Operands(NamedTuple):
     delta: Tensor
     """Of the ungated output."""
     dlse: Tensor | None
-    lse: Tensor
+    shift: Tensor
+    """Scores are lowered by it to get weights."""
     q: Tensor
     k: Tensor
     v: Tensor
@@ -282,12 +299,12 @@ def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None)
     constants = x.constants() | {"ADD": adds}
     ring = ring_for("interval_dq", x.q, x.v, x.k, x.dout) if x.dlse is None else None
     if ring is not None:
-        hopper.interval_dq(x.q, x.k, x.v, x.dout, x.lse, x.delta, x.gates, dq, x.scale, constants, x.sequences, limit, ring)
+        hopper.interval_dq(x.q, x.k, x.v, x.dout, x.shift, x.delta, x.gates, dq, x.scale, constants, x.sequences, limit, ring)
         return
     tiles = tiles_for("interval_dq", x.q, x.q.shape[3], x.v.shape[3])
     tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, tiles.block_rows, of_keys=False, limit=limit)
     kernels.dq_kernel[(tiling.num_tiles, tiling.num_sequences, x.k.shape[2])](
-        x.q, x.k, x.v, x.dout, x.lse, x.delta, x.dlse, x.gates, dq,
+        x.q, x.k, x.v, x.dout, x.shift, x.delta, x.dlse, x.gates, dq,
         *x.sequences.arguments(tiling),
         x.sequences.num_sequences, x.q.shape[1], x.k.shape[1], x.sequences.search_steps, x.scale, score_factor(x.q, x.scale),
         **constants,
@@ -338,9 +355,9 @@ def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, *, split_queries: int, lim
         tiling.num_tiles, split_queries, sequences.search_steps, x.scale, score_factor(q, x.scale),
     )  # fmt: skip
     if ring is not None:
-        hopper.interval_dkdv(grid, q, k, v, x.dout, x.lse, x.delta, x.gates, dk, dv, numbers, x.constants(), ring)
+        hopper.interval_dkdv(grid, q, k, v, x.dout, x.shift, x.delta, x.gates, dk, dv, numbers, x.constants(), ring)
         return
     kernels.dkdv_kernel[grid](
-        q, k, v, x.dout, x.lse, x.delta, x.gates, dk, dv, *numbers, **x.constants(),
+        q, k, v, x.dout, x.shift, x.delta, x.gates, dk, dv, *numbers, **x.constants(),
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -8,7 +8,7 @@ b = l/d. The buffer holds A[j] and B[j - 1]; their sum is the importance of bloc
 import triton
 import triton.language as tl
 
-from nsa_kernels_triton.tiles import count_bits, dot, exponential, find_sequence, load_columns, load_shift, query_rows, visible_keys, wide
+from nsa_kernels_triton.tiles import count_bits, dot, exponential, find_sequence, load_columns, query_rows, shift_of, visible_keys, wide
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def scores_kernel(
     q2 = q1
     if K2 > 0:
         q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
-    shift = load_shift(lse_ptr, heads, exists, EXACT)
+    shift = shift_of(tl.load(lse_ptr + heads, mask=exists, other=float("-inf")).to(tl.float32), EXACT)
     _first, end = visible_keys(tl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
     _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
 

@@ -6,7 +6,7 @@ The rows of an item are its queries times the heads of their group. Nothing is a
 import triton
 import triton.language as tl
 
-from nsa_kernels_triton.tiles import cast, dot, exponential, load_columns, load_shift, log_sum, store_columns, wide
+from nsa_kernels_triton.tiles import cast, dot, exponential, load_columns, log_sum, store_columns, wide
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def _add_or_store(sum_ptr, extra_ptr, keys, key_mask, place, values, FIRST: tl.c
 
 @triton.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, gates_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
@@ -219,7 +219,7 @@ def backward_kernel(
     head0 = wide(first_row) * H + group * HG
     q_ptr += head0 * D_K
     dout_ptr += head0 * D_V
-    lse_ptr += head0
+    shift_ptr += head0
     delta_ptr += head0
     if GATE >= 0:
         gates_ptr += head0 * 3
@@ -242,7 +242,7 @@ def backward_kernel(
         if K2 > 0:
             q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
             scores = dot(q2, tl.trans(k2), scores)
-        shift = load_shift(lse_ptr, heads, exists, EXACT)
+        shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
         delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
         is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
         weights = tl.where(is_visible, exponential(scores * factor - shift[:, None], EXACT), 0.0)

@@ -81,8 +81,8 @@ def triton_selected_attention_backward(
     """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
     sequences = _sequences(q, cu_seqlens, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    delta = interval.row_delta(out, dout, dlse)
-    return backward(dout, delta, lse, q, k, v, block_indices, None, None, BlockGeometry(*geometry), scale, sequences)
+    delta, shift = interval.row_deltas(out, lse, dout, dlse)
+    return backward(dout, delta, shift, q, k, v, block_indices, None, None, BlockGeometry(*geometry), scale, sequences)
 
 
 @triton_selected_attention_backward.register_fake
@@ -287,7 +287,7 @@ EXTRA_LISTS = 8
 def backward(
     dout: Tensor,
     delta: Tensor,
-    lse: Tensor,
+    shift: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -315,7 +315,7 @@ def backward(
     if early:
         assert gates is not None and adds
         window = evolve(geometry, window_size=early)
-        operands = interval.Operands(dout, delta, None, lse, q, k, v, gates, GATE, True, window, scale, sequences)
+        operands = interval.Operands(dout, delta, None, shift, q, k, v, gates, GATE, True, window, scale, sequences)
         interval.backward_into(dq, dk, dv, operands, limit=early)
     constants = _constants(q, k, v, index)
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
@@ -332,10 +332,10 @@ def backward(
         results = (parts, dk, dv, dk_extra, dv_extra)
         numbers = (*_lists(chunk), index.rows, chunk.key_rows, *place, scale, score_factor(q, scale))
         if ring is not None:
-            hopper.selected_backward(chunk.items.shape[0], q, k, v, dout, lse, delta, gates, (*results, *numbers), constants | gate, ring)
+            hopper.selected_backward(chunk.items.shape[0], q, k, v, dout, shift, delta, gates, (*results, *numbers), constants | gate, ring)
         else:
             kernels.backward_kernel[(chunk.items.shape[0],)](
-                q, k, v, dout, lse, delta, gates, *results, *numbers, **constants, **gate,
+                q, k, v, dout, shift, delta, gates, *results, *numbers, **constants, **gate,
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         num_lists = chunk.ends.shape[1]
