@@ -1,7 +1,7 @@
 """Run the kernels for compute capability 9.0 without one: their Python code, over tensors, a thread for every partition of warps.
 
 Triton interprets no Gluon. Here its operations are done by torch, as late as the code allows: a copy lands when its arrival is
-announced, a product is computed when it is waited for, from what shared memory holds by then; what nobody wrote is NaN. So
+announced or its group waited for, a product is computed when it is waited for, from what shared memory holds by then; what nobody wrote is NaN. So
 a place of a ring that is freed too soon, or read too soon, shows in the result, and partitions that wait for each other end in an
 error. Partitions take turns where one has written to shared memory and where it is about to read its products' operands, by lot:
 what two of them write to one place shows as well. Layouts, memory fences and barriers among the warps of one partition are not
@@ -92,7 +92,8 @@ class Partition:
         self.is_done = False
         self.is_ready: Callable[[], bool] = lambda: True
         self.products: list[Product] = []
-        self.copies: list[tuple[Shared, Pointer, Any]] = []
+        # by groups; the last one is not closed yet
+        self.copies: list[list[tuple[Shared, Pointer, Any]]] = [[]]
         self._turn = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._run, args=(body, arguments))
         self.thread.start()
@@ -129,7 +130,7 @@ class Partition:
             # `x += 1` rebinds a name in the language, and changes a tensor here
             body(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
             assert not self.products
-            assert not self.copies
+            assert not any(self.copies)
         except BaseException as error:  # noqa: BLE001 - it is raised where the program ends
             self.error = error
         self.is_done = True
@@ -229,17 +230,29 @@ def _wait_for_products(left_over: int, deps: list[Any]) -> Any:
 
 def _copy(smem: Shared, ptr: Pointer, mask: Any = None) -> None:
     if hasattr(_HERE, "partition"):
-        _here().copies.append((smem, ptr, mask))
+        _here().copies[-1].append((smem, ptr, mask))
     else:
         # before the warps part
         smem.store(_loaded(ptr, mask, 0))
 
 
-def _land() -> None:
-    copies = _here().copies
-    while copies:
-        smem, ptr, mask = copies.pop(0)
-        smem.store(_loaded(ptr, mask, 0))
+def _close_group() -> None:
+    # before the warps part copies land at once
+    if hasattr(_HERE, "partition"):
+        _here().copies.append([])
+
+
+def _wait_for_groups(left_over: int) -> None:
+    if hasattr(_HERE, "partition"):
+        closed = _here().copies[:-1]
+        _land(closed[: len(closed) - left_over])
+
+
+def _land(groups: list[list[tuple[Shared, Pointer, Any]]]) -> None:
+    for copies in groups:
+        while copies:
+            smem, ptr, mask = copies.pop(0)
+            smem.store(_loaded(ptr, mask, 0))
 
 
 def _release(barrier: Barrier, *, count: int, pred: Any = True) -> None:
@@ -251,7 +264,7 @@ def _release(barrier: Barrier, *, count: int, pred: Any = True) -> None:
 
 def _arrive_landed(barrier: Barrier, *, increment_count: bool) -> None:
     assert not increment_count
-    _land()
+    _land(_here().copies)
     # all 128 threads of the loading warps
     barrier.arrive(128)
 
@@ -306,11 +319,11 @@ def _load(ptr: Pointer, mask: Any = None, other: Any = None) -> Tensor:
 _PROGRAM: dict[str, tuple[int, int, int]] = {}
 
 LANGUAGE = SimpleNamespace(
-    int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=lambda x: x,
+    int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, constexpr=lambda x: x,
     program_id=lambda axis: torch.tensor(_PROGRAM["id"][axis]), num_programs=lambda axis: torch.tensor(_PROGRAM["grid"][axis]),
     to_tensor=torch.tensor,
     arange=lambda start, end, layout=None: torch.arange(start, end), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-    full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+    full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), zeros_like=torch.zeros_like,
     where=lambda condition, x, y: torch.where(_tensor(condition), _tensor(x), _tensor(y)),
     minimum=lambda x, y: torch.minimum(_tensor(x), _tensor(y)), maximum=lambda x, y: torch.maximum(_tensor(x), _tensor(y)),
     join=lambda x, y: torch.stack([x, y], -1), split=lambda x: x.unbind(-1),
@@ -340,7 +353,7 @@ STAND_INS: dict[str, Any] = {
         arrive=_release,
     ),
     "async_copy": SimpleNamespace(
-        async_copy_global_to_shared=_copy, mbarrier_arrive=_arrive_landed, commit_group=lambda: None, wait_group=lambda left_over: None
+        async_copy_global_to_shared=_copy, mbarrier_arrive=_arrive_landed, commit_group=_close_group, wait_group=_wait_for_groups
     ),
 }
 

@@ -8,7 +8,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from nsa_kernels_triton.hopper.tiles import LOG2E, barrier, exchange_lanes, layout_of, mask_of, place_of, start_scores, visible_keys
+from nsa_kernels_triton.hopper.tiles import (
+    LOG2E,
+    barrier,
+    bits_of,
+    exchange_lanes,
+    float_of,
+    hand_over,
+    layout_of,
+    mask_of,
+    place_of,
+    start_scores,
+    visible_keys,
+)
 
 
 @gluon.jit
@@ -110,6 +122,7 @@ def _load(
                 if K2 > 0:
                     _load_rows(q_tile, q2_smem.index(part), first, last_query, H, HG, HEADS, D_K, K1, K2, ROWS // 4)
             async_copy.mbarrier_arrive(q_full.index(0), increment_count=False)
+            async_copy.commit_group()
             number += 1
             k_tile = k_ptr + (key_row0 * G + group) * D_K
             for block in range(0, num_blocks, BLOCKS):
@@ -118,8 +131,11 @@ def _load(
                 _load_strides(k_tile, k1_smem.index(stage), block, end, G, D_K, 0, K1, STRIDES, PADDED_STRIDES, KEYS)
                 if K2 > 0:
                     _load_strides(k_tile, k2_smem.index(stage), block, end, G, D_K, K1, K2, STRIDES, PADDED_STRIDES, KEYS)
-                async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+                async_copy.commit_group()
+                if block > 0:
+                    hand_over(k_full.index((loaded - 1) % STAGES), 1)
                 loaded += 1
+            hand_over(k_full.index((loaded - 1) % STAGES), 0)
 
 
 @gluon.jit
@@ -153,25 +169,31 @@ def _store(
 ):  # fmt: skip
     """Write the importance of a tile's blocks. `reached` holds what the tile before gives to the first one; return that of this tile."""
     BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
-    weights = gl.exp2(scores * factor - shift[:, None])
+    exponents = scores * factor - shift[:, None]
     if is_masked:
         columns = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
         in_order = _key_order(columns, PADDED_STRIDES)
         stride = in_order % PADDED_STRIDES
         keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
-        weights = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), weights, 0.0)
+        exponents = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), exponents, float("-inf"))
+    # behind the masks, so that the assembler can sum some weights while others are computed
+    weights = gl.exp2(exponents)
     # of the 16 heads of a query, a thread holds two, eight apart
     shares = gl.sum(weights.reshape([PART // 16, 2, 8, KEYS]), 1)
     shares = shares.reshape([PART // 16, 8, BLOCKS // 4, PADDED_STRIDES // 2, 4, 2]).permute((0, 1, 2, 4, 3, 5))
     shares = shares.reshape([PART // 16, 8, BLOCKS, PADDED_STRIDES])
     LAST: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout_of(shares))))
     strides = gl.arange(0, PADDED_STRIDES, LAST)
+    # -0 added changes nothing, and the compiler knows; as a literal it would become 0
+    nothing = float_of(bits_of(gl.zeros_like(shares)) + -(2**31))
     own_weight = gl.where(strides < STRIDES, gl.minimum(REACH, STRIDES - strides), 0).to(gl.float32)[None, :][:, None, :][:, :, None, :]
-    sums = gl.sum(shares * own_weight, 3)
+    whole = gl.sum(gl.where(own_weight == REACH, shares, nothing), 3)
+    sums = whole * REACH + gl.sum(gl.where(own_weight < REACH, shares * own_weight, nothing), 3)
     if REACH > 1:
         next_weight = gl.where(strides < STRIDES, gl.maximum(0, strides + REACH - STRIDES), 0)
         next_weight = next_weight.to(gl.float32)[None, :][:, None, :][:, :, None, :]
-        sums = gl.join(sums, gl.sum(shares * next_weight, 3)).permute((0, 1, 3, 2)).reshape([PART // 16, 8, WIDTH])
+        reaching = gl.where(next_weight > 0, shares * next_weight, nothing)
+        sums = gl.join(sums, gl.sum(reaching, 3)).permute((0, 1, 3, 2)).reshape([PART // 16, 8, WIDTH])
     # rows that hold the same four columns
     SHARERS: gl.constexpr = max(1, 32 // WIDTH)
     sums = gl.convert_layout(_sum_heads(sums).reshape([PART // 16, 8 * COLUMNS]), PLACES)
@@ -219,7 +241,7 @@ def _score(
     WIDTH: gl.constexpr = BLOCKS * (2 if REACH > 1 else 1)
     COLUMNS: gl.constexpr = max(4, WIDTH // 8)
     PLACES: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 4], [1, 32], [4, 1], [1, 0])
-    used = 0
+    used = gl.to_tensor(0)
     number = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, _key_row0, query0, last_query, position, _end, scored_blocks = _tile_of(
@@ -250,11 +272,11 @@ def _score(
             mbarrier.arrive(q_empty.index(0), count=1)
             reached = gl.zeros([PART // 16, 8 * COLUMNS], gl.float32, PLACES)
             for tile in range(num_key_tiles):
-                stage = (used + tile) % STAGES
-                mbarrier.wait(k_full.index(stage), ((used + tile) // STAGES) & 1)
-                fence_async_shared()
+                place = (used + tile).to(gl.uint32)
+                stage = (place % STAGES).to(gl.int32)
+                mbarrier.wait(k_full.index(stage), (place // STAGES & 1).to(gl.int32))
                 # quarters start their products in turn: those that start together wait longer for them
-                mbarrier.wait(turns.index(part), ((used + tile) & 1) ^ (1 if part == 0 else 0))
+                mbarrier.wait(turns.index(part), (place & 1).to(gl.int32) ^ (1 if part == 0 else 0))
                 scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
                 mbarrier.arrive(turns.index((part + 1) % 4), count=1)
                 scores = warpgroup_mma_wait(0, deps=[scores])
@@ -301,11 +323,11 @@ def scores_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    # every loading thread arrives once its copies have landed, and each quarter once it has read them
+    # every loading thread arrives once its rows have landed, `hand_over` for all once their keys have; each quarter once it has read them
     mbarrier.init(q_full.index(0), count=128)
     mbarrier.init(q_empty.index(0), count=4)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=128)
+        mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=4)
     for part in gl.static_range(4):
         mbarrier.init(turns.index(part), count=1)

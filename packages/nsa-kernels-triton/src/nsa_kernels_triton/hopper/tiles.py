@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma
 
 from nsa_kernels_triton import tiles
 
@@ -107,6 +107,18 @@ def load_keys(
     if V2 > 0:
         load_tile(v_ptr, v2_smem.index(stage), key, end, G, 1, D_V, V1, V2, KEYS)
     async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def hand_over(full, PENDING: gl.constexpr):
+    """Tell computing warps that copies are there, all but the last PENDING groups.
+
+    Products read through another proxy than the copies write through. The fence between the two stands here, not before every
+    product: it waits for whatever a thread has stored, and computing warps store results, which takes long.
+    """
+    async_copy.wait_group(PENDING)
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
