@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.tiles import LN2, barrier, load_tile, mask_of, start_scores
+from nsa_kernels_triton.hopper.tiles import LN2, barrier, hand_over, load_tile, mask_of, start_scores
 
 
 @gluon.jit
@@ -66,9 +66,9 @@ def gather(
     q_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, entries_ptr, own_ptr,
     q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_rows,
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
-    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the tiles of an item. Rows beyond the last are zeros."""
+    """Fill the ring with the tiles of an item. Rows beyond the last are zeros. FENCED: products may read what `full` announces."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
@@ -94,9 +94,18 @@ def gather(
             async_copy.async_copy_global_to_shared(gate_smem.index(stage), gate_ptr + heads * 3, mask=exists)
         async_copy.async_copy_global_to_shared(own_smem.index(stage), own_ptr + entry // SLOTS_TOTAL, mask=exists)
         async_copy.async_copy_global_to_shared(entry_smem.index(stage), entries_ptr + rows // HG, mask=exists)
-        async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        if FENCED:
+            # a third stage is filled before the second is announced, whose products start before the first is free
+            gl.static_assert(STAGES > 2)
+            async_copy.commit_group()
+            if tile > 0:
+                hand_over(full.index((tile - 1) % STAGES), 1)
+        else:
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         entry = next_entry
         entry_t = next_entry_t
+    if FENCED:
+        hand_over(full.index((gl.cdiv(num_rows, ROWS) - 1) % STAGES), 0)
 
 
 @gluon.jit
@@ -116,11 +125,14 @@ def weights_of(
 
 
 @gluon.jit
-def start_next(tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr):
+def start_next(
+    tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr
+):
     """Start the products of queries and keys of a tile; beyond the last, those of an old stage, in vain."""
     stage = tile % STAGES
     mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < num_tiles)
-    fence_async_shared()
+    if not FENCED:
+        fence_async_shared()
     return start_scores(k1_smem, k2_smem, q1_smem.index(stage), q2_smem.index(stage), scores, K2)
 
 
@@ -141,7 +153,7 @@ def _multiply(
     dv = gl.zeros([KEYS, V1], gl.float32, ACC_V)
     num_tiles = gl.cdiv(num_rows, ROWS)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    scores = start_next(0, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES)
+    scores = start_next(0, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES, True)
     for tile in range(num_tiles):
         stage = tile % STAGES
         q = q_smem.index(stage)
@@ -161,7 +173,7 @@ def _multiply(
         dq = warpgroup_mma(k_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
         # the next tile's scores are computed while this one's results leave
-        scores = start_next(tile + 1, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES)
+        scores = start_next(tile + 1, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES, True)
         barrier()
         # the tile of q has been read: partial dQ leaves through it
         q.permute((1, 0)).store((dq * scale).to(dtype))
@@ -245,8 +257,8 @@ def backward_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
-        # every loading thread arrives once its copies have landed
-        mbarrier.init(full.index(stage), count=128)
+        # `hand_over` arrives once for all loading threads
+        mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
 
     num_keys = last_key + 1 - key_row0
@@ -277,7 +289,7 @@ def backward_kernel(
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
                     q_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                    H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES,
+                    H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES, True,
                 ),
             ),
         ],

@@ -33,7 +33,7 @@ def _multiply_values(
     dv = gl.zeros([KEYS, V1], gl.float32, ACC)
     num_tiles = gl.cdiv(num_rows, ROWS)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    scores = start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+    scores = start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES, False)
     for tile in range(num_tiles):
         stage = tile % STAGES
         dout = dout_smem.index(stage)
@@ -59,7 +59,7 @@ def _multiply_values(
         barrier()
         dq = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dv, dq = warpgroup_mma_wait(0, deps=[dv, dq])
-        scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+        scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES, False)
         dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
         store_parts(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
@@ -86,7 +86,7 @@ def _multiply_keys(
     dk2 = gl.zeros([KEYS, K2], gl.float32, ACC_2)
     num_tiles = gl.cdiv(num_rows, ROWS)
     zeros = gl.zeros([KEYS, ROWS], gl.float32, SCORES)
-    scores = start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+    scores = start_next(0, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES, False)
     for tile in range(num_tiles):
         stage = tile % STAGES
         weights, dweights = weights_of(
@@ -103,7 +103,7 @@ def _multiply_keys(
         barrier()
         dq = warpgroup_mma(k2_smem.permute((1, 0)), ds_smem, gl.zeros([K2, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
         dk1, dk2, dq = warpgroup_mma_wait(0, deps=[dk1, dk2, dq])
-        scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES)
+        scores = start_next(tile + 1, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, zeros, K2, STAGES, False)
         dq_smem.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
         store_parts(dq_ptr, dq_smem, entry_smem.index(stage), tile, num_rows, G, HG, D_K, K1, K2, SLOTS_TOTAL, ROWS)
@@ -198,7 +198,7 @@ def backward_kernel(
                 (
                     q_ptr + head0 * D_K, dout_ptr + head0 * D_V, shift_ptr + head0, delta_ptr + head0, gate_ptr + head0 * 3, entries_ptr, own_ptr,
                     q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, full, empty, start, num_item_rows,
-                    H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES,
+                    H, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, STAGES, False,
                 ),
             ),
         ],
