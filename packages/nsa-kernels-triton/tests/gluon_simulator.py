@@ -245,7 +245,7 @@ def _close_group() -> None:
 def _wait_for_groups(left_over: int) -> None:
     if hasattr(_HERE, "partition"):
         closed = _here().copies[:-1]
-        _land(closed[: len(closed) - left_over])
+        _land(closed[: max(0, len(closed) - left_over)])
 
 
 def _land(groups: list[list[tuple[Shared, Pointer, Any]]]) -> None:

@@ -50,7 +50,7 @@ def simulated(monkeypatch, simulator):
 
     def short_ring(kind, _capability, head_dim_qk, head_dim_v, _itemsize):
         found = ring(kind, (9, 0), head_dim_qk, head_dim_v, 2)
-        # so short that every place is used again
+        # so short that every place is used again, and no shorter than a kernel can do with
         return found and evolve(found, num_stages=3 if kind == "selected_backward" else 2)
 
     monkeypatch.setattr(policy, "tiles", lambda kind, _capability, dk, dv, _itemsize: tiles(kind, (9, 0), dk, dv, 2))

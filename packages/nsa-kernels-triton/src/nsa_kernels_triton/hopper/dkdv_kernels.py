@@ -91,12 +91,12 @@ def _seen_weights(
 
 
 @gluon.jit
-def _start_next(tile, end_tile, k1, k2, q1_smem, q2_smem, full, zeros, K2: gl.constexpr, STAGES: gl.constexpr):
+def _start_next(tile, end_tile, k, q_smem, full, zeros, STAGES: gl.constexpr):
     """Start the products of keys with a tile of rows; beyond the last, with those of an old stage, in vain."""
     stage = tile % STAGES
     mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < end_tile)
     fence_async_shared()
-    return start_scores(k1, k2, q1_smem.index(stage), q2_smem.index(stage), zeros, K2)
+    return start_scores(k, k, q_smem.index(stage), q_smem.index(stage), zeros, 0)
 
 
 @gluon.jit
@@ -154,7 +154,8 @@ def _multiply(
         mbarrier.arrive(empty.index(tile % STAGES), count=1)
     if not OVERLAPS:
         gl.static_assert(K2 == 0)
-        scores = _start_next(first_tile, end_tile, k1, k2, q1_smem, q2_smem, full, zeros, K2, STAGES)
+        gl.static_assert(STAGES > 1)
+        scores = _start_next(first_tile, end_tile, k1, q1_smem, full, zeros, STAGES)
         for tile in range(first_tile, end_tile):
             stage = tile % STAGES
             scores = warpgroup_mma_wait(0, deps=[scores])
@@ -169,7 +170,7 @@ def _multiply(
             dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
             dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(stage), dk1, is_async=True)
             # the next tile's scores are computed behind this one's products
-            scores = _start_next(tile + 1, end_tile, k1, k2, q1_smem, q2_smem, full, zeros, K2, STAGES)
+            scores = _start_next(tile + 1, end_tile, k1, q1_smem, full, zeros, STAGES)
             dk1, dv = warpgroup_mma_wait(1, deps=[dk1, dv])
             mbarrier.arrive(empty.index(stage), count=1)
         warpgroup_mma_wait(0, deps=[scores])

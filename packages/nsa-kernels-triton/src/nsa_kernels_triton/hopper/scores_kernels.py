@@ -241,6 +241,7 @@ def _score(
     WIDTH: gl.constexpr = BLOCKS * (2 if REACH > 1 else 1)
     COLUMNS: gl.constexpr = max(4, WIDTH // 8)
     PLACES: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 4], [1, 32], [4, 1], [1, 0])
+    gl.static_assert(STAGES > 1)
     used = gl.to_tensor(0)
     number = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -323,7 +324,7 @@ def scores_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    # every loading thread arrives once its rows have landed, `hand_over` for all once their keys have; each quarter once it has read them
+    # rows: every loading thread arrives once its copies have landed; keys: `hand_over` does for all; each quarter once it has read them
     mbarrier.init(q_full.index(0), count=128)
     mbarrier.init(q_empty.index(0), count=4)
     for stage in gl.static_range(STAGES):

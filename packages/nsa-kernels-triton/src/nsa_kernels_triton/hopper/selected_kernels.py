@@ -68,7 +68,7 @@ def gather(
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the tiles of an item. Rows beyond the last are zeros. FENCED: products may read what `full` announces."""
+    """Fill the ring with the tiles of an item. Rows beyond the last are zeros. FENCED: fence before a tile is announced."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
@@ -128,7 +128,7 @@ def weights_of(
 def start_next(
     tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr
 ):
-    """Start the products of queries and keys of a tile; beyond the last, those of an old stage, in vain."""
+    """Start the products of queries and keys of a tile, which `gather` has FENCED or not; beyond the last, those of an old stage, in vain."""
     stage = tile % STAGES
     mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < num_tiles)
     if not FENCED:

@@ -117,6 +117,8 @@ def hand_over(full, PENDING: gl.constexpr):
     product: it waits for whatever a thread has stored, and computing warps store results, which takes long.
     """
     async_copy.wait_group(PENDING)
+    # a thread waits for its own copies, and one arrives for all
+    barrier()
     fence_async_shared()
     mbarrier.arrive(full, count=1)
 
