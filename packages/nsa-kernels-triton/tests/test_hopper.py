@@ -191,7 +191,9 @@ FINE = BlockGeometry(16, 4, 16, 3, 1, 1, 50)
 @pytest.mark.parametrize(
     ("shape", "score_bytes"),
     [
-        (Shape(geometry=FINE, num_queries=330, num_heads=16, num_kv_heads=1, head_dim_qk=128, head_dim_v=64), 2**28),
+        # three tiles of keys for the last rows, so that one is under way while another is announced
+        (Shape(geometry=BlockGeometry(8, 2, 8, 3, 1, 1, 50), num_queries=300, num_heads=16, num_kv_heads=1,
+               head_dim_qk=128, head_dim_v=64), 2**28),
         # chunks of rows that begin and end within tiles, and within a sequence
         (Shape(geometry=FINE, num_queries=250, batch=2, num_heads=12, num_kv_heads=1, head_dim_qk=128, head_dim_v=64), 8 * 16 * 90),
         # three strides to a block, where four have a place
