@@ -1,11 +1,11 @@
 """Run the kernels for compute capability 9.0 without one: their Python code, over tensors, a thread for every partition of warps.
 
 Triton interprets no Gluon. Here its operations are done by torch, as late as the code allows: a copy lands when its arrival is
-announced or its group waited for, a product is computed when it is waited for, from what shared memory holds by then; what nobody wrote is NaN. So
-a place of a ring that is freed too soon, or read too soon, shows in the result, and partitions that wait for each other end in an
-error. Partitions take turns where one has written to shared memory and where it is about to read its products' operands, by lot:
-what two of them write to one place shows as well. Layouts, memory fences and barriers among the warps of one partition are not
-simulated: that they fit is for the compiler, and for a GPU.
+announced or its group waited for, a product is computed when it is waited for, from what shared memory holds by then; what nobody
+wrote is NaN. So a place of a ring that is freed too soon, or read too soon, shows in the result, and partitions that wait for each
+other end in an error. Partitions take turns where one has written to shared memory and where it is about to read its products'
+operands, by lot: what two of them write to one place shows as well. Layouts, memory fences and barriers among the warps of one
+partition are not simulated: that they fit is for the compiler, and for a GPU.
 """
 
 import random

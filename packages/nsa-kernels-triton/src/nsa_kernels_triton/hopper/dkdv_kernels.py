@@ -19,6 +19,7 @@ from nsa_kernels_triton.hopper.tiles import (
     load_tile,
     mask_of,
     query_rows,
+    start_next,
     start_scores,
     visible_keys,
 )
@@ -91,15 +92,6 @@ def _seen_weights(
 
 
 @gluon.jit
-def _start_next(tile, end_tile, k, q_smem, full, zeros, STAGES: gl.constexpr):
-    """Start the products of keys with a tile of rows; beyond the last, with those of an old stage, in vain."""
-    stage = tile % STAGES
-    mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < end_tile)
-    fence_async_shared()
-    return start_scores(k, k, q_smem.index(stage), q_smem.index(stage), zeros, 0)
-
-
-@gluon.jit
 def _multiply(
     half: gl.constexpr, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
     dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end, scale, factor,
@@ -155,7 +147,7 @@ def _multiply(
     if not OVERLAPS:
         gl.static_assert(K2 == 0)
         gl.static_assert(STAGES > 1)
-        scores = _start_next(first_tile, end_tile, k1, q1_smem, full, zeros, STAGES)
+        scores = start_next(first_tile, end_tile, k1, k1, q1_smem, q1_smem, full, zeros, 0, STAGES, False)
         for tile in range(first_tile, end_tile):
             stage = tile % STAGES
             scores = warpgroup_mma_wait(0, deps=[scores])
@@ -170,7 +162,7 @@ def _multiply(
             dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
             dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(stage), dk1, is_async=True)
             # the next tile's scores are computed behind this one's products
-            scores = _start_next(tile + 1, end_tile, k1, q1_smem, full, zeros, STAGES)
+            scores = start_next(tile + 1, end_tile, k1, k1, q1_smem, q1_smem, full, zeros, 0, STAGES, False)
             dk1, dv = warpgroup_mma_wait(1, deps=[dk1, dv])
             mbarrier.arrive(empty.index(stage), count=1)
         warpgroup_mma_wait(0, deps=[scores])

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.tiles import LN2, barrier, hand_over, load_tile, mask_of, start_scores
+from nsa_kernels_triton.hopper.tiles import LN2, barrier, hand_over, load_tile, mask_of, start_next, start_scores
 
 
 @gluon.jit
@@ -122,18 +122,6 @@ def weights_of(
     if GATED:
         weights = weights * gate_smem.load(OF_ROWS)[None, :]
     return weights, dweights
-
-
-@gluon.jit
-def start_next(
-    tile, num_tiles, k1_smem, k2_smem, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr
-):
-    """Start the products of queries and keys of a tile, which `gather` has FENCED or not; beyond the last, those of an old stage, in vain."""
-    stage = tile % STAGES
-    mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < num_tiles)
-    if not FENCED:
-        fence_async_shared()
-    return start_scores(k1_smem, k2_smem, q1_smem.index(stage), q2_smem.index(stage), scores, K2)
 
 
 @gluon.jit

@@ -113,8 +113,8 @@ def load_keys(
 def hand_over(full, PENDING: gl.constexpr):
     """Tell computing warps that copies are there, all but the last PENDING groups.
 
-    Products read through another proxy than the copies write through. The fence between the two stands here, not before every
-    product: it waits for whatever a thread has stored, and computing warps store results, which takes long.
+    Products read through another proxy than the copies write through. The fence between the two, which compiles to a barrier for
+    all memory operations of a thread, stands here and not before every product of warps that also store results.
     """
     async_copy.wait_group(PENDING)
     # a thread waits for its own copies, and one arrives for all
@@ -130,6 +130,16 @@ def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
     if K2 > 0:
         scores = warpgroup_mma(left2, right2.permute((1, 0)), scores, is_async=True)
     return scores
+
+
+@gluon.jit
+def start_next(tile, end_tile, k1, k2, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr):
+    """Start the products of keys with a tile of rows; beyond the last, with those of an old stage, in vain. FENCED: `full` came behind a fence."""
+    stage = tile % STAGES
+    mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < end_tile)
+    if not FENCED:
+        fence_async_shared()
+    return start_scores(k1, k2, q1_smem.index(stage), q2_smem.index(stage), scores, K2)
 
 
 @gluon.jit

@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, start_next, store_parts, weights_of
-from nsa_kernels_triton.hopper.tiles import barrier, load_tile
+from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, store_parts, weights_of
+from nsa_kernels_triton.hopper.tiles import barrier, load_tile, start_next
 
 
 @gluon.jit
