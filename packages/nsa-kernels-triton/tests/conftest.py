@@ -33,10 +33,22 @@ def without_interpreter():
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
-@pytest.fixture(scope="session")
-def simulator():
-    """Give the module that runs kernels for compute capability 9.0 without one."""
-    spec = importlib.util.spec_from_file_location("gluon_simulator", Path(__file__).parent / "gluon_simulator.py")
+def beside_this_file(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def simulator():
+    """Give the module that runs kernels for compute capability 9.0 without one."""
+    return beside_this_file("gluon_simulator")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from triton.runtime import interpreter
+
+        beside_this_file("quick_interpreter").make_quick(interpreter)
