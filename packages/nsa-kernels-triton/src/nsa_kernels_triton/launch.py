@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.backends.base import Placement
+from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import policy
 
 LOG2E = 1.4426950408889634
@@ -40,6 +41,12 @@ def cdiv(total: int, size: int) -> int:
 def next_power_of_2(number: int) -> int:
     """Return the smallest power of two that is at least `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()
+
+
+@cache
+def geometry_of(*numbers: int) -> BlockGeometry:
+    """Return the geometry of an op's numbers, those of `BlockGeometry.as_tuple`; to make one is to check it."""
+    return BlockGeometry(*numbers)
 
 
 def num_multiprocessors(x: Tensor) -> int:

@@ -169,8 +169,11 @@ SINGLE: Table = {
 
 def tiles(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Tiles:
     """Return the tiles of a kernel of `kind`; `capability` None is the interpreter. `itemsize` is that of q, k and v, in bytes."""
-    if capability is None:
-        return INTERPRETED
+    return INTERPRETED if capability is None else _tiles(kind, capability, head_dim_qk, head_dim_v, itemsize)
+
+
+@cache
+def _tiles(kind: str, capability: tuple[int, int], head_dim_qk: int, head_dim_v: int, itemsize: int) -> Tiles:
     table = _half_table(capability) if itemsize == 2 else SINGLE
     width = padded(head_dim_qk) + (0 if kind == "scores" else padded(head_dim_v))
     return next(found for largest, found in table[kind].items() if width <= largest)
@@ -238,12 +241,15 @@ dO . O over few columns does not average the rounding of O, and at these widths 
 
 def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Ring | None:
     """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves."""
-    if capability != RING_CAPABILITY or itemsize != 2 or not has_gluon():
-        return None
+    return _ring(kind, head_dim_qk, head_dim_v) if capability == RING_CAPABILITY and itemsize == 2 and has_gluon() else None
+
+
+@cache
+def _ring(kind: str, head_dim_qk: int, head_dim_v: int) -> Ring | None:
     # scores have no values
     head_dims = (head_dim_qk,) if kind == "scores" else (head_dim_qk, head_dim_v)
     # results of narrower heads are in float32, which these kernels do not write
-    if any(x * itemsize % COPIED_BYTES or not WIDEST_EXACT < x <= WIDEST_RING for x in head_dims):
+    if any(2 * x % COPIED_BYTES or not WIDEST_EXACT < x <= WIDEST_RING for x in head_dims):
         return None
     parts = [ring_parts(x) for x in head_dims]
     # results take the place of tiles of q
@@ -252,6 +258,7 @@ def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_d
     return WIDE_RINGS.get(kind) if len(parts) == 2 and parts[1].second else RINGS[kind].get(sum(parts[0]))
 
 
+@cache
 def ring_parts(head_dim: int) -> Parts:
     """Return the columns of the tiles that hold `head_dim`, at most `WIDEST_RING`, in one part or two: 64, 128, or 128 + 64."""
     return Parts(64 if head_dim <= 64 else 128, 64 if head_dim > 128 else 0)
@@ -272,6 +279,7 @@ def has_gluon() -> bool:
         return False
 
 
+@cache
 def parts_of(head_dim: int) -> Parts:
     """Return the parts that cover `head_dim`, at least 16 each; a second part of 0 is absent."""
     first = 1 << (max(head_dim, SMALLEST_PART).bit_length() - 1)

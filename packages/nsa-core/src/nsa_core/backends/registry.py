@@ -5,6 +5,7 @@ A backend asked for by name never falls back: an incapable one raises, one that 
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class BackendRegistry:
             DuplicateBackendError: when two have one name for one operation.
         """
         self.backends: list[BranchBackend] = []
-        self._routes: dict[tuple[BranchRequest, str, bool], int] = {}
+        self._routes: dict[tuple[Any, ...], int] = {}
         self._warned: set[int] = set()
         for backend in backends:
             self.register(backend)
@@ -122,7 +123,7 @@ class BackendRegistry:
         Raises:
             BackendUnavailableError: when `backend` is unknown or incapable, or "auto" finds none; with all reasons.
         """
-        return self.backends[self._resolve_index(request, backend)]
+        return self.backends[self._remembered((backend, False, request), lambda: request)]
 
     @constant_when_traced
     def resolve_index(self, backend: str, optional: bool, device_index: int, *fields: Any) -> int:
@@ -131,14 +132,16 @@ class BackendRegistry:
         Takes and returns constants only, so that a compiled graph can ask while it is traced. `optional`: -1 where
         "auto" finds no eligible backend, instead of an error.
         """
-        return self._resolve_index(request_of_constants(device_index, *fields), backend, optional)
+        # the request itself, with its checks, is made at the first of such calls alone
+        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), device_index, *fields)
+        return self._remembered(key, lambda: request_of_constants(device_index, *fields))
 
-    def _resolve_index(self, request: BranchRequest, backend: str, optional: bool = False) -> int:
-        key = (request, backend, optional)
+    def _remembered(self, key: tuple[Any, ...], request: Callable[[], BranchRequest]) -> int:
+        """Return the choice for `key`, which begins with what is asked for and whether it is optional."""
         if key not in self._routes:
             if len(self._routes) >= MAX_ROUTES:
                 self._routes.clear()
-            self._routes[key] = self._choose(request, backend, optional)
+            self._routes[key] = self._choose(request(), key[0], key[1])
         return self._routes[key]
 
     def _choose(self, request: BranchRequest, backend: str, optional: bool) -> int:

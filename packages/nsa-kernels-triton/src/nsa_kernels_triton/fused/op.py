@@ -8,7 +8,7 @@ from torch import Tensor
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out, on_its_device, ring_for
+from nsa_kernels_triton.launch import Sequences, exact_out, geometry_of, on_its_device, ring_for
 from nsa_kernels_triton.select import op as select
 from nsa_kernels_triton.selected import op as selected
 
@@ -61,7 +61,7 @@ def triton_nsa_attention(
 
     Where nothing `trains` that is empty.
     """
-    sizes = BlockGeometry(*geometry)
+    sizes = geometry_of(*geometry)
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
     q, gates = q.contiguous(), gates.contiguous()
     out_cmp, lse_cmp, exact_cmp = interval.forward(q, k_cmp, v_cmp, False, sizes, scale, blocks)
@@ -123,7 +123,7 @@ def triton_nsa_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, the six stores and the gates; `saved` is what the forward pass returned after the sum."""
     out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win, block_indices = saved
-    sizes = BlockGeometry(*geometry)
+    sizes = geometry_of(*geometry)
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
     dout, q, gates = dout.contiguous(), q.contiguous(), gates.contiguous()
     deltas, shifts, dgates = interval.branch_deltas(dout, (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win), gates)

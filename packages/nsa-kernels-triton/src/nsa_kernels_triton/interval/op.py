@@ -13,6 +13,7 @@ from nsa_kernels_triton.launch import (
     Sequences,
     cdiv,
     exact_out,
+    geometry_of,
     is_exact,
     next_power_of_2,
     on_its_device,
@@ -67,7 +68,7 @@ def interval_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
     sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
-    return forward(q, k, v, is_window, BlockGeometry(*geometry), scale, sequences)
+    return forward(q, k, v, is_window, geometry_of(*geometry), scale, sequences)
 
 
 @interval_attention.register_fake
@@ -97,7 +98,7 @@ def interval_attention_backward(
     sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
     delta, shift = row_deltas(out, lse, dout, dlse)
-    return backward(Operands(dout, delta, dlse, shift, q, k, v, None, -1, is_window, BlockGeometry(*geometry), scale, sequences))
+    return backward(Operands(dout, delta, dlse, shift, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences))
 
 
 @interval_attention_backward.register_fake

@@ -10,7 +10,17 @@ from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_core.reference.rows import rows_of
 from nsa_kernels_triton.hopper import launch as hopper
-from nsa_kernels_triton.launch import Sequences, cdiv, is_exact, next_power_of_2, on_its_device, ring_for, score_factor, tiles_for
+from nsa_kernels_triton.launch import (
+    Sequences,
+    cdiv,
+    geometry_of,
+    is_exact,
+    next_power_of_2,
+    on_its_device,
+    ring_for,
+    score_factor,
+    tiles_for,
+)
 from nsa_kernels_triton.policy import Ring, parts_of
 from nsa_kernels_triton.select import kernels
 
@@ -47,7 +57,7 @@ def triton_select_blocks(
 ) -> Tensor:
     """Return block_indices; see `select_blocks`."""
     placement = Placement(0, max_key_count, cu_seqlens, cu_blocks, query_start, query_count)
-    return choose(q, k_cmp, lse, BlockGeometry(*geometry), scale, Sequences(placement, q.shape[0], q.shape[1], cu_blocks))
+    return choose(q, k_cmp, lse, geometry_of(*geometry), scale, Sequences(placement, q.shape[0], q.shape[1], cu_blocks))
 
 
 @triton_select_blocks.register_fake

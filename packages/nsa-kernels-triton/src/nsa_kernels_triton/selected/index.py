@@ -110,15 +110,17 @@ class Chunk(NamedTuple):
 
     first_row: int
     last_row: int
+    num_pieces: int
+    """That have a list: those that some row may see."""
     ends: Tensor
     """int32 (3, lists), running totals: entries, items, items beyond the first of their list."""
     entries: Tensor
     items: Tensor
-    """int32 (bound, 4); ends[1, -1] of them exist."""
+    """int32 (bound, 4)"""
+    num_items: Tensor
+    """int32 (1,): how many of them exist."""
     key_rows: Tensor
     """int32 (num_pieces,): the first key row of each piece that some row chose."""
-    num_pieces: int
-    """That have a list: those that some row may see."""
     present: Tensor
     """int8 (rows, G, slots): 1 where the partial result of a slot is written; of rows before `last_row`."""
 
@@ -224,7 +226,7 @@ def _listed(index: Index, geometry: BlockGeometry, first_row: int, last_row: int
     index_kernels.cut_kernel[(cdiv(num_lists, block), num_chunks)](
         ends, items, num_lists, num_items, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=block, num_warps=1
     )
-    return [
-        Chunk(first, min(first + chunk_rows, last_row), ends[i], entries[i], items[i], key_rows[i], num_pieces, present[i])
-        for i, first in enumerate(range(first_row, last_row, chunk_rows))
-    ]
+    # one call of torch for all chunks
+    of_chunks = zip(*(x.unbind() for x in (ends, entries, items, ends[:, 1, -1:], key_rows, present)), strict=True)
+    firsts = range(first_row, last_row, chunk_rows)
+    return [Chunk(first, min(first + chunk_rows, last_row), num_pieces, *each) for first, each in zip(firsts, of_chunks, strict=True)]

@@ -14,6 +14,7 @@ from nsa_kernels_triton.launch import (
     Sequences,
     cdiv,
     exact_out,
+    geometry_of,
     is_exact,
     next_power_of_2,
     on_its_device,
@@ -53,7 +54,7 @@ def triton_selected_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
     sequences = _sequences(q, cu_seqlens, query_start, query_count)
-    return forward(q, k, v, block_indices, BlockGeometry(*geometry), scale, sequences)[:3]
+    return forward(q, k, v, block_indices, geometry_of(*geometry), scale, sequences)[:3]
 
 
 @triton_selected_attention.register_fake
@@ -82,7 +83,7 @@ def triton_selected_attention_backward(
     sequences = _sequences(q, cu_seqlens, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
     delta, shift = interval.row_deltas(out, lse, dout, dlse)
-    return backward(dout, delta, shift, q, k, v, block_indices, None, None, BlockGeometry(*geometry), scale, sequences)
+    return backward(dout, delta, shift, q, k, v, block_indices, None, None, geometry_of(*geometry), scale, sequences)
 
 
 @triton_selected_attention_backward.register_fake
@@ -157,7 +158,7 @@ def _ring(kind: str, index: Index, q: Tensor, v: Tensor, *others: Tensor) -> Rin
 
 
 def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
-    return chunk.items, chunk.ends[1, -1:], chunk.entries
+    return chunk.items, chunk.num_items, chunk.entries
 
 
 PROGRAMS_WANTED = 512
