@@ -1,4 +1,4 @@
-"""Compile, for a GPU that need not be here, every kernel that the operations launch: `compile_kernels.py 8.0 192 128 [CASE ...]`.
+"""Compile, for a GPU that need not be here, every kernel that operations launch: `compile_kernels.py 8.0 192 128 slc,nsa [CASE ...]`.
 
 The operations run as they would, forward and backward, on CPU tensors; each launch is compiled for the target with its
 real arguments and the target's tiles, and not run. Prints one JSON object a kernel: its name, its shared memory in
@@ -77,8 +77,10 @@ class Compiler:
         JITFunction.run = run
 
 
-def run_case(head_dim_qk: int, head_dim_v: int, layout: str = "dense", dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> None:
-    """Run every operation without gradients, and forward and backward, in one case."""
+def run_case(
+    operations: list[str], head_dim_qk: int, head_dim_v: int, layout: str = "dense", dtype: torch.dtype = torch.bfloat16, **sizes: Any
+) -> None:
+    """Run `operations` without gradients, and forward and backward, in one case."""
     num_heads, num_kv_heads, length = sizes.get("num_heads", 6), sizes.get("num_kv_heads", 2), sizes.get("length", LENGTH)
     geometry = sizes.get("geometry", BlockGeometry())
     placement = Placement(max_query_count=length, max_key_count=length)
@@ -106,7 +108,8 @@ def run_case(head_dim_qk: int, head_dim_v: int, layout: str = "dense", dtype: to
         Operation.WIN: (q, *win),
         Operation.NSA: (q, *cmp, *slc, *win, normal(1, length, num_heads, 3)),
     }
-    for operation, operands in tensors.items():
+    for operation in map(Operation, operations):
+        operands = tensors[operation]
         backend = TritonBackend(operation=operation)
         with torch.no_grad():
             backend(*operands, geometry=geometry, scale=0.1, placement=placement)
@@ -117,7 +120,7 @@ def run_case(head_dim_qk: int, head_dim_v: int, layout: str = "dense", dtype: to
             found.sum().backward()
 
 
-def main(capability: str, head_dim_qk: str, head_dim_v: str, *names: str) -> None:
+def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *names: str) -> None:
     """Compile the cases `names`, or all of them, and print what was compiled."""
     major, _, minor = capability.partition(".")
     target = (int(major), int(minor))
@@ -130,7 +133,7 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, *names: str) -> Non
     compiler = Compiler()
     compiler.install()
     for name in names or CASES:
-        run_case(int(head_dim_qk), int(head_dim_v), **CASES[name])
+        run_case(operations.split(","), int(head_dim_qk), int(head_dim_v), **CASES[name])
         for kernel, shared in sorted(compiler.found):
             print(json.dumps({"kernel": kernel, "shared": shared, "case": name}))
         compiler.found.clear()

@@ -1,7 +1,8 @@
-"""Make Triton's interpreter waste less, which halves its time and more: what it computes stays the same.
+"""Make Triton's interpreter waste less, which was three quarters of its time: what it computes stays the same.
 
 It prepares the language anew whenever one jit function calls another; it computes for every sum of integers whether it overflows, in a
-dozen steps, and drops the outcome; and it builds a table of all dtypes whenever it looks one up.
+dozen steps, and drops the outcome; it builds a table of all dtypes whenever it looks one up, and spells out the name and the shape of
+every result's type.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,9 @@ def make_quick(interpreter: Any) -> None:
     # an assertion alone would read the outcome, and the interpreter has none but for debugging
     if not interpreter.interpreter_builder.options.debug:
         interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    core = interpreter.tl.core
+    core.block_type.__init__ = _once_a_shape(core.block_type.__init__)
+    core.tensor.__init__ = _once_a_type(core.tensor.__init__)
 
 
 def _once_a_launch(prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -47,3 +51,31 @@ def _once_a_name(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return found[name]
 
     return look_up_once
+
+
+def _once_a_shape(initialise: Callable[..., None]) -> Callable[..., None]:
+    found: dict[Any, tuple[Any, ...]] = {}
+
+    def initialise_once(block_type: Any, element_type: Any, shape: Any) -> None:
+        # sizes are numbers, or constants that hold them
+        key = (element_type.name, *(getattr(size, "value", size) for size in shape))
+        if key not in found:
+            initialise(block_type, element_type, shape)
+            found[key] = block_type.shape, block_type.numel, block_type.name
+        block_type.element_ty = element_type
+        block_type.shape, block_type.numel, block_type.name = found[key]
+
+    return initialise_once
+
+
+def _once_a_type(initialise: Callable[..., None]) -> Callable[..., None]:
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def initialise_once(tensor: Any, handle: Any, type: Any) -> None:  # noqa: A002 - the name that callers use
+        if type.name not in found:
+            initialise(tensor, handle, type)
+            found[type.name] = tensor.shape, tensor.numel
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = found[type.name]
+
+    return initialise_once
