@@ -10,7 +10,7 @@ from typing import Any
 
 
 def make_quick(interpreter: Any) -> None:
-    """Change the module `triton.runtime.interpreter`; leave a Triton alone that does not have these functions."""
+    """Change the module `triton.runtime.interpreter` and the types of its language; private functions where it has them."""
     if hasattr(interpreter, "_patch_lang"):
         interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     if hasattr(interpreter, "_get_np_dtype"):

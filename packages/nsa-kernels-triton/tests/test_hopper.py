@@ -59,8 +59,8 @@ def simulated(monkeypatch, simulator):
         # these kernels compute in base 2
         monkeypatch.setattr(module, "is_exact", lambda q: False)
     monkeypatch.setattr(hopper, "num_multiprocessors", lambda q: 3)
-    # few programs of what is interpreted beside them
-    monkeypatch.setattr(selected, "MERGED", 2**17)
+    # fewer programs of what is interpreted beside them, and several all the same
+    monkeypatch.setattr(selected, "MERGED", 2**14)
     # early rows and late ones in every shape
     monkeypatch.setattr(selected, "EARLY_BLOCKS", 3)
     found = {}

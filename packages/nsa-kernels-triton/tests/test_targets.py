@@ -47,7 +47,7 @@ def assert_within_shared_memory(found, capability):
     ("capability", "head_dims", "case"),
     [
         ((8, 0), (192, 128), "dense"),
-        ((8, 9), (128, 128), "packed"),
+        ((8, 9), (256, 256), "packed"),
         ((9, 0), (128, 128), "group of 16"),
         ((9, 0), (192, 128), "cached group of 16"),
         pytest.param((9, 0), (192, 192), "cached group of 16", marks=pytest.mark.slow),
