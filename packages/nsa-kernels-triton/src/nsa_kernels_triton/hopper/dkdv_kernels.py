@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.tiles import (
     barrier,
     find_sequence,
@@ -234,6 +235,7 @@ def _store(
     gl.store(ptr + FIRST + rows[:, None] + columns[None, :], values.to(ptr.dtype.element_ty), mask=mask)
 
 
+@CachedLaunch
 @gluon.jit
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr,

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.forward_kernels import tile_of
 from nsa_kernels_triton.hopper.tiles import barrier, load_keys, load_tile, mask_of, start_scores, store_tile, visible_keys
 
@@ -243,6 +244,7 @@ def _place(
     smem.store(values.to(smem.dtype))
 
 
+@CachedLaunch
 @gluon.jit
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_ptr,

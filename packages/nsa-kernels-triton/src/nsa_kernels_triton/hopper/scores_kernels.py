@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.tiles import (
     LOG2E,
     barrier,
@@ -291,6 +292,7 @@ def _score(
             used += num_key_tiles
 
 
+@CachedLaunch
 @gluon.jit
 def scores_kernel(
     q_ptr, k_ptr, lse_ptr, scores_ptr,

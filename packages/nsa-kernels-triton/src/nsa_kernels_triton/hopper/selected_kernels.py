@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.tiles import LN2, barrier, hand_over, load_tile, mask_of, start_next, start_scores
 
 
@@ -210,6 +211,7 @@ def add_or_store(
         gl.store(target, values, mask=mask_of(in_piece >= 0, columns, D - FIRST, WIDTH))
 
 
+@CachedLaunch
 @gluon.jit
 def backward_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
@@ -427,6 +429,7 @@ def _attend(
     warpgroup_mma_wait(0, deps=[scores])
 
 
+@CachedLaunch
 @gluon.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_lse_ptr, items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr,

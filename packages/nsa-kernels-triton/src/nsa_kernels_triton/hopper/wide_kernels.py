@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, store_parts, weights_of
 from nsa_kernels_triton.hopper.tiles import barrier, load_tile, start_next
 
@@ -114,6 +115,7 @@ def _multiply_keys(
     add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk2 * scale, G, D_K, K1, K2, KEYS, ACC_2)
 
 
+@CachedLaunch
 @gluon.jit
 def backward_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,

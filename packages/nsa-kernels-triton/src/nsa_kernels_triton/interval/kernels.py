@@ -7,6 +7,7 @@ and its keys are those of its first to its last query: masked at both ends, unma
 import triton
 import triton.language as tl
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
     cast,
     dot,
@@ -97,6 +98,7 @@ def _key_loops(
     return start, middle, tail, end
 
 
+@CachedLaunch
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, exact_ptr, lse_ptr,
@@ -200,6 +202,7 @@ def _dq_step(
     return acc1, acc2
 
 
+@CachedLaunch
 @triton.jit
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dlse_ptr, gates_ptr, dq_ptr,
@@ -348,6 +351,7 @@ def _dkdv_step(
     return dk1, dk2, dv1, dv2
 
 
+@CachedLaunch
 @triton.jit
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, dk_ptr, dv_ptr,
@@ -450,6 +454,7 @@ def dkdv_kernel(
         store_columns(dv_ptr, rows * D_V, key_mask, dv2, V1, V2, D_V)
 
 
+@CachedLaunch
 @triton.jit
 def delta_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, shift_ptr, num_rows,
@@ -467,6 +472,7 @@ def delta_kernel(
     tl.store(shift_ptr + rows, shift_of(tl.load(lse_ptr + rows, mask=exists, other=0.0), EXACT), mask=exists)
 
 
+@CachedLaunch
 @triton.jit
 def branch_deltas_kernel(
     cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, dout_ptr, deltas_ptr, shifts_ptr, dgates_ptr, num_rows,
@@ -499,6 +505,7 @@ def _store_branch(
     tl.store(shift_ptr + rows, shift_of(tl.load(lse_ptr + rows, mask=exists, other=0.0), EXACT), mask=exists)
 
 
+@CachedLaunch
 @triton.jit
 def add_splits_kernel(dk_splits_ptr, dv_splits_ptr, dk_ptr, dv_ptr, num_k, num_v, splits, BLOCK: tl.constexpr):
     """Write the sums of `splits` rows, of num_k and of num_v numbers, added in order; grid (blocks of the longer rows, 2)."""

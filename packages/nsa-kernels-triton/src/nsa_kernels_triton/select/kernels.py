@@ -8,9 +8,11 @@ b = l/d. The buffer holds A[j] and B[j - 1]; their sum is the importance of bloc
 import triton
 import triton.language as tl
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import count_bits, dot, exponential, find_sequence, load_columns, query_rows, shift_of, visible_keys, wide
 
 
+@CachedLaunch
 @triton.jit
 def scores_kernel(
     q_ptr, k_ptr, lse_ptr, scores_ptr,
@@ -108,6 +110,7 @@ def scores_kernel(
             tl.store(scores_ptr + next_scores + target[None, :] + (blocks + 1)[:, None], reaching, mask=mask)
 
 
+@CachedLaunch
 @triton.jit
 def choose_kernel(
     scores_ptr, positions_ptr, indices_ptr, first_row, num_queries, num_blocks, next_scores,

@@ -9,12 +9,14 @@ the other in every tensor.
 import triton
 import triton.language as tl
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import count_bits, find_sequence
 
 WORD_ROWS = tl.constexpr(32)
 """Queries whose choice of one piece is a word of bits."""
 
 
+@CachedLaunch
 @triton.jit
 def describe_rows_kernel(
     rows_ptr, indices_ptr, bits_ptr, cu_seqlens_ptr, query_start_ptr, query_count_ptr,
@@ -61,6 +63,7 @@ def describe_rows_kernel(
         tl.store(bits_ptr + place, tl.sum(bits, 1), mask=is_early)
 
 
+@CachedLaunch
 @triton.jit
 def mark_kernel(
     indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, present_ptr, first_row, num_rows, num_pieces, first_position,
@@ -109,6 +112,7 @@ def mark_kernel(
         tl.store(target, is_present.to(tl.int8), mask=in_choice)
 
 
+@CachedLaunch
 @triton.jit
 def count_kernel(
     marks_ptr, ranks_ptr, counts_ptr, num_lists, ITEM_QUERIES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
@@ -133,6 +137,7 @@ def count_kernel(
     tl.store(counts_ptr + 2 * num_lists + lists, tl.maximum(items - 1, 0), mask=exists)
 
 
+@CachedLaunch
 @triton.jit
 def list_kernel(
     indices_ptr, rows_ptr, marks_ptr, ranks_ptr, ends_ptr, entries_ptr, present_ptr, first_row, num_rows, num_pieces,
@@ -171,6 +176,7 @@ def list_kernel(
         tl.store(entries_ptr + start + rank, local[:, None] * SLOTS_TOTAL + slots * PIECES + part, mask=is_present)
 
 
+@CachedLaunch
 @triton.jit
 def cut_kernel(ends_ptr, items_ptr, num_lists, num_items, ITEM_QUERIES: tl.constexpr, ITEM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     """Write the work items of the lists, which have places for `num_items` of a chunk; grid (cdiv(lists, BLOCK), chunks).

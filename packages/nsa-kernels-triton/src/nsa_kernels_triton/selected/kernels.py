@@ -6,6 +6,7 @@ The rows of an item are its queries times the heads of their group. Nothing is a
 import triton
 import triton.language as tl
 
+from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import cast, dot, exponential, load_columns, log_sum, store_columns, wide
 
 
@@ -35,6 +36,7 @@ def _load_item(
     return index // num_pieces, start, end, tl.load(target + 3), key_rows, key_mask
 
 
+@CachedLaunch
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr,
@@ -101,6 +103,7 @@ def forward_kernel(
         tl.store(lse_ptr + target, log_sum(row_max, tl.where(row_sum > 0, row_sum, 1.0), EXACT), mask=exists)
 
 
+@CachedLaunch
 @triton.jit
 def merge_kernel(
     parts_ptr, part_lse_ptr, present_ptr, out_ptr, exact_ptr, lse_ptr, cmp_ptr, win_ptr, gates_ptr, total_ptr, rows_ptr,
@@ -185,6 +188,7 @@ def _add_or_store(sum_ptr, extra_ptr, keys, key_mask, place, values, FIRST: tl.c
         tl.store(extra_ptr + numbers[:, None] * NUM_COLUMNS + columns[None, :], values, mask=(columns < NUM_COLUMNS)[None, :])
 
 
+@CachedLaunch
 @triton.jit
 def backward_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
@@ -288,6 +292,7 @@ def _add_extras(sum_ptr, extra_ptr, in_piece, keys, key_mask, first, last, D: tl
     tl.store(target, acc, mask=mask)
 
 
+@CachedLaunch
 @triton.jit
 def add_extras_kernel(
     dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, num_lists,
@@ -316,6 +321,7 @@ def add_extras_kernel(
                 _add_extras(dv_ptr, dv_extra_ptr, in_piece, keys, key_mask, first, last, D_V, WIDTH_V, KEYS)
 
 
+@CachedLaunch
 @triton.jit
 def merge_dq_kernel(
     parts_ptr, present_ptr, dq_ptr, first_row, last_row,

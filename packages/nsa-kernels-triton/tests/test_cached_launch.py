@@ -1,0 +1,103 @@
+"""Launches by the short key pass a GPU's driver what Triton's own launches do."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import hashlib, json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from nsa_kernels_triton.interval import kernels
+
+launches = []
+
+class Utils:
+    def load_binary(self, name, binary, *_):
+        return 1, hashlib.sha256(binary).hexdigest(), 32, 0, 1024
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448}
+
+class Launcher:
+    def __init__(self, source, metadata): pass
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        launches.append([x, y, z, stream, function, *[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]])
+
+class Driver:
+    utils, launcher_cls = Utils(), Launcher
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 7
+    def get_active_torch_device(self): return torch.device("cpu")
+
+class OnGPU(torch.Tensor):
+    is_cuda = property(lambda self: True)
+
+driver.set_active(Driver())
+kernel = kernels.add_splits_kernel
+
+def tensor(offset=0, dtype=torch.float32):
+    return torch.zeros(64, dtype=dtype)[offset:].as_subclass(OnGPU)
+
+def launch_twice_each(grid, *arguments, **constants):
+    counts = []
+    for way in (kernel, kernel.kernel, kernel):
+        way[grid](*arguments, **constants)
+    ours_first, theirs, ours_again = launches[-3:]
+    return ours_first[4], ours_first == theirs == ours_again
+
+BLOCK = dict(BLOCK=1024)
+CASES = {
+    "plain": (((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK),
+    "grid": (((5, 1, 4), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK),
+    "no multiple of 16": (((3, 2), tensor(), tensor(), tensor(), tensor(), 33, 48, 3), BLOCK),
+    "one": (((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 1), BLOCK),
+    "int64": (((3, 2), tensor(), tensor(), tensor(), tensor(), 2**31, 48, 3), BLOCK),
+    "starts at 4 bytes": (((3, 2), tensor(1), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK),
+    "other dtype": (((3, 2), tensor(), tensor(), tensor(dtype=torch.bfloat16), tensor(), 32, 48, 3), BLOCK),
+    "other constant": (((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), dict(BLOCK=2048)),
+    "other option": (((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK | {"num_warps": 1}),
+}
+found = {}
+for _ in range(2):
+    for name, (arguments, constants) in CASES.items():
+        function, is_equal = launch_twice_each(*arguments, **constants)
+        found.setdefault(name, []).append([function, is_equal])
+print(json.dumps({"found": found, "keys": len(kernel.found)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def launched(without_interpreter):
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], env=without_interpreter, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_a_launch_by_the_short_key_is_tritons_own(launched):
+    assert all(is_equal for runs in launched["found"].values() for _, is_equal in runs)
+
+
+def test_another_kind_of_argument_is_another_kernel(launched):
+    functions = {name: {function for function, _ in runs} for name, runs in launched["found"].items()}
+    assert functions["grid"] == functions["plain"]
+    assert len(set.union(*functions.values())) == len(functions) - 1
+    assert launched["keys"] == len(functions) - 1
+
+
+def test_on_a_cpu_the_interpreter_runs():
+    import torch
+
+    from nsa_kernels_triton.interval import kernels
+
+    dk, dv = torch.ones(3, 20), torch.ones(3, 30)
+    sums = torch.empty(20), torch.empty(30)
+    kernels.add_splits_kernel[(1, 2)](dk, dv, *sums, 20, 30, 3, BLOCK=32)
+    assert sums[0].eq(3).all()
+    assert sums[1].eq(3).all()
+    assert not kernels.add_splits_kernel.found
