@@ -301,7 +301,7 @@ def add_extras_kernel(
     LISTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Add to the sums what the later items of lists kept apart, in their order; grid (cdiv(lists, LISTS), parts of a piece, 2)."""
-    for number in tl.static_range(LISTS):
+    for number in tl.range(0, LISTS):
         index = tl.program_id(0) * LISTS + number
         exists = index < num_lists
         last = tl.load(ends_ptr + 2 * num_lists + index, mask=exists, other=0)
