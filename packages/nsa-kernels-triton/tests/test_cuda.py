@@ -32,7 +32,7 @@ from nsa_core.selection import pool_importance
 from nsa_core.testing import masks
 from nsa_core.testing.inputs import Inputs, Shape, make_inputs
 from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
-from nsa_kernels_triton.launch import Sequences
+from nsa_kernels_triton.launch import Sequences, second_stream
 from nsa_kernels_triton.selected import op as selected
 
 pytestmark = [pytest.mark.hardware(capability=(8, 0)), pytest.mark.filterwarnings("ignore:.*against policy.*")]
@@ -409,6 +409,32 @@ def test_twenty_runs_are_bit_equal(sizes: dict[str, int]) -> None:
         found = [out.detach(), *torch.autograd.grad(out, inputs.tensors, dout)]
         first = first or found
         assert all(torch.equal(x, y) for x, y in zip(found, first, strict=True))
+
+
+@pytest.mark.parametrize("late", ["second", "current"])
+@pytest.mark.parametrize("lengths", [None, (1024, 7, 1700)], ids=["dense", "packed"])
+def test_streams_wait_for_each_other(lengths: tuple[int, ...] | None, late: str) -> None:
+    inputs = inputs_of(2731, lengths=lengths, **EVEN)
+    options = {} if lengths is None else {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": max(lengths)}
+    expected = evaluate(kernels(**options), inputs.tensors)
+    leaves = [x.detach().clone().requires_grad_() for x in inputs.tensors]
+    weights = weights_of(expected[0])
+    stream = torch.cuda.current_stream() if late == "current" else second_stream(inputs.q.device)
+
+    def hold_up() -> None:
+        """Let the stream sleep for some 50 ms, and overwrite the memory that was given back."""
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**8)
+        for power in range(10, 28):
+            torch.full((2**power,), math.nan, device="cuda")
+
+    hold_up()
+    out = kernels(**options)(*leaves)
+    hold_up()
+    gradients = torch.autograd.grad((out * weights).sum(), leaves)
+    hold_up()
+    for ours, same in zip([out, *gradients], expected, strict=True):
+        assert torch.equal(ours, same)
 
 
 def test_the_layer_trains_through_the_kernels_by_itself() -> None:

@@ -1,7 +1,8 @@
 """What every launch needs: tiles, sequences as kernel arguments, tiles of packed sequences."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -31,6 +32,34 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
             return body(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def beside(x: Tensor) -> Iterator[None]:
+    """Launch on a second stream of x's device what may run beside all that the current stream is given from here to `join`.
+
+    It starts after what the current stream was given before. What it reads and writes was made there, and is not given back before
+    `join`; memory that is taken inside is the second stream's own, and nothing else reads it.
+    """
+    if not x.is_cuda:
+        yield
+        return
+    stream = second_stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+def join(x: Tensor) -> None:
+    """Let the current stream wait for what was launched `beside` it."""
+    if x.is_cuda:
+        torch.cuda.current_stream().wait_stream(second_stream(x.device))
+
+
+@cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of what runs `beside` others."""
+    return torch.cuda.Stream(device)
 
 
 def cdiv(total: int, size: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out, geometry_of, on_its_device, ring_for
+from nsa_kernels_triton.launch import Sequences, exact_out, geometry_of, join, on_its_device, ring_for
 from nsa_kernels_triton.select import op as select
 from nsa_kernels_triton.selected import op as selected
 
@@ -126,6 +126,7 @@ def triton_nsa_attention_backward(
     sizes = geometry_of(*geometry)
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
     dout, q, gates = dout.contiguous(), q.contiguous(), gates.contiguous()
+    k_cmp, v_cmp, k_win, v_win = (x.contiguous() for x in (k_cmp, v_cmp, k_win, v_win))
     deltas, shifts, dgates = interval.branch_deltas(dout, (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win), gates)
     if ring_for("selected_backward", q, v_cmp) is not None:
         # once for all branches: loads to shared memory take at least four bytes
@@ -135,6 +136,7 @@ def triton_nsa_attention_backward(
     dq, dk_cmp, dv_cmp = interval.backward(cmp)
     dq, dk_win, dv_win = interval.backward(win, dq)
     dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], shifts[1], q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
+    join(q)
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 

@@ -11,10 +11,12 @@ from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import kernels
 from nsa_kernels_triton.launch import (
     Sequences,
+    beside,
     cdiv,
     exact_out,
     geometry_of,
     is_exact,
+    join,
     next_power_of_2,
     on_its_device,
     optional,
@@ -98,7 +100,10 @@ def interval_attention_backward(
     sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
     delta, shift = row_deltas(out, lse, dout, dlse)
-    return backward(Operands(dout, delta, dlse, shift, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences))
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    gradients = backward(Operands(dout, delta, dlse, shift, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences))
+    join(q)
+    return gradients
 
 
 @interval_attention_backward.register_fake
@@ -266,14 +271,14 @@ class Operands(NamedTuple):
 
 
 def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place."""
-    x = x._replace(q=x.q.contiguous(), k=x.k.contiguous(), v=x.v.contiguous())
+    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place. dk and dv are made beside: `join` before they are used."""
     if not x.k.shape[1] or not x.q.numel():
         return torch.zeros_like(x.q) if dq is None else dq, torch.zeros_like(x.k), torch.zeros_like(x.v)
     adds = dq is not None
     dq = torch.empty_like(x.q) if dq is None else dq
+    dk, dv = _dkdv(x)
     _launch_dq(x, dq, adds=adds)
-    return dq, *_dkdv(x)
+    return dq, dk, dv
 
 
 def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int) -> None:
@@ -314,6 +319,7 @@ def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None)
 
 
 def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
+    """Return dk and dv, which are made beside the current stream."""
     k, v, num_queries = x.k, x.v, x.q.shape[1]
     splits, split_queries = 1, num_queries
     if not x.is_window:
@@ -323,26 +329,33 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
         wanted = min(MAX_SPLITS, -(-(PROGRAMS_WANTED if ring is None else PROGRAMS_WANTED // 2) // programs))
         split_queries = max(MIN_SPLIT_QUERIES, -(-num_queries // wanted))
         splits = -(-num_queries // split_queries)
-    # packed: rows beyond the last sequence's keys belong to no tile
-    make = torch.zeros if x.sequences.is_packed else torch.empty
-    dtype = k.dtype if splits == 1 else torch.float32
-    dk = make((splits, *k.shape), dtype=dtype, device=k.device)
-    dv = make((splits, *v.shape), dtype=dtype, device=v.device)
-    _launch_dkdv(x, dk, dv, split_queries=split_queries)
-    return (dk[0], dv[0]) if splits == 1 else add_splits(dk, dv, k.dtype)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    with beside(k):
+        if splits == 1:
+            dk_parts, dv_parts = dk[None], dv[None]
+        else:
+            dk_parts, dv_parts = (torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device) for y in (k, v))
+        if x.sequences.is_packed:
+            # rows beyond the last sequence's keys belong to no tile
+            dk_parts.zero_()
+            dv_parts.zero_()
+        _launch_dkdv(x, dk_parts, dv_parts, split_queries=split_queries)
+        if splits > 1:
+            add_splits(dk_parts, dv_parts, dk, dv)
+    return dk, dv
 
 
 ADDED = 1024
 """Numbers of a program that adds splits."""
 
 
-def add_splits(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the sums over the first dimension of dk and dv, float32 and contiguous, in `dtype`."""
-    sums = tuple(torch.empty(x.shape[1:], dtype=dtype, device=x.device) for x in (dk, dv))
-    num_k, num_v = (x.numel() for x in sums)
+def add_splits(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Write to dk and dv the sums of their parts `(splits, ...)`, float32 and contiguous."""
+    num_k, num_v = dk.numel(), dv.numel()
     if num_k + num_v:
-        kernels.add_splits_kernel[(cdiv(max(num_k, num_v), ADDED), 2)](dk, dv, *sums, num_k, num_v, dk.shape[0], BLOCK=ADDED)
-    return sums[0], sums[1]
+        kernels.add_splits_kernel[(cdiv(max(num_k, num_v), ADDED), 2)](
+            dk_parts, dv_parts, dk, dv, num_k, num_v, dk_parts.shape[0], BLOCK=ADDED
+        )  # fmt: skip
 
 
 def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, *, split_queries: int, limit: int | None = None) -> None:

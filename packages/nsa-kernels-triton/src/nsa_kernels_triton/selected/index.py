@@ -57,6 +57,8 @@ class Index(NamedTuple):
     block_indices: Tensor
     rows: Tensor
     """int32 (3, B * S): position, key row of the own token, first piece of the sequence."""
+    key_rows: Tensor
+    """int32 (num_pieces,): the first key row of each piece that some row chose."""
     pieces: Pieces
     num_pieces: int
     """Of all sequences."""
@@ -68,6 +70,7 @@ class Index(NamedTuple):
     item_queries: int
     first_position: int
     """Of the queries whose lists are made; earlier ones are attended to in another way."""
+    is_cached: bool
     sequence_rows: int
     """Of each sequence, where all have as many rows and start with their first token; 0 elsewhere."""
     left_out: tuple[int, int]
@@ -119,8 +122,6 @@ class Chunk(NamedTuple):
     """int32 (bound, 4)"""
     num_items: Tensor
     """int32 (1,): how many of them exist."""
-    key_rows: Tensor
-    """int32 (num_pieces,): the first key row of each piece that some row chose."""
     present: Tensor
     """int8 (rows, G, slots): 1 where the partial result of a slot is written; of rows before `last_row`."""
 
@@ -151,24 +152,25 @@ def index_of(
     bits = torch.empty(total, num_groups, dtype=torch.int64, device=rows.device) if has_bits else None
     width = next_power_of_2(num_selected)
     block = max(1, 4096 // width) if has_bits else 256
-    index_kernels.describe_rows_kernel[(cdiv(total, block), num_groups if has_bits else 1)](
-        rows, block_indices, bits, placement.cu_seqlens, placement.query_start, placement.query_count,
-        total, sequences.num_sequences, num_queries, num_keys, sequences.search_steps, first_position,
-        G=num_groups, NUM_SELECTED=num_selected, SLOTS=width,
-        SELECTION_SIZE=geometry.selection_block_size, PIECES=pieces.per_block, PACKED=sequences.is_packed, CACHED=sequences.is_cached,
-        BLOCK=block,
-    )  # fmt: skip
     per_sequence = -(-num_keys // geometry.selection_block_size)
     blocks = num_keys // geometry.selection_block_size + sequences.num_sequences if sequences.is_packed else batch * per_sequence
+    num_pieces = blocks * pieces.per_block
+    key_rows = block_indices.new_empty(num_pieces)
+    index_kernels.describe_rows_kernel[(cdiv(total, block), num_groups if has_bits else 1)](
+        rows, key_rows, block_indices, bits, placement.cu_seqlens, placement.query_start, placement.query_count,
+        total, sequences.num_sequences, num_queries, num_keys, sequences.search_steps, first_position,
+        G=num_groups, NUM_SELECTED=num_selected, SLOTS=width,
+        SELECTION_SIZE=geometry.selection_block_size, PIECES=pieces.per_block, PIECE_SIZE=pieces.size,
+        PACKED=sequences.is_packed, CACHED=sequences.is_cached, BLOCK=block,
+    )  # fmt: skip
     slots = num_selected * pieces.per_block
     affordable = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (slots * num_heads * row_bytes))
     chunk_rows = min(MAX_CHUNK_ROWS, 1 << (affordable.bit_length() - 1), max(MIN_CHUNK_ROWS, next_power_of_2(total)))
     item_queries = max(1, item_rows // (num_heads // num_groups))
     sequence_rows = 0 if sequences.is_packed or sequences.is_cached else num_queries
-    num_pieces = blocks * pieces.per_block
     return Index(
-        block_indices, rows, pieces, num_pieces, num_groups, slots, chunk_rows, item_queries, first_position, sequence_rows,
-        left_out, bits,
+        block_indices, rows, key_rows, pieces, num_pieces, num_groups, slots, chunk_rows, item_queries, first_position,
+        sequences.is_cached, sequence_rows, left_out, bits,
     )  # fmt: skip
 
 
@@ -203,12 +205,11 @@ def _listed(index: Index, geometry: BlockGeometry, first_row: int, last_row: int
 
     grid = (cdiv(min(last_row - first_row, chunk_rows), WORD_ROWS), index.num_groups, num_chunks)
     marks = torch.zeros(num_chunks, num_lists, words, dtype=torch.int32, device=device)
-    key_rows = empty(num_pieces)
     present = empty(chunk_rows, index.num_groups, index.slots, dtype=torch.int8)
     index_kernels.mark_kernel[grid](
-        index.block_indices, index.rows, marks, key_rows, present, first_row, index.num_rows, num_pieces, index.first_position,
+        index.block_indices, index.rows, marks, index.key_rows, present, first_row, index.num_rows, num_pieces, index.first_position,
         **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size,
-        NUM_INITIAL=index.left_out[0], NUM_LOCAL=index.left_out[1],
+        NUM_INITIAL=index.left_out[0], NUM_LOCAL=index.left_out[1], CACHED=index.is_cached,
     )  # fmt: skip
     ranks = torch.empty_like(marks)
     counts = empty(3, num_lists)
@@ -227,6 +228,6 @@ def _listed(index: Index, geometry: BlockGeometry, first_row: int, last_row: int
         ends, items, num_lists, num_items, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=block, num_warps=1
     )
     # one call of torch for all chunks
-    of_chunks = zip(*(x.unbind() for x in (ends, entries, items, ends[:, 1, -1:], key_rows, present)), strict=True)
+    of_chunks = zip(*(x.unbind() for x in (ends, entries, items, ends[:, 1, -1:], present)), strict=True)
     firsts = range(first_row, last_row, chunk_rows)
     return [Chunk(first, min(first + chunk_rows, last_row), num_pieces, *each) for first, each in zip(firsts, of_chunks, strict=True)]

@@ -19,13 +19,15 @@ WORD_ROWS = tl.constexpr(32)
 @CachedLaunch
 @triton.jit
 def describe_rows_kernel(
-    rows_ptr, indices_ptr, bits_ptr, cu_seqlens_ptr, query_start_ptr, query_count_ptr,
+    rows_ptr, key_rows_ptr, indices_ptr, bits_ptr, cu_seqlens_ptr, query_start_ptr, query_count_ptr,
     num_rows, num_sequences, num_queries, num_keys, search_steps, first_position,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr,
-    SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PACKED: tl.constexpr, CACHED: tl.constexpr, BLOCK: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, PACKED: tl.constexpr, CACHED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write of every row of q, int32 (3, rows): its position (-1: does not count), its token's key row, its sequence's first piece.
 
+    Without a cache every token has a row, and that of a piece's first token writes the piece's first key row.
     With `bits_ptr`, int64 (rows, G), the bits of the blocks that a row before `first_position` chose as well, all below 64 and none
     of them twice; grid (cdiv(rows, BLOCK), G), without it (cdiv(rows, BLOCK), 1).
     """
@@ -53,6 +55,10 @@ def describe_rows_kernel(
     tl.store(rows_ptr + row, position, mask=is_first)
     tl.store(rows_ptr + num_rows + row, key_row, mask=is_first)
     tl.store(rows_ptr + 2 * num_rows + row, piece, mask=is_first)
+    if not CACHED:
+        in_block = position % SELECTION_SIZE
+        piece += position // SELECTION_SIZE * PIECES + in_block // PIECE_SIZE
+        tl.store(key_rows_ptr + piece, key_row, mask=is_first & (in_block % PIECE_SIZE == 0))
     if bits_ptr is not None:
         is_early = exists & (position >= 0) & (position < first_position)
         slots = tl.arange(0, SLOTS)[None, :]
@@ -69,18 +75,18 @@ def mark_kernel(
     indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, present_ptr, first_row, num_rows, num_pieces, first_position,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr,
     PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, WORDS: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    CACHED: tl.constexpr,
 ):  # fmt: skip
     """Set the bit (group, piece, row - first row) of every piece that a row chose; grid (words with rows, G, chunks).
 
-    Write the first key row of such pieces, and which slots (row - first row, G, slots) of the choice count: not those outside
-    0 .. own, of a block that stands there twice only the first, and none of rows whose position is below `first_position`. Nor
-    do the first NUM_INITIAL blocks count, and the last NUM_LOCAL up to the own.
+    Write which slots (row - first row, G, slots) of the choice count: not those outside 0 .. own, of a block that stands there twice
+    only the first, and none of rows whose position is below `first_position`. Nor do the first NUM_INITIAL blocks count, and the
+    last NUM_LOCAL up to the own. With a cache, write the first key row of such pieces, too.
     """
     group = tl.program_id(1)
     chunk = tl.program_id(2).to(tl.int64)
     first_row += tl.program_id(2) * (WORDS * WORD_ROWS)
     marks_ptr += chunk * (G * num_pieces * WORDS)
-    key_rows_ptr += chunk * num_pieces
     present_ptr += chunk * (WORDS * WORD_ROWS * G * NUM_SELECTED * PIECES)
     # a tile's rows are the bits of one word
     bits = tl.arange(0, WORD_ROWS)
@@ -89,7 +95,6 @@ def mark_kernel(
     exists = row < num_rows
     position = tl.load(rows_ptr + row, mask=exists, other=-1)
     position = tl.where(position >= first_position, position, -1)
-    key_row = tl.load(rows_ptr + num_rows + row, mask=exists, other=0)
     piece0 = tl.load(rows_ptr + 2 * num_rows + row, mask=exists, other=0)
     slots = tl.arange(0, SLOTS)
     in_choice = (slots < NUM_SELECTED)[None, :]
@@ -107,7 +112,9 @@ def mark_kernel(
         piece = piece0[:, None] + block * PIECES + part
         place = (group.to(tl.int64) * num_pieces + piece) * WORDS + tl.program_id(0)
         tl.atomic_or(marks_ptr + place, bit, mask=is_present, sem="relaxed")
-        tl.store(key_rows_ptr + piece, (key_row - position)[:, None] + start, mask=is_present)
+        if CACHED:
+            key_row = tl.load(rows_ptr + num_rows + row, mask=exists, other=0)
+            tl.store(key_rows_ptr + piece, (key_row - position)[:, None] + start, mask=is_present)
         target = present_ptr + (local * G + group)[:, None] * (NUM_SELECTED * PIECES) + slots[None, :] * PIECES + part
         tl.store(target, is_present.to(tl.int8), mask=in_choice)
 

@@ -12,10 +12,12 @@ from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.launch import (
     Sequences,
+    beside,
     cdiv,
     exact_out,
     geometry_of,
     is_exact,
+    join,
     next_power_of_2,
     on_its_device,
     optional,
@@ -248,7 +250,8 @@ def forward(
     if shared_ring is not None:
         assert index.bits is not None
         shared = hopper.SharedBlocks(index.bits, *left_out, early)
-        hopper.shared_forward(q, k, v, out, lse, scale, sequences, shared_ring, shared)
+        with beside(q):
+            hopper.shared_forward(q, k, v, out, lse, scale, sequences, shared_ring, shared)
     elif early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
     constants = _constants(q, k, v, index)
@@ -258,7 +261,7 @@ def forward(
     ring = _ring("selected_forward", index, q, v, k)
     for chunk in chunks(index, geometry):
         operands = (
-            q, k, v, parts, part_lse, *_lists(chunk), index.rows, chunk.key_rows,
+            q, k, v, parts, part_lse, *_lists(chunk), index.rows, index.key_rows,
             chunk.first_row, index.num_rows, chunk.num_pieces, score_factor(q, scale),
         )  # fmt: skip
         # a scale of 0 times -inf would be NaN
@@ -268,6 +271,8 @@ def forward(
             kernels.forward_kernel[(chunk.items.shape[0],)](
                 *operands, **constants, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages
             )
+        if shared_ring is not None and chunk.first_row == 0:
+            join(q)
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_kernel[(cdiv(rows, _merge_rows(width)),)](
             parts, part_lse, chunk.present, optional(out), optional(exact), lse,
@@ -331,7 +336,7 @@ def backward(
     for chunk in chunks(index, geometry):
         place = (chunk.first_row, index.num_rows, chunk.num_pieces)
         results = (parts, dk, dv, dk_extra, dv_extra)
-        numbers = (*_lists(chunk), index.rows, chunk.key_rows, *place, scale, score_factor(q, scale))
+        numbers = (*_lists(chunk), index.rows, index.key_rows, *place, scale, score_factor(q, scale))
         if ring is not None:
             hopper.selected_backward(chunk.items.shape[0], q, k, v, dout, shift, delta, gates, (*results, *numbers), constants | gate, ring)
         else:
@@ -340,15 +345,21 @@ def backward(
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         num_lists = chunk.ends.shape[1]
-        kernels.add_extras_kernel[(cdiv(num_lists, EXTRA_LISTS), cdiv(index.pieces.keys, EXTRA_KEYS), 2)](
-            dk, dv, dk_extra, dv_extra, chunk.ends, chunk.entries, index.rows, chunk.key_rows, *place, num_lists,
-            G=k.shape[2], D_K=q.shape[3], D_V=v.shape[3], WIDTH_K=next_power_of_2(q.shape[3]), WIDTH_V=next_power_of_2(v.shape[3]),
-            SLOTS_TOTAL=index.slots, **_piece_constants(index), LISTS=EXTRA_LISTS, PART=min(index.pieces.keys, EXTRA_KEYS),
-        )  # fmt: skip
+        with beside(q):
+            kernels.add_extras_kernel[(cdiv(num_lists, EXTRA_LISTS), cdiv(index.pieces.keys, EXTRA_KEYS), 2)](
+                dk, dv, dk_extra, dv_extra, chunk.ends, chunk.entries, index.rows, index.key_rows, *place, num_lists,
+                G=k.shape[2], D_K=q.shape[3], D_V=v.shape[3], WIDTH_K=next_power_of_2(q.shape[3]), WIDTH_V=next_power_of_2(v.shape[3]),
+                SLOTS_TOTAL=index.slots, **_piece_constants(index), LISTS=EXTRA_LISTS, PART=min(index.pieces.keys, EXTRA_KEYS),
+            )  # fmt: skip
         num_rows = (chunk.last_row - chunk.first_row) * k.shape[2]
         kernels.merge_dq_kernel[(cdiv(num_rows, MERGED // columns) * cdiv(width, columns),)](
             parts, chunk.present, dq, chunk.first_row, chunk.last_row,
             G=k.shape[2], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds, COLUMNS=columns, BLOCK_ROWS=MERGED // columns,
         )  # fmt: skip
+        join(q)
     # both casts in one launch
-    return dq, *((dk, dv) if is_exact(k) else interval.add_splits(dk[None], dv[None], k.dtype))
+    if is_exact(k):
+        return dq, dk, dv
+    sums = torch.empty_like(k), torch.empty_like(v)
+    interval.add_splits(dk[None], dv[None], *sums)
+    return dq, *sums
