@@ -58,7 +58,7 @@ class Index(NamedTuple):
     rows: Tensor
     """int32 (3, B * S): position, key row of the own token, first piece of the sequence."""
     key_rows: Tensor
-    """int32 (num_pieces,): the first key row of each piece that some row chose."""
+    """int32 (num_pieces,): the first key row of each piece that a row may have chosen."""
     pieces: Pieces
     num_pieces: int
     """Of all sequences."""
