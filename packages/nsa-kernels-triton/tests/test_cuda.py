@@ -411,30 +411,64 @@ def test_twenty_runs_are_bit_equal(sizes: dict[str, int]) -> None:
         assert all(torch.equal(x, y) for x, y in zip(found, first, strict=True))
 
 
+def operation_of(name: str, x: Inputs, **options: Any) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Return an operation by the kernels, and its operands."""
+    keywords: dict[str, Any] = {"geometry": GEOMETRY, "backend": "triton", **options}
+    indices = chosen_blocks(x, **options)
+    return {
+        "nsa": (kernels(**options), x.tensors),
+        "cmp": (lambda *operands: compressed_attention(*operands, **keywords).out, (x.q, x.k_cmp, x.v_cmp)),
+        "slc": (lambda *operands: selected_attention(*operands, indices, **keywords).out, (x.q, x.k_slc, x.v_slc)),
+        "win": (lambda *operands: sliding_window_attention(*operands, **keywords).out, (x.q, x.k_win, x.v_win)),
+    }[name]
+
+
+@pytest.mark.usefixtures("nan_buffers")
 @pytest.mark.parametrize("late", ["second", "current"])
 @pytest.mark.parametrize("lengths", [None, (1024, 7, 1700)], ids=["dense", "packed"])
-def test_streams_wait_for_each_other(lengths: tuple[int, ...] | None, late: str) -> None:
+@pytest.mark.parametrize("operation", ["nsa", "cmp", "slc", "win"])
+def test_streams_wait_for_each_other(operation: str, lengths: tuple[int, ...] | None, late: str) -> None:
     inputs = inputs_of(2731, lengths=lengths, **EVEN)
     options = {} if lengths is None else {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": max(lengths)}
-    expected = evaluate(kernels(**options), inputs.tensors)
-    leaves = [x.detach().clone().requires_grad_() for x in inputs.tensors]
+    function, operands = operation_of(operation, inputs, **options)
+    expected = evaluate(function, operands)
+    leaves = [x.detach().clone().requires_grad_() for x in operands]
     weights = weights_of(expected[0])
-    stream = torch.cuda.current_stream() if late == "current" else second_stream(inputs.q.device)
+    current = torch.cuda.current_stream()
+    stream = current if late == "current" else second_stream(current)
+    taken = []
 
     def hold_up() -> None:
         """Let the stream sleep for some 50 ms, and overwrite the memory that was given back."""
         with torch.cuda.stream(stream):
             torch.cuda._sleep(10**8)
-        for power in range(10, 28):
-            torch.full((2**power,), math.nan, device="cuda")
+        taken.extend(torch.full((2**power,), math.nan, device="cuda") for power in range(10, 28))
 
     hold_up()
-    out = kernels(**options)(*leaves)
+    out = function(*leaves)
     hold_up()
     gradients = torch.autograd.grad((out * weights).sum(), leaves)
     hold_up()
     for ours, same in zip([out, *gradients], expected, strict=True):
         assert torch.equal(ours, same)
+
+
+def test_what_runs_beside_a_failure_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of(2731, **EVEN)
+    evaluate(kernels(), inputs.tensors)
+    leaves = [x.detach().clone().requires_grad_() for x in inputs.tensors]
+    out = kernels()(*leaves)
+    second = second_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(second):
+        torch.cuda._sleep(10**8)
+    monkeypatch.setattr(selected, "chunks", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    assert not second.query(), "it sleeps still"
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    assert second.query()
 
 
 def test_the_layer_trains_through_the_kernels_by_itself() -> None:

@@ -6,15 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-INT32 = range(-(2**31), 2**31)
+_INT32 = range(-(2**31), 2**31)
 
 
 class CachedLaunch:
     """A jit function that finds its compiled kernels by itself: `kernel[grid](*arguments, **constants)`, as ever.
 
-    The key is no coarser than what Triton compiles for: of a tensor its dtype and where it starts within 16 bytes, of a whole number
-    whether it is 1, divides by 16, and fits an int32. A kernel that Triton compiled once is launched with addresses in place of tensors.
-    What else a jit function has is passed through, and on a CPU it is launched itself.
+    The key is no coarser than what Triton compiles for on NVIDIA's GPUs: of a tensor its dtype and where it starts within 16 bytes, of
+    a whole number, below 2**63, whether it is 1, divides by 16, and fits an int32. Triton's settings for debugging and instrumentation
+    are those of the first launch. A kernel that Triton compiled once is launched with addresses in place of tensors. What else a jit
+    function has is passed through, and on a CPU it is launched itself.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -40,11 +41,14 @@ class CachedLaunch:
                 kinds.append((x.dtype, address % 16))
             else:
                 passed.append(x)
-                kinds.append((x == 1, x % 16 == 0, x in INT32) if x.__class__ is int else x.__class__)
+                kinds.append((x == 1, x % 16 == 0, x in _INT32) if x.__class__ is int else x.__class__)
         key = tuple(kinds)
         if key in self.found:
             compiled, rest = self.found[key]
             compiled[(*grid, 1, 1)[:3]](*passed, *rest)
         else:
             compiled = self.kernel[grid](*arguments, **constants)
+            if compiled is None:
+                # an interpreter or a hook of Triton's took the launch
+                return
             self.found[key] = compiled, tuple(constants.get(name) for name in self.kernel.arg_names[len(arguments) :])

@@ -29,14 +29,19 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
         if not first.is_cuda:
             return body(*args, **kwargs)
         with torch.cuda.device(first.device):
-            return body(*args, **kwargs)
+            try:
+                return body(*args, **kwargs)
+            except BaseException:
+                # what runs beside may still use what is given back here
+                join(first)
+                raise
 
     return run
 
 
 @contextmanager
 def beside(x: Tensor) -> Iterator[None]:
-    """Launch on a second stream of x's device what may run beside all that the current stream is given from here to `join`.
+    """Launch on a second stream what may run beside all that the current stream, of x's device, is given from here to `join`.
 
     It starts after what the current stream was given before. What it reads and writes was made there, and is not given back before
     `join`; memory that is taken inside is the second stream's own, and nothing else reads it.
@@ -44,22 +49,27 @@ def beside(x: Tensor) -> Iterator[None]:
     if not x.is_cuda:
         yield
         return
-    stream = second_stream(x.device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    current = torch.cuda.current_stream()
+    second = second_stream(current)
+    second.wait_stream(current)
+    with torch.cuda.stream(second):
         yield
 
 
 def join(x: Tensor) -> None:
     """Let the current stream wait for what was launched `beside` it."""
     if x.is_cuda:
-        torch.cuda.current_stream().wait_stream(second_stream(x.device))
+        current = torch.cuda.current_stream()
+        current.wait_stream(second_stream(current))
 
 
-@cache
-def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of what runs `beside` others."""
-    return torch.cuda.Stream(device)
+_SECOND_STREAMS: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+
+def second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return the stream of what runs `beside` others on `current`: its own, so that streams of a program never wait for each other."""
+    # of two threads that come first, both get the one that is kept
+    return _SECOND_STREAMS.get(current) or _SECOND_STREAMS.setdefault(current, torch.cuda.Stream(current.device))
 
 
 def cdiv(total: int, size: int) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from nsa_core.backends.base import Placement
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out, geometry_of, join, on_its_device, ring_for
+from nsa_kernels_triton.launch import Sequences, exact_out, geometry_of, on_its_device, ring_for
 from nsa_kernels_triton.select import op as select
 from nsa_kernels_triton.selected import op as selected
 
@@ -136,7 +136,6 @@ def triton_nsa_attention_backward(
     dq, dk_cmp, dv_cmp = interval.backward(cmp)
     dq, dk_win, dv_win = interval.backward(win, dq)
     dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], shifts[1], q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
-    join(q)
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 

@@ -106,6 +106,8 @@ def mark_kernel(
         earlier = tl.load(indices_ptr + source + slot, mask=exists, other=-1)
         is_block = is_block & ((block != earlier[:, None]) | (slots <= slot)[None, :])
     bit = tl.full([WORD_ROWS, SLOTS], 1, tl.int32) << bits[:, None]
+    if CACHED:
+        first_key_row = tl.load(rows_ptr + num_rows + row, mask=exists, other=0) - position
     for part in tl.static_range(PIECES):
         start = block * SELECTION_SIZE + part * PIECE_SIZE
         is_present = is_block & (start <= position[:, None])
@@ -113,8 +115,7 @@ def mark_kernel(
         place = (group.to(tl.int64) * num_pieces + piece) * WORDS + tl.program_id(0)
         tl.atomic_or(marks_ptr + place, bit, mask=is_present, sem="relaxed")
         if CACHED:
-            key_row = tl.load(rows_ptr + num_rows + row, mask=exists, other=0)
-            tl.store(key_rows_ptr + piece, (key_row - position)[:, None] + start, mask=is_present)
+            tl.store(key_rows_ptr + piece, first_key_row[:, None] + start, mask=is_present)
         target = present_ptr + (local * G + group)[:, None] * (NUM_SELECTED * PIECES) + slots[None, :] * PIECES + part
         tl.store(target, is_present.to(tl.int8), mask=in_choice)
 

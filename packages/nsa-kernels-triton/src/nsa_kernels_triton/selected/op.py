@@ -304,7 +304,10 @@ def backward(
     scale: float,
     sequences: Sequences,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; with `gates` the output counts gates[..., 1] times, the choice is ours, and `dq` is to be added to."""
+    """Return dq, dk, dv; with `gates` the output counts gates[..., 1] times, the choice is ours, and `dq` is to be added to.
+
+    All that runs beside is joined then.
+    """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     dk = torch.zeros_like(k, dtype=torch.float32)
     dv = torch.zeros_like(v, dtype=torch.float32)
