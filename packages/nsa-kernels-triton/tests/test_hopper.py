@@ -88,14 +88,14 @@ SHAPES = {
     "packed 160 136": shape_of(lengths=(140, 0, 1, 150), head_dims=(160, 136), heads=(3, 1)),
     # what the tiles hold beyond a head's columns
     "48": shape_of(210, (48, 40)),
-    "80": shape_of(290, (80, 96), (16, 1)),
-    "160": shape_of(290, (160, 72), (16, 1)),
+    "80": shape_of(290, (80, 96), (9, 1)),
+    "160": shape_of(290, (160, 72), (10, 1)),
     # queries that are attended to densely end within a block
     "early": evolve(
-        shape_of(lengths=(170, 0, 1, 130), head_dims=(128, 128), heads=(16, 1)), geometry=evolve(GEOMETRY, num_selected_blocks=2)
+        shape_of(lengths=(170, 0, 1, 130), head_dims=(128, 128), heads=(9, 1)), geometry=evolve(GEOMETRY, num_selected_blocks=2)
     ),
     # any block may be a row's first
-    "no initial block": evolve(shape_of(270, (128, 128), (16, 1)), geometry=evolve(GEOMETRY, num_initial_blocks=0)),
+    "no initial block": evolve(shape_of(270, (128, 128), (11, 1)), geometry=evolve(GEOMETRY, num_initial_blocks=0)),
     "two of each": evolve(
         shape_of(lengths=(330, 30), head_dims=(64, 64), heads=(6, 2)),
         geometry=evolve(GEOMETRY, num_selected_blocks=5, num_initial_blocks=2, num_local_blocks=2),

@@ -79,7 +79,7 @@ class MLPCompressor(nn.Module):
     def __init__(self, head_dim: int, block_size: int) -> None:
         """Build for blocks of `block_size` tokens of `head_dim`."""
         super().__init__()
-        self.position = nn.Parameter(torch.randn(block_size, head_dim) * 0.02)
+        self.position = nn.Parameter(nn.init.normal_(torch.empty(block_size, head_dim), std=0.02))
         self.up = nn.Linear(block_size * head_dim, head_dim)
         self.down = nn.Linear(head_dim, head_dim)
         nn.init.zeros_(self.down.weight)

@@ -8,11 +8,11 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.checkpoint.ranks import broadcast_json, broadcast_tensor, on_rank_0, rank
 from nsa_train.errors import CheckpointError
+from nsa_train.sharding import is_sharded
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and checkpoint wrappers put into a parameter's name."""
@@ -37,7 +37,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of `tensors` in host memory, whole ones, on rank 0; nothing on the others. A collective."""
     held = {}
     for name, value in tensors.items():
-        whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+        whole = value.full_tensor().detach() if is_sharded(value) else value.detach()
         if rank() == 0:
             held[name] = whole.to("cpu", copy=True).contiguous()
     return held
@@ -147,7 +147,9 @@ def _form(value: Tensor) -> list[object]:
 
 def _placed(whole: Tensor, *, like: Tensor) -> Tensor:
     """Return `whole`, which every rank has, sharded as `like` is; each rank takes its part, nothing is sent."""
-    if isinstance(like, DTensor):
+    if is_sharded(like):
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return whole
 

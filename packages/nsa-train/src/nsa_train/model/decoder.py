@@ -1,10 +1,12 @@
 """The decoder: embedding, blocks of RMSNorm -> attention and RMSNorm -> SwiGLU, and an output tied to the embedding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from nsa_core import NativeSparseAttention, NSAConfig
 from nsa_train.config import RunConfig
@@ -163,6 +165,23 @@ def _decoder(config: RunConfig, *, attention: str, num_layers: int) -> Decoder:
     return Decoder(config.nsa_config(), num_layers=num_layers, vocab_size=vocab_size_of(config), attention=attention)
 
 
+class _Undrawn(TorchFunctionMode):
+    """Draw no numbers for new weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Let models be made on the meta device. Nothing is drawn there, for which torch would load its compiler, some seconds long."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
 class ParameterCounts(NamedTuple):
     """Weights of the two twins, the shared embedding counted once."""
 
@@ -177,7 +196,7 @@ def count_parameters(config: RunConfig) -> ParameterCounts:
 
 def _count(config: RunConfig, attention: str) -> int:
     # all layers are alike
-    with torch.device("meta"):
+    with weightless():
         model = _decoder(config, attention=attention, num_layers=1)
     layer, whole = (sum(weight.numel() for weight in module.parameters()) for module in (model.blocks, model))
     return whole + (config.model.n_layers - 1) * layer

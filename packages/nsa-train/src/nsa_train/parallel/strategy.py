@@ -9,13 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import World
+from nsa_train.sharding import is_sharded
 
 
 class Strategy(Protocol):
@@ -66,6 +64,10 @@ class Fsdp:
     """Every rank holds a shard of each weight, its gradient and its optimizer state; a block is gathered while it runs."""
 
     def __init__(self, model: Decoder, world: World) -> None:
+        # they take a second to load
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
         mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
@@ -86,9 +88,9 @@ STRATEGIES: dict[str, type[Single] | type[Ddp] | type[Fsdp]] = {"single": Single
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a sharded tensor in full, gathered by all ranks together, or the tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -8,14 +8,13 @@ blocks, which reuses the compressed branch's weights.
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from attrs import frozen
 from torch import nn
 
 from nsa_core import BlockGeometry
 from nsa_core.blocks import num_compressed_blocks
 from nsa_train.config import RunConfig
-from nsa_train.model.decoder import build_model
+from nsa_train.model.decoder import build_model, weightless
 
 FORWARD_AND_BACKWARD = 3
 """Passes' worth of FLOPs of a training step."""
@@ -49,7 +48,7 @@ class ModelFlops:
 
 def model_flops(config: RunConfig) -> ModelFlops:
     """Return the FLOPs of `config`'s model; no weights are allocated."""
-    with torch.device("meta"):
+    with weightless():
         model = build_model(config)
     attention, branches = config.model.attention, config.nsa.branches
     products = sum(
