@@ -46,6 +46,29 @@ def simulator():
     return beside_this_file("gluon_simulator")
 
 
+@pytest.fixture
+def check_late_stream(monkeypatch, simulator):
+    """Give what asserts, on a CPU, that no result of a function changes where what is launched beside others runs at the join."""
+    from nsa_kernels_triton.cached_launch import CachedLaunch
+    from nsa_kernels_triton.interval import op as interval
+    from nsa_kernels_triton.selected import op as selected
+
+    def check(evaluate):
+        in_order = evaluate()
+        stream = beside_this_file("late_stream").LateStream()
+        for module in (interval, selected):
+            monkeypatch.setattr(module, "beside", stream.beside)
+            monkeypatch.setattr(module, "join", stream.join)
+        for kind in (CachedLaunch, simulator.Simulated):
+            monkeypatch.setattr(kind, "__getitem__", stream.launcher(kind.__getitem__))
+        late = evaluate()
+        assert stream.num_late
+        assert not stream.waiting
+        assert all(torch.equal(x, y) for x, y in zip(late, in_order, strict=True))
+
+    return check
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter():
     if os.environ.get("TRITON_INTERPRET") == "1":

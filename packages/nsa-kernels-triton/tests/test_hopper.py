@@ -15,6 +15,7 @@ from nsa_kernels_triton import launch, policy
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.select import op as select
+from nsa_kernels_triton.selected import index
 from nsa_kernels_triton.selected import op as selected
 
 pytestmark = [
@@ -124,6 +125,20 @@ def test_a_list_in_many_items_adds_up(head_dims, monkeypatch):
     monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 90)
     monkeypatch.setattr(selected, "early_queries", lambda *_: 0)
     properties.check_agrees_with_oracle(shape_of(200, head_dims, (2, 1)), WHERE)
+
+
+@pytest.mark.usefixtures("simulated", "nan_buffers")
+def test_a_late_second_stream_changes_no_bit(monkeypatch, check_late_stream):
+    # several chunks of rows
+    monkeypatch.setattr(index, "MAX_CHUNK_ROWS", 128)
+    inputs = make_inputs(shape_of(260, (64, 64), (2, 1)), torch.float32)
+
+    def evaluate():
+        leaves = inputs.with_grad().tensors
+        out = nsa_attention(*leaves, geometry=GEOMETRY, backend="triton")
+        return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+
+    check_late_stream(evaluate)
 
 
 def test_lists_hold_what_neighbours_do_not_share(simulated, monkeypatch):

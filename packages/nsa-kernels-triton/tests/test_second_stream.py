@@ -1,11 +1,19 @@
-"""Who waits for whom when kernels run beside each other; that results are right is shown on a GPU (test_cuda.py)."""
+"""Who waits for whom when kernels run beside each other, and that results are right where the second stream is late.
+
+On a GPU either stream is held up (test_cuda.py).
+"""
 
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
+from nsa_core import compressed_attention, nsa_attention, selected_attention, sliding_window_attention
+from nsa_core.testing.inputs import SMALL, Shape, make_inputs, random_block_indices
 from nsa_kernels_triton import launch
+from nsa_kernels_triton.interval import op as interval
+from nsa_kernels_triton.selected import index
+from nsa_kernels_triton.selected import op as selected
 
 
 class Stream:
@@ -91,3 +99,36 @@ def test_on_a_cpu_there_is_one_order():
         x += 1
     launch.join(x)
     assert launch.on_its_device(lambda y: y + 1)(x).item() == 2
+
+
+def strided(x):
+    """Return x where kernels cannot read it in place."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU nothing runs beside")
+@pytest.mark.usefixtures("nan_buffers")
+@pytest.mark.filterwarnings("ignore:.*against policy.*")
+@pytest.mark.parametrize("lengths", [None, (40, 0, 1, 29)], ids=["dense", "packed"])
+@pytest.mark.parametrize("operation", ["cmp", "slc", "win", "nsa"])
+def test_a_late_second_stream_changes_no_bit(operation, lengths, monkeypatch, check_late_stream):
+    # several splits of queries, chunks of rows, and items of lists
+    monkeypatch.setattr(interval, "MIN_SPLIT_QUERIES", 16)
+    monkeypatch.setattr(index, "MAX_CHUNK_ROWS", 32)
+    monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 16)
+    shape = Shape(num_queries=70, lengths=lengths, num_heads=2, num_kv_heads=2)
+    inputs = make_inputs(shape, torch.float32)
+    indices = random_block_indices(shape)
+
+    def evaluate():
+        x = inputs._replace(**{name: strided(y).requires_grad_() for name, y in inputs._asdict().items() if name != "cu_seqlens"})
+        options = {"geometry": SMALL, "cu_seqlens": inputs.cu_seqlens, "backend": "triton"}
+        out, leaves = {
+            "cmp": lambda: (compressed_attention(x.q, x.k_cmp, x.v_cmp, **options).out, (x.q, x.k_cmp, x.v_cmp)),
+            "slc": lambda: (selected_attention(x.q, x.k_slc, x.v_slc, indices, **options).out, (x.q, x.k_slc, x.v_slc)),
+            "win": lambda: (sliding_window_attention(x.q, x.k_win, x.v_win, **options).out, (x.q, x.k_win, x.v_win)),
+            "nsa": lambda: (nsa_attention(*x.tensors, **options), x.tensors),
+        }[operation]()
+        return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+
+    check_late_stream(evaluate)

@@ -1,0 +1,83 @@
+"""A second stream that lags, without a GPU: what is launched beside others runs as late as it may, at the join."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LateStream:
+    """Stands in for `beside` and `join`. Tensors that are given back before the join are missed, but for the stream's own scratch."""
+
+    def __init__(self) -> None:
+        self.is_current = False
+        self.waiting: list[Callable[[], None]] = []
+        self.scratch = _Scratch()
+        self.num_late = 0
+
+    @contextmanager
+    def beside(self, _x: Tensor) -> Iterator[None]:
+        self.is_current = True
+        with self.scratch:
+            yield
+        self.is_current = False
+
+    def join(self, _x: Tensor) -> None:
+        self.num_late += len(self.waiting)
+        # the interpreter leaves what it was given in cycles
+        gc.collect()
+        for launch in self.waiting:
+            launch()
+        self.waiting.clear()
+        self.scratch.tensors.clear()
+
+    def launcher(self, launcher: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the `__getitem__` of a kernel whose launches wait here, made of its own."""
+
+        def launch_of(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+            launch = launcher(kernel, grid)
+
+            def launch_or_wait(*arguments: Any, **constants: Any) -> None:
+                if self.is_current:
+                    given = [_weak(x) if isinstance(x, Tensor) else lambda x=x: x for x in arguments]
+                    self.waiting.append(lambda: launch(*(x() for x in given), **constants))
+                else:
+                    launch(*arguments, **constants)
+
+            return launch_or_wait
+
+        return launch_of
+
+
+class _Scratch(TorchDispatchMode):
+    """Holds the tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, Tensor) and not any(_memory(result) == _memory(x) for x in args if isinstance(x, Tensor)):
+            self.tensors.append(result)
+        return result
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _weak(x: Tensor) -> Callable[[], Tensor]:
+    """Return what gives x while its memory is held elsewhere."""
+    memory, form, dtype = StorageWeakRef(x.untyped_storage()), (x.storage_offset(), x.shape, x.stride()), x.dtype
+
+    def held() -> Tensor:
+        assert not memory.expired(), "memory was given back before the join"
+        return torch.empty(0, dtype=dtype).set_(torch.UntypedStorage._new_with_weak_ptr(memory.cdata), *form)
+
+    return held
