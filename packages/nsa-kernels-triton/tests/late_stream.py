@@ -1,6 +1,7 @@
 """A second stream that lags, without a GPU: what is launched beside others runs as late as it may, at the join."""
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LateStream:
-    """Stands in for `beside` and `join`. Tensors that are given back before the join are missed, but for the stream's own scratch."""
+    """Stands in for `beside` and `join`; what torch itself does beside is done at once.
+
+    Tensors that are given back before the join are missed then, but for the stream's own scratch, which is gone after it.
+    """
 
     def __init__(self) -> None:
+        self.is_open = False
         self.is_current = False
         self.waiting: list[Callable[[], None]] = []
         self.scratch = _Scratch()
@@ -22,18 +27,22 @@ class LateStream:
 
     @contextmanager
     def beside(self, _x: Tensor) -> Iterator[None]:
-        self.is_current = True
+        self.is_open = self.is_current = True
         with self.scratch:
             yield
         self.is_current = False
 
     def join(self, _x: Tensor) -> None:
+        assert self.is_open, "no stream that was captured may wait for one that was not"
+        self.is_open = False
         self.num_late += len(self.waiting)
         # the interpreter leaves what it was given in cycles
         gc.collect()
         for launch in self.waiting:
             launch()
         self.waiting.clear()
+        for x in self.scratch.tensors:
+            x.fill_(math.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
         self.scratch.tensors.clear()
 
     def launcher(self, launcher: Callable[..., Any]) -> Callable[..., Any]:

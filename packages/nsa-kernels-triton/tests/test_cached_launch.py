@@ -25,6 +25,8 @@ class Utils:
 class Launcher:
     def __init__(self, source, metadata): pass
     def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        global takes_tensors
+        takes_tensors = any(isinstance(a, torch.Tensor) for a in arguments)
         launches.append([x, y, z, stream, function, *[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]])
 
 class Driver:
@@ -43,10 +45,12 @@ def tensor(offset=0, dtype=torch.float32):
     return torch.zeros(64, dtype=dtype)[offset:].as_subclass(OnGPU)
 
 def launch_three_times(kernel, grid, *arguments, **constants):
+    tensors = []
     for way in (kernel, kernel.kernel, kernel):
         way[grid](*arguments, **constants)
+        tensors.append(takes_tensors)
     ours_first, theirs, ours_again = launches[-3:]
-    return ours_first[4], ours_first == theirs == ours_again
+    return ours_first[4], ours_first == theirs == ours_again, tensors
 
 SUM, BLOCK = kernels.add_splits_kernel, dict(BLOCK=1024)
 DELTA, ROWS = kernels.delta_kernel, dict(D_V=16, WIDTH=16, EXACT=True, BLOCK_ROWS=16)
@@ -76,8 +80,7 @@ CASES = {
 found = {}
 for _ in range(2):
     for name, (kernel, arguments, constants) in CASES.items():
-        function, is_equal = launch_three_times(kernel, *arguments, **constants)
-        found.setdefault(name, []).append([function, is_equal])
+        found.setdefault(name, []).append(launch_three_times(kernel, *arguments, **constants))
 print(json.dumps({"found": found, "keys": sum(len(kernel.found) for kernel in (SUM, DELTA, ATTEND))}))
 """
 
@@ -92,11 +95,18 @@ def launched(without_interpreter):
 
 
 def test_a_launch_by_the_short_key_is_tritons_own(launched):
-    assert all(is_equal for runs in launched["found"].values() for _, is_equal in runs)
+    assert all(is_equal for runs in launched["found"].values() for _, is_equal, _ in runs)
+
+
+def test_tritons_own_launch_takes_tensors_and_the_short_one_their_addresses(launched):
+    for name, (first, second) in launched["found"].items():
+        # what others launched before is found at once
+        assert first[2] == [name not in {"grid", "another float"}, True, False]
+        assert second[2] == [False, True, False]
 
 
 def test_another_kind_of_argument_is_another_kernel(launched):
-    functions = {name: {function for function, _ in runs} for name, runs in launched["found"].items()}
+    functions = {name: {function for function, *_ in runs} for name, runs in launched["found"].items()}
     assert functions["grid"] == functions["plain"]
     assert functions["a float"] == functions["another float"]
     assert len(set.union(*functions.values())) == len(functions) - 2

@@ -372,6 +372,34 @@ def select_and_attend(inputs: Inputs, options: dict[str, Any]) -> Tensor:
     return out + slc + win
 
 
+def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """Return a graph of `step`, and what it writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def test_a_graph_captures_attention_over_no_block() -> None:
+    inputs = inputs_of(GEOMETRY.compression_block_size - 1, **EVEN).with_grad()
+    function, operands = operation_of("cmp", inputs)
+
+    def step() -> list[Tensor]:
+        out = function(*operands)
+        return [out.detach(), *torch.autograd.grad(out.sum(), operands)]
+
+    graph, results = captured(step)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert results[2].shape[1] == 0
+    assert not any(x.any() for x in results)
+
+
 @each_real
 def test_a_graph_captures_forward_and_backward(sizes: dict[str, int]) -> None:
     static, other = huge_inputs(2050, **sizes).with_grad(), huge_inputs(2050, **sizes)
@@ -382,20 +410,13 @@ def test_a_graph_captures_forward_and_backward(sizes: dict[str, int]) -> None:
         # detached: a graph kept alive keeps the nodes of the stream that recorded it
         return [out.detach(), *torch.autograd.grad(out, static.tensors, dout)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     with torch.no_grad():
         for place, x in enumerate(other.tensors):
             static.tensors[place].copy_(x)
     graph.replay()
     torch.cuda.synchronize()
-    for replayed, eager in zip(captured, step(), strict=True):
+    for replayed, eager in zip(results, step(), strict=True):
         assert torch.equal(replayed, eager)
 
 

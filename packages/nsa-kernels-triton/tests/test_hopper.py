@@ -128,17 +128,18 @@ def test_a_list_in_many_items_adds_up(head_dims, monkeypatch):
 
 
 @pytest.mark.usefixtures("simulated", "nan_buffers")
-def test_a_late_second_stream_changes_no_bit(monkeypatch, check_late_stream):
+@pytest.mark.parametrize("shape", [shape_of(260, heads=(2, 1)), shape_of(lengths=(210, 0, 1, 30), heads=(2, 1))], ids=["dense", "packed"])
+def test_a_late_second_stream_changes_no_bit(shape, monkeypatch, check_late_stream):
     # several chunks of rows
     monkeypatch.setattr(index, "MAX_CHUNK_ROWS", 128)
-    inputs = make_inputs(shape_of(260, (64, 64), (2, 1)), torch.float32)
+    inputs = make_inputs(shape, torch.float32)
 
     def evaluate():
         leaves = inputs.with_grad().tensors
-        out = nsa_attention(*leaves, geometry=GEOMETRY, backend="triton")
+        out = nsa_attention(*leaves, geometry=GEOMETRY, cu_seqlens=inputs.cu_seqlens, backend="triton")
         return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
 
-    check_late_stream(evaluate)
+    assert check_late_stream(evaluate)
 
 
 def test_lists_hold_what_neighbours_do_not_share(simulated, monkeypatch):

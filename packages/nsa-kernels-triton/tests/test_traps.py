@@ -294,13 +294,26 @@ def test_nothing_in_gives_nothing_out(batch: int, length: int) -> None:
     assert q.grad is not None
 
 
-def test_operands_may_be_views_of_larger_tensors() -> None:
+@pytest.mark.parametrize("operation", [Operation.CMP, Operation.SLC, Operation.WIN, Operation.NSA])
+def test_operands_may_be_views_of_larger_tensors(operation: Operation) -> None:
     shape = Shape(num_queries=21)
     inputs = inputs_of(shape)
+    indices = random_block_indices(shape, device=DEVICE)
+
+    def evaluate(x: Inputs) -> list[Tensor]:
+        x = Inputs.of(y.detach().requires_grad_() for y in x.tensors)
+        out, leaves = {
+            Operation.CMP: lambda: (compressed_attention(x.q, x.k_cmp, x.v_cmp, geometry=SMALL, **OPTIONS).out, x[:3]),
+            Operation.SLC: lambda: (selected_attention(x.q, x.k_slc, x.v_slc, indices, geometry=SMALL, **OPTIONS).out, (x.q, *x[3:5])),
+            Operation.WIN: lambda: (sliding_window_attention(x.q, x.k_win, x.v_win, geometry=SMALL, **OPTIONS).out, (x.q, *x[5:7])),
+            Operation.NSA: lambda: (nsa_attention(*x.tensors, geometry=SMALL, **OPTIONS), x.tensors),
+        }[operation]()
+        return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+
     strided = Inputs.of(torch.stack([x, x + 1], -1)[..., 0] for x in inputs.tensors)
     assert not strided.q.is_contiguous()
-    out, expected = (nsa_attention(*x.tensors, geometry=SMALL, **OPTIONS) for x in (strided, inputs))
-    assert torch.equal(out, expected)
+    for ours, expected in zip(evaluate(strided), evaluate(inputs), strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_a_gradient_that_is_a_view_is_read_right() -> None:

@@ -1,10 +1,11 @@
-"""Launches that take the host less time: of every launch Triton binds, specialises and looks up the arguments in Python anew."""
+"""Launches that take the host less time: Triton binds, specialises and looks up their arguments in Python, every time anew."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 _INT32 = range(-(2**31), 2**31)
 
@@ -12,15 +13,17 @@ _INT32 = range(-(2**31), 2**31)
 class CachedLaunch:
     """A jit function that finds its compiled kernels by itself: `kernel[grid](*arguments, **constants)`, as ever.
 
-    The key is no coarser than what Triton compiles for on NVIDIA's GPUs: of a tensor its dtype and where it starts within 16 bytes, of
-    a whole number, below 2**63, whether it is 1, divides by 16, and fits an int32. Triton's settings for debugging and instrumentation
-    are those of the first launch. A kernel that Triton compiled once is launched with addresses in place of tensors. What else a jit
-    function has is passed through, and on a CPU it is launched itself.
+    The key tells apart what Triton compiles apart on NVIDIA's GPUs: of a tensor its dtype and where it starts within 16 bytes, of
+    a whole number, below 2**63, whether it is 1, divides by 16, and fits an int32. Equal constants are one: of True, 1 and 1.0 a
+    caller passes one kind. A kernel that Triton compiled once is launched with addresses in place of tensors, and without its
+    hooks before a run; settings for debugging and instrumentation are those of the first launch. What else a jit function has is
+    passed through, and on a CPU it is launched itself.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.found: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self.found: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+        update_wrapper(self, kernel, updated=())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
@@ -43,12 +46,12 @@ class CachedLaunch:
                 passed.append(x)
                 kinds.append((x == 1, x % 16 == 0, x in _INT32) if x.__class__ is int else x.__class__)
         key = tuple(kinds)
-        if key in self.found:
-            compiled, rest = self.found[key]
+        found = self.found.get(key)
+        if found is not None:
+            compiled, rest = found
             compiled[(*grid, 1, 1)[:3]](*passed, *rest)
-        else:
-            compiled = self.kernel[grid](*arguments, **constants)
-            if compiled is None:
-                # an interpreter or a hook of Triton's took the launch
-                return
+            return
+        compiled = self.kernel[grid](*arguments, **constants)
+        # else an interpreter, a hook or a compilation that still runs took the launch
+        if isinstance(compiled, CompiledKernel):
             self.found[key] = compiled, tuple(constants.get(name) for name in self.kernel.arg_names[len(arguments) :])

@@ -32,7 +32,9 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
             try:
                 return body(*args, **kwargs)
             except BaseException:
-                # what runs beside may still use what is given back here
+                # what runs beside may still use what is given back here; a capture joins what it has forked, and nothing else
+                with beside(first):
+                    pass
                 join(first)
                 raise
 
@@ -57,7 +59,7 @@ def beside(x: Tensor) -> Iterator[None]:
 
 
 def join(x: Tensor) -> None:
-    """Let the current stream wait for what was launched `beside` it."""
+    """Let the current stream wait for what was launched `beside` it, once something was: a CUDA graph takes no other join."""
     if x.is_cuda:
         current = torch.cuda.current_stream()
         current.wait_stream(second_stream(current))
@@ -67,7 +69,10 @@ _SECOND_STREAMS: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Return the stream of what runs `beside` others on `current`: its own, so that streams of a program never wait for each other."""
+    """Return the stream of what runs `beside` others on `current`, always the same: one of torch's pool of 32.
+
+    Where a program has so many streams that they share, they wait for each other, and results stay right.
+    """
     # of two threads that come first, both get the one that is kept
     return _SECOND_STREAMS.get(current) or _SECOND_STREAMS.setdefault(current, torch.cuda.Stream(current.device))
 

@@ -101,8 +101,10 @@ def interval_attention_backward(
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
     delta, shift = row_deltas(out, lse, dout, dlse)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    gradients = backward(Operands(dout, delta, dlse, shift, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences))
-    join(q)
+    operands = Operands(dout, delta, dlse, shift, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences)
+    gradients = backward(operands)
+    if not operands.is_empty:
+        join(q)
     return gradients
 
 
@@ -265,14 +267,22 @@ class Operands(NamedTuple):
         """Return H / G."""
         return self.q.shape[2] // self.k.shape[2]
 
+    @property
+    def is_empty(self) -> bool:
+        """Return True where there are no queries, or no keys."""
+        return not self.k.shape[1] or not self.q.numel()
+
     def constants(self) -> dict[str, Any]:
         """Return the kernels' constants."""
         return _constants(self.q, self.k, self.v, self.is_window, self.geometry, self.sequences) | {"GATE": self.gate}
 
 
 def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place. dk and dv are made beside: `join` before they are used."""
-    if not x.k.shape[1] or not x.q.numel():
+    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place. dk and dv are made beside: `join` before they are used.
+
+    Nothing is, where `x.is_empty`.
+    """
+    if x.is_empty:
         return torch.zeros_like(x.q) if dq is None else dq, torch.zeros_like(x.k), torch.zeros_like(x.v)
     adds = dq is not None
     dq = torch.empty_like(x.q) if dq is None else dq
