@@ -248,7 +248,7 @@ def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_d
 def _ring(kind: str, head_dim_qk: int, head_dim_v: int) -> Ring | None:
     # scores have no values
     head_dims = (head_dim_qk,) if kind == "scores" else (head_dim_qk, head_dim_v)
-    # columns of two bytes; results of narrower heads are in float32, which these kernels do not write
+    # a row's columns, of two bytes each, are whole copies; results of narrower heads are in float32, which these kernels do not write
     if any(2 * x % COPIED_BYTES or not WIDEST_EXACT < x <= WIDEST_RING for x in head_dims):
         return None
     parts = [ring_parts(x) for x in head_dims]
