@@ -1,7 +1,7 @@
 """Launches that take the host less time: Triton binds, specialises and looks up their arguments in Python, every time anew."""
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ class CachedLaunch:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.found: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
-        update_wrapper(self, kernel, updated=())
+        self.__doc__ = kernel.__doc__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
