@@ -89,6 +89,7 @@ def blocks_of(mask):
 
 
 @pytest.mark.hardware(capability=(8, 0))
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (64, 64)])
 @pytest.mark.parametrize("name", BASELINES)
 def test_kernels_that_are_here_are_right(name, dims):
