@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from nsa_core import (
     BlockGeometry,
@@ -79,6 +80,26 @@ def names_of(operation, *kinds):
 @OPERATIONS
 def test_the_valid_inputs_of_this_file_are_accepted(operation):
     call(operation)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")
+@ATTENTIONS
+def test_tangents_of_forward_mode_are_refused(operation):
+    for name in names_of(operation, "q", "k", "v", "gates"):
+        place = ARGUMENTS[operation].index(name)
+        operands = valid(operation)
+
+        def run(x, place=place, operands=operands):
+            result = operation(*operands[:place], x, *operands[place + 1 :], geometry=SMALL)
+            return result if isinstance(result, torch.Tensor) else result.out
+
+        with pytest.raises(InputError, match="forward-mode"):
+            torch.func.jvp(run, (operands[place],), (torch.ones_like(operands[place]),))
+        # the same without the transform, and nothing is refused where no tensor has a tangent
+        with forward_ad.dual_level():
+            with pytest.raises(InputError, match="forward-mode"):
+                run(forward_ad.make_dual(operands[place], operands[place]))
+            run(operands[place])
 
 
 def test_an_input_error_is_an_nsa_error_and_a_value_error():

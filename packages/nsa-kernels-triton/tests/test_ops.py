@@ -112,15 +112,18 @@ def test_without_gradients_the_whole_operation_keeps_nothing(head_dim_v: int, ea
     assert torch.equal(kept["serves"][0], kept["trains"][0])
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["", "symbolic sizes"])
 @pytest.mark.parametrize("operation", EACH)
-def test_an_operation_compiles_to_one_graph(operation: str) -> None:
+def test_an_operation_compiles_to_one_graph(operation: str, dynamic: bool | None) -> None:
     inputs = make_inputs(DENSE, torch.float32, DEVICE)
 
     def run(q: Tensor) -> tuple[Tensor, ...]:
         return call(operation, inputs._replace(q=q), DENSE)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for ours, expected in zip(compiled(inputs.q), run(inputs.q), strict=True):
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with torch._dynamo.config.patch(recompile_limit=2 * len(EACH)):  # the parameters share the code of `run`
+        outputs = compiled(inputs.q)
+    for ours, expected in zip(outputs, run(inputs.q), strict=True):
         assert torch.equal(ours, expected)
 
 

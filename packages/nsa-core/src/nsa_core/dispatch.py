@@ -1,14 +1,17 @@
 """From a call to a backend: routing as constants, so that a graph being traced can ask as well."""
 
+import operator
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from nsa_core.backends.base import BranchRequest, Layout, Operation
 from nsa_core.backends.registry import AUTO, BackendRegistry, RoutingDecision
 from nsa_core.calls import Call
+from nsa_core.errors import InputError
 from nsa_core.plugins.manager import default_registry
 
 
@@ -48,11 +51,16 @@ def _fused_name(call: Call) -> str | None:
 
 
 def _constants(operation: Operation, tensors: tuple[Tensor | None, ...], call: Call) -> tuple[Any, ...]:
-    """Return the request as constants that a graph being traced can pass on: BackendRegistry.resolve_index."""
+    """Return the request as constants that a graph being traced can pass on: BackendRegistry.resolve_index.
+
+    Heads and their dimensions may be symbols there (`dynamic=True`); `operator.index` makes the graph one of these very sizes.
+    """
     q, k, v = (tensors[0], tensors[1], tensors[2])
     assert q is not None and k is not None and v is not None
     cu_seqlens = call.placement.cu_seqlens
     is_differentiable = operation is not Operation.SELECT
+    if is_differentiable and not torch.compiler.is_compiling():
+        _check_no_tangent(tensors)
     needs_grad = is_differentiable and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     return (
         q.device.index or 0,
@@ -65,13 +73,22 @@ def _constants(operation: Operation, tensors: tuple[Tensor | None, ...], call: C
         _length_bucket(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1),
         _length_bucket(q.shape[1]),
         _key_bucket(call),
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        q.shape[3] if operation is Operation.SELECT else v.shape[3],
+        operator.index(q.shape[2]),
+        operator.index(k.shape[2]),
+        operator.index(q.shape[3]),
+        operator.index(q.shape[3] if operation is Operation.SELECT else v.shape[3]),
         call.layout.value,
         needs_grad,
     )
+
+
+def _check_no_tangent(tensors: tuple[Tensor | None, ...]) -> None:
+    """Raise InputError in forward-mode differentiation: torch drops the tangents of a custom op's inputs without a word."""
+    if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
+        raise InputError(
+            "a tensor carries a tangent of forward-mode differentiation (the operations have a backward pass only); use backward() "
+            "or torch.autograd.functional.vjp"
+        )
 
 
 def _key_bucket(call: Call) -> int:

@@ -133,8 +133,9 @@ def test_the_layer_compiles_with_inductor() -> None:
     compiled_equals_eager(NativeSparseAttention(LAYER), torch.randn(2, 40, 16), "inductor")
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["", "symbolic sizes"])
 @pytest.mark.parametrize("operation", ["cmp", "select", "slc", "win"])
-def test_every_public_operation_compiles_to_one_graph(operation: str) -> None:
+def test_every_public_operation_compiles_to_one_graph(operation: str, dynamic: bool | None) -> None:
     inputs = make_inputs(Shape(num_queries=24), torch.float32)
     indices = random_block_indices(Shape(num_queries=24))
     lse = torch.zeros(inputs.q.shape[:3])
@@ -144,7 +145,7 @@ def test_every_public_operation_compiles_to_one_graph(operation: str) -> None:
         "slc": lambda q: selected_attention(q, inputs.k_slc, inputs.v_slc, indices, geometry=SMALL).out,
         "win": lambda q: sliding_window_attention(q, inputs.k_win, inputs.v_win, geometry=SMALL, backend="sdpa").out,
     }
-    compiled = torch.compile(calls[operation], fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(calls[operation], fullgraph=True, backend="aot_eager", dynamic=dynamic)
     assert torch.equal(compiled(inputs.q), calls[operation](inputs.q))
 
 
