@@ -14,6 +14,7 @@ from nsa_bench.cases import Case, Selection, head_shape, parse_geometry
 from nsa_bench.measurements import OURS, Direction
 from nsa_bench.measuring import Place
 from nsa_bench.routes import RouteRecorder
+from nsa_core import Reason
 from nsa_core.reference.causal import causal_attention
 from nsa_core.reference.sdpa import sdpa_backends
 
@@ -127,6 +128,20 @@ def test_a_name_that_cannot_serve_has_its_reason():
     for one in found.values():
         assert one.timing is None
         assert "no backend 'triton'" in one.reason
+
+
+class Declining(Spoiled):
+    def reasons_against(self, request):
+        return Reason.incapable("heads too wide"), Reason.incapable("no such device")
+
+
+def test_every_reason_against_a_named_backend_is_told():
+    declining = [Declining(each, None) for each in sdpa_backends() if each.operation == "win"]
+    where = Place(device=CPU, registry=RouteRecorder((*sdpa_backends(), *declining)), backend="spoiled")
+    reason = run(Job(case=CASE, operations=("win",)), where)["win", FORWARD].reason
+    assert "heads too wide" in reason
+    assert "no such device" in reason
+    assert "\n" not in reason
 
 
 def test_the_measured_overlap_stands_beside_the_times():

@@ -120,6 +120,18 @@ def test_a_wrong_gradient_is_named(name):
     assert check.error_of == f"d{name}"
 
 
+@pytest.mark.parametrize(("dtype", "noise"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_a_gradient_that_is_nothing_but_rounding_is_right_and_more_is_not(dtype, noise):
+    # one block is compressed: whatever its score, it has all the weight
+    subject = Subject(case_of(dtype, 11), "cmp")
+    assert float(subject.expected.values["dk_cmp"].abs().max()) < 1e-12
+    assert subject.check().problems == ()
+    values = backward_values(subject.run, subject.operands, subject.expected)
+    check = compare({**values, "dk_cmp": values["dk_cmp"] + noise}, subject.expected, dtype)
+    assert [problem.split()[0] for problem in check.problems] == ["dk_cmp"]
+    assert 1 < check.limit_used < 1e6
+
+
 def test_what_is_not_finite_is_wrong_on_any_row():
     subject = Subject(case_of(torch.float32), "win")
     unsampled = min(set(range(300)) - set(subject.expected.sample.rows.tolist()))

@@ -49,6 +49,8 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(tmp_path, console):
 def test_a_file_that_cannot_be_written_is_told_before_anything_runs(tmp_path):
     with pytest.raises(OSError, match="missing"):
         Report.of({}, None, tmp_path / "missing" / "a.json", None)
+    with pytest.raises(IsADirectoryError):
+        Report.of({}, None, None, tmp_path)
 
 
 def test_a_given_commit_stands_for_the_checkouts():

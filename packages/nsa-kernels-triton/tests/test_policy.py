@@ -30,7 +30,7 @@ def messages(request, kind):
     return [reason.message for reason in reasons_against(request) if reason.kind is kind]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0)], ids=str)
 @pytest.mark.parametrize("operation", Operation)
 def test_auto_takes_the_kernels_on_data_centre_gpus(operation, capability):
     decision = explain_routing(gpu(*capability, operation=operation))

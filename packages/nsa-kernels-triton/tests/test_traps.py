@@ -101,20 +101,23 @@ def test_no_future_block_is_chosen_where_every_score_is_zero(length: int) -> Non
         assert row == expected + [-1] * (6 - len(expected))
 
 
+def assert_choice(shape: Shape, num_clear: int) -> None:
+    """Assert that what is chosen above the near-tie margin, of more than `num_clear` rows, is what the oracle chooses."""
+    inputs, geometry = inputs_of(shape), shape.geometry
+    exact = inputs.to(torch.float64)
+    lse = naive.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry=geometry).lse
+    expected = naive.select_blocks(exact.q, exact.k_cmp, lse, geometry=geometry)
+    is_clear = naive.selection_margin(exact.q, exact.k_cmp, lse, geometry=geometry) > NEAR_TIE[torch.float32]
+    chosen = select_blocks(inputs.q, inputs.k_cmp, lse.float(), geometry=geometry, **OPTIONS)
+    assert int(is_clear.sum()) > num_clear
+    assert torch.equal(chosen[is_clear], expected[is_clear])
+
+
 @pytest.mark.parametrize("reach", [1, 2, 4])
 def test_a_compressed_block_that_lies_across_tiles_counts_for_both_selection_blocks(reach: int) -> None:
     # 8 strides to a selection block: the interpreter's tile of 16 keys holds 2 blocks
     geometry = BlockGeometry(2 * reach, 2, 16, 4, 0, 1, 8)
-    shape = Shape(geometry=geometry, num_queries=150, num_heads=2, num_kv_heads=1)
-    inputs = inputs_of(shape)
-    exact = inputs.to(torch.float64)
-    lse = naive.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry=geometry).lse
-    expected = naive.select_blocks(exact.q, exact.k_cmp, lse, geometry=geometry)
-    margin = naive.selection_margin(exact.q, exact.k_cmp, lse, geometry=geometry)
-    chosen = select_blocks(inputs.q, inputs.k_cmp, lse.float(), geometry=geometry, **OPTIONS)
-    is_clear = margin > NEAR_TIE[torch.float32]
-    assert int(is_clear.sum()) > 60
-    assert torch.equal(chosen[is_clear], expected[is_clear])
+    assert_choice(Shape(geometry=geometry, num_queries=150, num_heads=2, num_kv_heads=1), 60)
 
 
 @pytest.mark.parametrize(("num_heads", "tile"), [(16, 64), (1, 128), (3, 128), (16, 128)])
@@ -122,15 +125,23 @@ def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, mon
     # a matrix unit's tile holds them in an order of its own
     monkeypatch.setattr(policy, "INTERPRETED", policy.Tiles(16, tile, 4, 1))
     geometry = BlockGeometry(4, 2, 8, 4, 1, 1, 8)
-    shape = Shape(geometry=geometry, num_queries=170, num_heads=num_heads, num_kv_heads=1)
-    inputs = inputs_of(shape)
-    exact = inputs.to(torch.float64)
-    lse = naive.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry=geometry).lse
-    expected = naive.select_blocks(exact.q, exact.k_cmp, lse, geometry=geometry)
-    is_clear = naive.selection_margin(exact.q, exact.k_cmp, lse, geometry=geometry) > NEAR_TIE[torch.float32]
-    chosen = select_blocks(inputs.q, inputs.k_cmp, lse.float(), geometry=geometry, **OPTIONS)
-    assert int(is_clear.sum()) > 130
-    assert torch.equal(chosen[is_clear], expected[is_clear])
+    assert_choice(Shape(geometry=geometry, num_queries=170, num_heads=num_heads, num_kv_heads=1), 130)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "geometry"),
+    [
+        (40, BlockGeometry(4, 2, 8, 4, 1, 1, 8)),
+        (1, BlockGeometry(8, 1, 40, 2, 0, 1, 8)),
+        (20, BlockGeometry(24, 1, 32, 2, 0, 1, 8)),
+    ],
+    ids=["heads", "strides", "both"],
+)
+def test_groups_and_blocks_that_no_tile_holds_are_summed_in_pieces(num_heads: int, geometry: BlockGeometry) -> None:
+    # the interpreter's tile holds 16 rows of q and 16 keys
+    num_queries = 5 * geometry.selection_block_size + 3
+    shape = Shape(geometry=geometry, num_queries=num_queries, num_heads=num_heads, num_kv_heads=1)
+    assert_choice(shape, num_queries * 4 // 5)
 
 
 @pytest.mark.parametrize("attend", [compressed_attention, sliding_window_attention])

@@ -24,6 +24,11 @@ LARGEST_SMALLEST_SHARE = 2**-2
 those of queries that see few keys, from LARGEST_SMALLEST_SHARE down to SMALLEST_SHARE the later they stand; those of keys
 that few queries see, by SMALLEST_KEY_SHARE. Outputs do not cancel so.
 """
+NOTHING = 2**-20
+"""A gradient below this share of the largest one is 0 but for rounding, as that of scores is where no query sees two keys.
+
+It has no size of its own: its errors are taken relative to the largest one.
+"""
 
 
 @frozen(kw_only=True)
@@ -70,6 +75,10 @@ def _distance(name: str, value: Tensor, expected: Expected, dtype: torch.dtype) 
     error, largest = _largest(_comparable(name, value, expected) - exact), _largest(exact)
     if not error.numel():
         return 0.0, 0.0
+    if name != "out":
+        of_gradients = _largest_gradient(expected)
+        if largest.max() < NOTHING * of_gradients:
+            largest = of_gradients.expand_as(largest)
     allowed_by_torch = torch.zeros_like(error)
     if expected.torch_values is not None:
         allowed_by_torch = 2 * _largest(_comparable(name, expected.torch_values[name], expected) - exact)
@@ -78,6 +87,11 @@ def _distance(name: str, value: Tensor, expected: Expected, dtype: torch.dtype) 
     of_row = _largest_ratio(error, allowed_by_torch + ROW_SLACK * share * scale)
     of_all = _largest_ratio(error.max(), allowed_by_torch.max() + share * largest.max())
     return _largest_ratio(error, scale), max(of_row, of_all)
+
+
+def _largest_gradient(expected: Expected) -> Tensor:
+    found = [_largest(_comparable(name, x, expected)) for name, x in expected.values.items() if name != "out"]
+    return torch.cat(found).max()
 
 
 def _smallest_share(name: str, expected: Expected) -> Tensor:

@@ -13,6 +13,7 @@ from nsa_bench.measurements import Direction, Measurement
 from nsa_bench.reference import Expected
 from nsa_bench.routes import RouteRecorder
 from nsa_bench.timing import peak_bytes, replay_of, time_call
+from nsa_core import BackendUnavailableError
 
 
 @frozen(kw_only=True)
@@ -125,7 +126,9 @@ def _check(subject: Subject, expected: Expected, direction: Direction, registry:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return one line for the table: the kind of error and its first line."""
+    """Return one line for the table: the kind of error and its first line, or all of them where they are reasons against a backend."""
+    if isinstance(error, BackendUnavailableError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{type(error).__name__}: {first_line(error)}"
 
 

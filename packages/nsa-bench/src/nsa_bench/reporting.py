@@ -46,7 +46,7 @@ class Report:
         environment["commit"] = commit or environment["commit"]
         for path in (json_file, csv_file):
             if path is not None:
-                path.touch()
+                path.open("a").close()
         return cls(environment=environment, options=options, json_file=json_file, csv_file=csv_file)
 
     def rows(self, measurements: list[Measurement]) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ class BackendRegistry:
         for known in self.backends:
             if (known.name, known.operation) == (backend.name, backend.operation):
                 raise DuplicateBackendError(
-                    f"backend {backend.name!r} for operation {backend.operation!r} is registered twice, by "
+                    f"backend {backend.name!r} for operation {str(backend.operation)!r} is registered twice, by "
                     f"{_origin(known)} and {_origin(backend)} (names are unique per operation); rename or uninstall one"
                 )
         self.backends.append(backend)
@@ -157,7 +157,7 @@ class BackendRegistry:
         if chosen.reasons and index not in self._warned:
             self._warned.add(index)
             warnings.warn(
-                f"backend {backend!r} for {request.operation!r} runs against policy because it was named: "
+                f"backend {backend!r} for {request.operation.value!r} runs against policy because it was named: "
                 + "; ".join(reason.message for reason in chosen.reasons),
                 stacklevel=2,
             )

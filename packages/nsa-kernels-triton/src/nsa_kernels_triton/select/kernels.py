@@ -22,16 +22,19 @@ def scores_kernel(
     SIZE: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, PADDED_STRIDES: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_LOCAL: tl.constexpr,
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, FIRST_STRIDE: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write the importance of the free candidates of one tile of queries; grid (tiles, sequences or 1, G).
 
     Rows of q first_row .. last_row - 1 (over all sequences) have a place in the buffer (row - first_row, G, num_blocks); what
     reaches over stands `next_scores` elements behind. A group's heads stand as HEADS rows, the next power of two, so that their sum is a reshape.
+    Where a tile is too small for all of them, or for a block's strides, a launch takes HEADS from FIRST_HEAD on and PADDED_STRIDES from
+    FIRST_STRIDE on, and all but the first add to what is there.
     """
     HG: tl.constexpr = H // G
     BLOCK_ROWS: tl.constexpr = BLOCK_QUERIES * HEADS
     BLOCK_KEYS: tl.constexpr = BLOCK_BLOCKS * PADDED_STRIDES
+    ADDS: tl.constexpr = FIRST_HEAD + FIRST_STRIDE > 0
     tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = tl.program_id(1)
     group = tl.program_id(2)
@@ -55,8 +58,9 @@ def scores_kernel(
         return
     rows = tl.arange(0, BLOCK_ROWS)
     queries = query0 + rows // HEADS
-    exists = (queries <= last_query) & (rows % HEADS < HG)
-    heads = (q_row0 + queries) * H + group * HG + rows % HEADS
+    in_group = FIRST_HEAD + rows % HEADS
+    exists = (queries <= last_query) & (in_group < HG)
+    heads = (q_row0 + queries) * H + group * HG + in_group
     q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
     q2 = q1
     if K2 > 0:
@@ -71,7 +75,7 @@ def scores_kernel(
     WARPS: tl.constexpr = BLOCK_KEYS // HIGH // 16
     row = tl.arange(0, BLOCK_KEYS)
     in_order = ((row // 16 % WARPS * 8 + row % 8) * HIGH + row // (16 * WARPS)) * 2 + row // 8 % 2
-    stride = in_order % PADDED_STRIDES
+    stride = FIRST_STRIDE + in_order % PADDED_STRIDES
     in_tile = in_order // PADDED_STRIDES * STRIDES + stride
     # of a group's heads, it holds two neighbours and every eighth
     LOW_HEADS: tl.constexpr = min(HEADS, 2)
@@ -79,7 +83,7 @@ def scores_kernel(
     HIGH_HEADS: tl.constexpr = HEADS // (LOW_HEADS * LANES)
     k_ptr += (k_row0 * G + group) * D_K
     in_block = tl.arange(0, BLOCK_BLOCKS)
-    strides = tl.arange(0, PADDED_STRIDES)
+    strides = FIRST_STRIDE + tl.arange(0, PADDED_STRIDES)
     own_weight = tl.where(strides < STRIDES, tl.minimum(REACH, STRIDES - strides), 0).to(tl.float32)
     next_weight = tl.where(strides < STRIDES, tl.maximum(0, strides + REACH - STRIDES), 0).to(tl.float32)
     columns_q = tl.arange(0, BLOCK_QUERIES)
@@ -103,11 +107,17 @@ def scores_kernel(
         blocks = block + in_block
         mask = keeps[None, :] & (blocks < num_blocks)[:, None]
         own = tl.sum(tl.sum(shares * own_weight[None, :, None, None], 1), 2)
-        tl.store(scores_ptr + target[None, :] + blocks[:, None], own, mask=mask)
+        own_ptr = scores_ptr + target[None, :] + blocks[:, None]
+        if ADDS:
+            own += tl.load(own_ptr, mask=mask, other=0.0)
+        tl.store(own_ptr, own, mask=mask)
         if REACH > 1:
             mask = keeps[None, :] & (blocks + 1 < num_blocks)[:, None]
             reaching = tl.sum(tl.sum(shares * next_weight[None, :, None, None], 1), 2)
-            tl.store(scores_ptr + next_scores + target[None, :] + (blocks + 1)[:, None], reaching, mask=mask)
+            next_ptr = scores_ptr + next_scores + target[None, :] + (blocks + 1)[:, None]
+            if ADDS:
+                reaching += tl.load(next_ptr, mask=mask, other=0.0)
+            tl.store(next_ptr, reaching, mask=mask)
 
 
 @CachedLaunch

@@ -1,5 +1,6 @@
 """The custom op that chooses blocks."""
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -145,11 +146,13 @@ def _score(
     ring: Ring | None,
 ) -> None:
     num_heads, num_groups = q.shape[2], k_cmp.shape[2]
-    heads = next_power_of_2(num_heads // num_groups)
+    group_size = num_heads // num_groups
     strides = _strides(geometry)
-    padded_strides = next_power_of_2(strides)
     tiles = tiles_for("scores", q, q.shape[3], q.shape[3])
-    block_queries = max(1, (ring or tiles).block_rows // heads)
+    # a tile of the portable kernel may not hold all of a wide group, or of a large block: further launches add the rest
+    heads = min(next_power_of_2(group_size), (ring or tiles).block_rows)
+    padded_strides = min(next_power_of_2(strides), (ring or tiles).block_keys)
+    block_queries = (ring or tiles).block_rows // heads
     tiling = sequences.tiling(q.shape[1], 1, block_queries, of_keys=False)
     first_tile = 0
     if not sequences.is_packed and q.shape[0] == 1:
@@ -178,11 +181,13 @@ def _score(
     if ring is not None:
         hopper.scores(q, k_cmp, lse, scores, (first, last), first_tile, tiling, sequences, factor, constants, ring)
         return
-    kernels.scores_kernel[(tiling.num_tiles, tiling.num_sequences, num_groups)](
-        q, k_cmp, lse, scores,
-        *sequences.arguments(tiling),
-        sequences.num_sequences, q.shape[1], k_cmp.shape[1], scores.shape[3], scores[0].numel(), first, last, first_tile,
-        sequences.search_steps, factor,
-        **constants, EXACT=is_exact(q), BLOCK_QUERIES=block_queries, BLOCK_BLOCKS=max(1, tiles.block_keys // padded_strides),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    for first_head, first_stride in product(range(0, group_size, heads), range(0, strides, padded_strides)):
+        kernels.scores_kernel[(tiling.num_tiles, tiling.num_sequences, num_groups)](
+            q, k_cmp, lse, scores,
+            *sequences.arguments(tiling),
+            sequences.num_sequences, q.shape[1], k_cmp.shape[1], scores.shape[3], scores[0].numel(), first, last, first_tile,
+            sequences.search_steps, factor,
+            **constants, EXACT=is_exact(q), FIRST_HEAD=first_head, FIRST_STRIDE=first_stride,
+            BLOCK_QUERIES=block_queries, BLOCK_BLOCKS=tiles.block_keys // padded_strides,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
