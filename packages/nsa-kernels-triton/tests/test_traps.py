@@ -129,19 +129,19 @@ def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, mon
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "geometry"),
+    ("num_heads", "num_kv_heads", "geometry"),
     [
-        (40, BlockGeometry(4, 2, 8, 4, 1, 1, 8)),
-        (1, BlockGeometry(8, 1, 40, 2, 0, 1, 8)),
-        (20, BlockGeometry(24, 1, 32, 2, 0, 1, 8)),
+        (40, 2, BlockGeometry(4, 2, 8, 4, 1, 1, 8)),
+        (1, 1, BlockGeometry(8, 1, 40, 2, 0, 1, 8)),
+        (20, 1, BlockGeometry(24, 1, 32, 2, 0, 1, 8)),
     ],
     ids=["heads", "strides", "both"],
 )
-def test_groups_and_blocks_that_no_tile_holds_are_summed_in_pieces(num_heads: int, geometry: BlockGeometry) -> None:
+def test_groups_and_blocks_that_no_tile_holds_are_summed_in_pieces(num_heads: int, num_kv_heads: int, geometry: BlockGeometry) -> None:
     # the interpreter's tile holds 16 rows of q and 16 keys
     num_queries = 5 * geometry.selection_block_size + 3
-    shape = Shape(geometry=geometry, num_queries=num_queries, num_heads=num_heads, num_kv_heads=1)
-    assert_choice(shape, num_queries * 4 // 5)
+    shape = Shape(geometry=geometry, num_queries=num_queries, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    assert_choice(shape, num_kv_heads * num_queries * 4 // 5)
 
 
 @pytest.mark.parametrize("attend", [compressed_attention, sliding_window_attention])

@@ -27,7 +27,7 @@ that few queries see, by SMALLEST_KEY_SHARE. Outputs do not cancel so.
 NOTHING = 2**-20
 """A gradient below this share of the largest one is 0 but for rounding, as that of scores is where no query sees two keys.
 
-It has no size of its own: its errors are taken relative to the largest one.
+Such a one, an exact zero too, has no size of its own: its errors are taken relative to the largest gradient, of whatever operand.
 """
 
 
@@ -36,7 +36,7 @@ class Check:
     """How far a result lies from the reference."""
 
     error: float
-    """The largest error of a row over the row's largest value; inf where something is not finite."""
+    """The largest error of a row over the row's largest value, as the rule counts it; inf where something is not finite."""
     error_of: str
     """Which result has it: "out", "dq", ..."""
     limit_used: float

@@ -15,8 +15,8 @@ Keyword arguments that every operation takes:
     registry: where backends are looked up; None: those of the installed packages.
 
 Under torch.autocast q, k and v are cast to the autocast dtype. Every operation raises InputError for tensors that do not
-fit, or carry tangents of forward-mode differentiation, and BackendUnavailableError where a named backend cannot serve.
-Nothing waits for a GPU.
+fit and BackendUnavailableError where a named backend cannot serve. Outside torch.compile the attentions refuse tensors with
+tangents of forward-mode differentiation as well (InputError). Nothing waits for a GPU.
 """
 
 from typing import NamedTuple

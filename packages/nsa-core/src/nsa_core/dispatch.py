@@ -54,6 +54,9 @@ def _constants(operation: Operation, tensors: tuple[Tensor | None, ...], call: C
     """Return the request as constants that a graph being traced can pass on: BackendRegistry.resolve_index.
 
     Heads and their dimensions may be symbols there (`dynamic=True`); `operator.index` makes the graph one of these very sizes.
+
+    Raises:
+        InputError: when a tensor carries a tangent, see `_check_no_tangent`.
     """
     q, k, v = (tensors[0], tensors[1], tensors[2])
     assert q is not None and k is not None and v is not None
