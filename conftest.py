@@ -11,6 +11,9 @@ settings.load_profile("fast")
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--unpatched-interpreter", action="store_true", help="run Triton's interpreter as it is installed, without what makes it quick"
+    )
+    parser.addoption(
         "--require-hardware", action="store_true", help="fail, not skip, a test marked `hardware` where the hardware is missing"
     )
 

@@ -1,6 +1,9 @@
 """Other implementations: when they are asked, and with what."""
 
+import inspect
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -91,6 +94,15 @@ def test_the_gathering_peer_takes_equal_dimensions_and_short_sequences(monkeypat
     assert peer.reasons_against(case_of(geometry=parse_geometry("32/16/64/16/512"), seq_len=64), CPU) == [
         "l/d/l' = 32/16/64 (takes l = d = l')"
     ]
+
+
+@pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed")
+# what it uses of torch and what it lacks of a GPU is not the test's matter
+@pytest.mark.filterwarnings("ignore")
+def test_the_installed_flash_linear_attention_takes_the_arguments_that_it_is_called_with():
+    parameters = inspect.signature(import_module("fla.ops.nsa.parallel").parallel_nsa).parameters
+    assert list(parameters)[:3] == ["q", "k", "v"]
+    assert {"g_cmp", "g_slc", "g_swa", "block_counts", "block_size", "window_size"} <= set(parameters)
 
 
 @pytest.mark.skipif(

@@ -73,8 +73,8 @@ def check_late_stream(monkeypatch, simulator):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter():
-    if os.environ.get("TRITON_INTERPRET") == "1":
+def quick_interpreter(request):
+    if os.environ.get("TRITON_INTERPRET") == "1" and not request.config.getoption("--unpatched-interpreter"):
         from triton.runtime import interpreter
 
         beside_this_file("quick_interpreter").make_quick(interpreter)

@@ -1,0 +1,280 @@
+"""Run the full tier of checks, those that are too long for CI, and write its report: `hatch run full`.
+
+Each stage is one command with a time limit. A stage fails when its command fails, when it runs out of time, when a test is
+skipped for another reason than missing hardware, or when it ran no test. The later stages run all the same. The report goes
+to docs/evidence/ci: `full.json` for programs, `full.md` for readers. `--only NAME` runs some stages and writes no report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT_FOLDER = ROOT / "docs/evidence/ci"
+LOGS = ROOT / ".hatch/full-logs"
+LIMIT_MINUTES = 90
+"""The longest that all stages may take together."""
+HARDWARE_SKIP = re.compile(r"needs \d+ CUDA device\(s\)")
+"""The reason that a test marked `hardware` gives where the hardware is missing: the only skip that this tier accepts."""
+PYTHONS = ("3.11", "3.12", "3.13", "3.14", "3.15")
+"""The Python versions that are looked for beside the one that runs."""
+
+
+class Stage(NamedTuple):
+    """One command of the tier."""
+
+    name: str
+    command: Sequence[str]
+    limit_minutes: float
+    is_pytest: bool = True
+    """True where the command takes `--junitxml=FILE` and the report counts its tests."""
+
+
+class Result(NamedTuple):
+    """What a stage came to."""
+
+    name: str
+    command: str
+    is_passed: bool
+    minutes: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    problem: str = ""
+
+
+class Counts(NamedTuple):
+    """The tests that one JUnit file records."""
+
+    passed: int
+    failed: int
+    skip_reasons: list[str]
+
+
+def hatch(*words: str) -> tuple[str, ...]:
+    """Return the command line of hatch with `words`."""
+    return (sys.executable, str(ROOT / "tools/hatch.py"), *words)
+
+
+def stages() -> list[Stage]:
+    """Return what the tier runs, in order; another Python adds a stage."""
+    workers = ("--numprocesses=logical", "--maxprocesses=8", "--dist=worksteal")
+    python = (sys.executable, "-m", "pytest", "-q")
+    newest = hatch("run", "newest:python", "-m", "pytest", "-q")
+    return [
+        Stage("built pages", hatch("run", "docs:check"), 10, is_pytest=False),
+        Stage("newest Triton", (*newest, *workers, "packages/nsa-kernels-triton"), 30),
+        Stage("peers", (*newest, "packages/nsa-bench/tests/test_peers.py"), 5),
+        Stage("interpreter without patches", (*python, *workers, "--unpatched-interpreter", *UNPATCHED_SAMPLE), 20),
+        *(other_python(version, path) for version, path in installed_pythons().items()),
+        Stage("slow tier", (*python, *workers, "-m", "slow", "--timeout=1800", "--hypothesis-profile=thorough"), 75),
+    ]
+
+
+UNPATCHED_SAMPLE = (
+    "packages/nsa-kernels-triton/tests/test_ops.py",
+    "packages/nsa-kernels-triton/tests/test_choice.py",
+)
+"""Tests of kernels that also run in Triton's interpreter as it is installed, without what makes it quick."""
+
+
+def other_python(version: str, path: str) -> Stage:
+    """Return the stage that tests nsa-core and the built wheels with the Python of `version` at `path`."""
+    folder = ROOT / ".hatch" / f"python-{version}"
+    return Stage(f"Python {version}", (sys.executable, str(ROOT / "tools/other_python.py"), path, str(folder)), 30)
+
+
+def installed_pythons() -> dict[str, str]:
+    """Return the paths of the supported Pythons on this machine, by version, but for the version that runs: PATH first, then pyenv."""
+    found = {}
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for version in PYTHONS:
+        candidates = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python{version}")))]
+        usable = [path for path in candidates if path and runs(path, version)]
+        if version != running and usable:
+            found[version] = usable[0]
+    return found
+
+
+def runs(python: str, version: str) -> bool:
+    """Return whether `python` starts and is of `version`; a shim of pyenv may stand for a Python that is not there."""
+    done = subprocess.run([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() == version
+
+
+def run_stage(stage: Stage, minutes_left: float) -> Result:
+    """Run `stage`, show its output and keep it under .hatch/full-logs; return what it came to."""
+    name = re.sub(r"\W+", "-", stage.name.lower())
+    junit, log = LOGS / f"{name}.xml", LOGS / f"{name}.log"
+    LOGS.mkdir(parents=True, exist_ok=True)
+    junit.unlink(missing_ok=True)
+    limit = min(stage.limit_minutes, minutes_left)
+    words = [*stage.command, *([f"--junitxml={junit}"] if stage.is_pytest else [])]
+    command = readable(stage.command)
+    print(f"\n== {stage.name} (at most {limit:.0f} minutes): {command}", flush=True)
+    if limit <= 0:
+        return Result(stage.name, command, is_passed=False, minutes=0.0, problem=f"no time was left of {LIMIT_MINUTES} minutes")
+    start = time.monotonic()
+    code = run_logged(words, log, limit)
+    minutes = (time.monotonic() - start) / 60
+    problems = []
+    if code is None:
+        problems.append(f"stopped after {limit:.0f} minutes")
+    elif code != 0:
+        problems.append(f"exit code {code}")
+    counts = Counts(0, 0, [])
+    if stage.is_pytest:
+        counts = read_counts(junit)
+        problems += problems_of(counts)
+    passed, failed, skipped = counts.passed, counts.failed, len(counts.skip_reasons)
+    return Result(stage.name, command, not problems, round(minutes, 1), passed, failed, skipped, "; ".join(problems))
+
+
+def run_logged(command: Sequence[str], log: Path, limit_minutes: float) -> int | None:
+    """Run `command` with its output on the terminal and in `log`; return its exit code, None where the limit ended it."""
+    # a session of its own, so that the limit ends workers too
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    tee = subprocess.Popen(["tee", str(log)], stdin=process.stdout)
+    try:
+        return process.wait(limit_minutes * 60)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        tee.wait()
+
+
+def read_counts(junit: Path) -> Counts:
+    """Return the tests that the JUnit file `junit` records; none where it is missing, as after a time limit."""
+    if not junit.is_file():
+        return Counts(0, 0, [])
+    passed, failed, reasons = 0, 0, []
+    # pytest of this checkout wrote it
+    for case in ET.parse(junit).getroot().iter("testcase"):
+        if (skip := case.find("skipped")) is not None:
+            reasons.append(skip.get("message", ""))
+        elif case.find("failure") is not None or case.find("error") is not None:
+            failed += 1
+        else:
+            passed += 1
+    return Counts(passed, failed, reasons)
+
+
+def problems_of(counts: Counts) -> list[str]:
+    """Return why `counts` do not pass: failures, no test at all, or skips that no missing hardware explains."""
+    problems = [f"{counts.failed} failed"] if counts.failed else []
+    if not counts.passed:
+        problems.append("no test passed")
+    if refused := sorted({reason for reason in counts.skip_reasons if not HARDWARE_SKIP.search(reason)}):
+        problems.append("skipped without need: " + " | ".join(refused))
+    return problems
+
+
+def readable(command: Iterable[str]) -> str:
+    """Return `command` as somebody at this checkout's root would type it."""
+    words = " ".join(command).replace(f"{ROOT}/", "")
+    return words.replace(f"{sys.executable} tools/hatch.py", "hatch").replace(sys.executable, "python")
+
+
+def versions() -> dict[str, str]:
+    """Return what the stages ran with, by name."""
+    query = "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
+    here = json.loads(subprocess.check_output([sys.executable, "-c", query, "torch", "triton", "hypothesis", "pytest"], text=True))
+    newest = subprocess.run(
+        hatch("run", "newest:python", "-c", query, "triton"), cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    return {
+        "python": platform.python_version(),
+        **here,
+        "newest triton": json.loads(newest[-1])["triton"] if newest else "not installed",
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def git(*words: str) -> str:
+    """Return what git answers at the root."""
+    return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
+
+
+def report(results: Sequence[Result]) -> dict[str, object]:
+    """Return the report of `results` as JSON-able values."""
+    changed = [line for line in git("status", "--porcelain").splitlines() if "docs/evidence/ci" not in line]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git("rev-parse", "HEAD"),
+        "is_commit_as_checked_out": not changed,
+        "is_passed": all(result.is_passed for result in results),
+        "minutes": round(sum(result.minutes for result in results), 1),
+        "versions": versions(),
+        "stages": [result._asdict() for result in results],
+    }
+
+
+def as_markdown(found: dict[str, object]) -> str:
+    """Return the report `found` as a page."""
+    results = [Result(**values) for values in found["stages"]]  # type: ignore[attr-defined]
+    lines = [
+        "# The full tier of checks",
+        "",
+        f"`hatch run full`, {found['date']}, commit `{str(found['commit'])[:10]}`"
+        f"{'' if found['is_commit_as_checked_out'] else ' with changes that are not committed'}: "
+        f"**{'passed' if found['is_passed'] else 'failed'}** in {found['minutes']} minutes (at most {LIMIT_MINUTES}).",
+        "",
+        "| stage | result | passed | failed | skipped | minutes | command |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        outcome = "passed" if result.is_passed else f"failed: {result.problem}"
+        counts = f"{result.passed} | {result.failed} | {result.skipped}"
+        lines.append(f"| {result.name} | {outcome} | {counts} | {result.minutes} | `{result.command}` |")
+    stated = ", ".join(f"{name} {value}" for name, value in found["versions"].items())  # type: ignore[attr-defined]
+    return "\n".join([*lines, "", f"Versions: {stated}.", "", "A test is skipped here for missing hardware alone.", ""])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the stages and write the report; exit 1 where one failed."""
+    parser = argparse.ArgumentParser(prog="hatch run full", description="Run the full tier of checks.")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this stage alone, and write no report; repeatable")
+    wanted = parser.parse_args(arguments).only
+    every = stages()
+    if unknown := set(wanted) - {stage.name for stage in every}:
+        parser.error(f"--only {min(unknown)!r} is no stage; the stages are {', '.join(stage.name for stage in every)}")
+    results: list[Result] = []
+    for stage in every:
+        if not wanted or stage.name in wanted:
+            results.append(run_stage(stage, LIMIT_MINUTES - sum(result.minutes for result in results)))
+    print()
+    for result in results:
+        verdict = "ok  " if result.is_passed else "FAIL"
+        counts = f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped"
+        print(f"{verdict} {result.name}: {counts}, {result.minutes} minutes {result.problem}".rstrip())
+    if not wanted:
+        found = report(results)
+        REPORT_FOLDER.mkdir(parents=True, exist_ok=True)
+        (REPORT_FOLDER / "full.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (REPORT_FOLDER / "full.md").write_text(as_markdown(found), encoding="utf-8")
+        print(f"report: {REPORT_FOLDER / 'full.md'}")
+    return 0 if all(result.is_passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

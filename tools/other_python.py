@@ -1,0 +1,51 @@
+"""Test the packages with another Python: `python tools/other_python.py PYTHON FOLDER [ARGUMENTS OF PYTEST]`.
+
+Makes a virtual environment of PYTHON in FOLDER, installs the packages of this checkout there (not editable, as a user would)
+beside the dependencies of the test environment, and runs a part of the fast tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("nsa-core[testing]", "nsa-kernels-triton", "nsa-train", "nsa-bench")
+TESTS = (
+    "packages/nsa-core",
+    "packages/nsa-kernels-triton/tests/test_ops.py",
+    "packages/nsa-train/tests/test_cli.py",
+    "packages/nsa-train/tests/test_trainer.py",
+    "tests/test_import.py",
+)
+"""The fast tests that also run with another Python."""
+
+
+def dependencies() -> list[str]:
+    """Return what hatch.toml installs for tests, beside the packages."""
+    environments = tomllib.loads((ROOT / "hatch.toml").read_text(encoding="utf-8"))["envs"]
+    return list(environments["hatch-test"]["dependencies"])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make the environment and return pytest's exit code, or pip's where it could not be made."""
+    python, folder, *rest = arguments
+    subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
+    environment_python = str(Path(folder) / "bin" / "python")
+    settings = {"PIP_CONSTRAINT": (ROOT / "constraints/default.txt").as_uri(), "OMP_WAIT_POLICY": "PASSIVE"}
+    packages = [str(ROOT / "packages" / name) for name in PACKAGES]
+    install = [environment_python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages, *dependencies()]
+    code = subprocess.run(install, env={**os.environ, **settings}, check=False).returncode
+    if code:
+        return code
+    workers = ("--numprocesses=logical", "--maxprocesses=8", "--dist=worksteal")
+    test = [environment_python, "-m", "pytest", "-q", *workers, *TESTS, *rest]
+    return subprocess.run(test, cwd=ROOT, env={**os.environ, **settings}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
