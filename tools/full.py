@@ -76,7 +76,7 @@ def stages() -> list[Stage]:
     python = (sys.executable, "-m", "pytest", "-q")
     newest = hatch("run", "newest:python", "-m", "pytest", "-q")
     return [
-        Stage("built pages", hatch("run", "docs:check"), 10, is_pytest=False),
+        Stage("built pages", hatch("run", "docs:pages"), 10, is_pytest=False),
         Stage("newest Triton", (*newest, *workers, "packages/nsa-kernels-triton"), 30),
         Stage("peers", (*newest, "packages/nsa-bench/tests/test_peers.py"), 5),
         Stage("interpreter without patches", (*python, *workers, "--unpatched-interpreter", *UNPATCHED_SAMPLE), 20),
