@@ -2,31 +2,31 @@
 
 import pytest
 
-from nsa_train.data.needs import extras_of, needs_of
+from nsa_train.data.needs import needs_of, packages_of
 from nsa_train.data_table import DataTable
 
 BPE = {"tokenizer": "gpt2"}
 
 
 @pytest.mark.parametrize(
-    ("table", "extras"),
+    ("table", "packages"),
     [
-        ({"source": "stdlib"}, {}),
-        ({"source": "synthetic", **BPE}, {}),
-        ({"source": "text", "path": "a.txt"}, {}),
-        ({"source": "text", "path": "a.txt", **BPE}, {"tiktoken": "bpe"}),
-        ({"source": "stdlib", "tokenizer_path": "t/tokenizer.json", **BPE}, {"tokenizers": "bpe"}),
-        ({"source": "stdlib", "tokenizer_path": "t/encoder.json", **BPE}, {"tiktoken": "bpe"}),
-        ({"source": "synthetic", "tokenizer_path": "tokenizer.json", **BPE}, {"tokenizers": "bpe"}),
-        ({"source": "parquet", "path": "a.parquet"}, {"pyarrow": "parquet"}),
-        ({"source": "mix", "mix": {"a/*.txt": 1, "b/*.parquet": 2}}, {"pyarrow": "parquet"}),
-        ({"source": "fineweb_edu"}, {"datasets": "fineweb", "huggingface_hub": "fineweb"}),
-        ({"source": "fineweb_edu", "path": "*.parquet"}, {"datasets": "fineweb"}),
+        ({"source": "stdlib"}, ()),
+        ({"source": "synthetic", **BPE}, ()),
+        ({"source": "text", "path": "a.txt"}, ()),
+        ({"source": "text", "path": "a.txt", **BPE}, ("tiktoken",)),
+        ({"source": "stdlib", "tokenizer_path": "t/tokenizer.json", **BPE}, ("tokenizers",)),
+        ({"source": "stdlib", "tokenizer_path": "t/encoder.json", **BPE}, ("tiktoken",)),
+        ({"source": "synthetic", "tokenizer_path": "tokenizer.json", **BPE}, ("tokenizers",)),
+        ({"source": "parquet", "path": "a.parquet"}, ("pyarrow",)),
+        ({"source": "mix", "mix": {"a/*.txt": 1, "b/*.parquet": 2}}, ("pyarrow",)),
+        ({"source": "fineweb_edu"}, ("datasets", "huggingface_hub")),
+        ({"source": "fineweb_edu", "path": "*.parquet"}, ("datasets",)),
     ],
-    ids=lambda value: " ".join(f"{name}={item}" for name, item in value.items()),
+    ids=lambda value: " ".join(f"{name}={item}" for name, item in value.items()) if isinstance(value, dict) else "",
 )
-def test_a_package_is_named_where_reading_loads_it(table: dict[str, object], extras: dict[str, str]) -> None:
-    assert extras_of(DataTable(**table)) == extras  # type: ignore[arg-type]
+def test_a_package_is_named_where_reading_loads_it(table: dict[str, object], packages: tuple[str, ...]) -> None:
+    assert packages_of(DataTable(**table)) == packages  # type: ignore[arg-type]
 
 
 def test_what_comes_with_nsa_train_is_no_need() -> None:

@@ -144,11 +144,11 @@ def test_gpt2_without_a_file_offline_says_what_would_work(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("name", "package"), [(None, "tiktoken"), ("vocab.bpe", "tiktoken"), ("tokenizer.json", "tokenizers")])
-def test_a_package_that_is_not_installed_is_named_with_its_extra(
+def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs_it(
     vocabulary: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf"needs {package}, which is not installed; use pip install 'nsa-train\[bpe\]'"):
+    with pytest.raises(DataError, match=rf"needs {package}, which is not installed; use pip install {package}, or --set"):
         open_bpe(name and str(vocabulary / name))
 
 

@@ -162,5 +162,5 @@ def _tiktoken() -> Any:
 
 def _not_installed(package: str) -> DataError:
     return DataError(
-        f"data.tokenizer='gpt2' needs {package}, which is not installed; use pip install 'nsa-train[bpe]', or --set data.tokenizer=byte"
+        f"data.tokenizer='gpt2' needs {package}, which is not installed; use pip install {package}, or --set data.tokenizer=byte"
     )

@@ -13,19 +13,19 @@ def needs_of(data: DataTable) -> tuple[str, ...]:
     return tuple(line for line in lines if line is not None)
 
 
-def extras_of(data: DataTable) -> dict[str, str]:
-    """Return import name -> extra of nsa-train, of the packages that reading `data` loads."""
-    found = {}
+def packages_of(data: DataTable) -> tuple[str, ...]:
+    """Return the import names of the packages that reading `data` loads and that do not come with nsa-train."""
+    found = []
     if _tokenizer(data) is not None:
         path = data.tokenizer_path or ""
-        found["tokenizers" if path.endswith(".json") and not path.endswith("encoder.json") else "tiktoken"] = "bpe"
+        found.append("tokenizers" if path.endswith(".json") and not path.endswith("encoder.json") else "tiktoken")
     if data.source == "fineweb_edu":
-        found["datasets"] = "fineweb"
+        found.append("datasets")
     if data.source == "fineweb_edu" and data.path is None:
-        found["huggingface_hub"] = "fineweb"
+        found.append("huggingface_hub")
     if data.source == "parquet" or any(pattern.endswith(".parquet") for pattern in data.mix):
-        found["pyarrow"] = "parquet"
-    return found
+        found.append("pyarrow")
+    return tuple(found)
 
 
 def _corpus(data: DataTable) -> str | None:
@@ -50,11 +50,9 @@ def _tokenizer(data: DataTable) -> str | None:
 
 
 def _packages(data: DataTable) -> str | None:
-    extras = extras_of(data)
-    if not extras:
-        return None
-    return f"packages: {listed(f'{name} ({_state(name, extra)})' for name, extra in extras.items())}"
+    names = packages_of(data)
+    return f"packages: {listed(f'{name} ({_state(name)})' for name in names)}" if names else None
 
 
-def _state(name: str, extra: str) -> str:
-    return "installed" if find_spec(name) else f"missing; pip install 'nsa-train[{extra}]'"
+def _state(name: str) -> str:
+    return "installed" if find_spec(name) else f"missing; pip install {name.replace('_', '-')}"

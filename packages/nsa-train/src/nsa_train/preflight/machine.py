@@ -89,7 +89,7 @@ def _there(machine: Machine, *, is_asked_for: bool) -> str:
 
 def _why_no_kernel(decision: "RoutingDecision") -> str:
     reasons = [f"{one.name}: {', '.join(map(str, one.reasons))}" for one in decision.candidates if one.name != "sdpa"]
-    return "; ".join(reasons) or "install nsa-kernels-triton"
+    return "; ".join(reasons) or "nsa-kernels-triton is not installed; in a checkout: pip install ./packages/nsa-kernels-triton"
 
 
 def _unserved(operation: str, asked: str, decision: "RoutingDecision") -> str:

@@ -103,7 +103,7 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks | LocalShards:
         import datasets
     except ImportError:
         raise DataError(
-            "data.source='fineweb_edu' needs the package datasets, which is not installed; use pip install 'nsa-train[fineweb]', "
+            "data.source='fineweb_edu' needs the package datasets, which is not installed; use pip install datasets, "
             "or --set data.source=stdlib"
         ) from None
     if data.path is not None:

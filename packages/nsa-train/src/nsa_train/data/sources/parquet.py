@@ -129,6 +129,6 @@ def _pyarrow() -> Any:
     except ImportError:
         raise DataError(
             "data.source='parquet' needs pyarrow, which is not installed (Parquet is its format); "
-            "use pip install 'nsa-train[parquet]', or --set data.source=jsonl"
+            "use pip install pyarrow, or --set data.source=jsonl"
         ) from None
     return pyarrow
