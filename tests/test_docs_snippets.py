@@ -1,24 +1,62 @@
-"""The pages are true: their Python runs, their links lead somewhere, the files and names that they speak of exist."""
+"""The pages are true: their Python runs and prints what they show, their links lead somewhere, what they name exists."""
 
+import doctest
 import importlib
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import attrs
 import pytest
-import torch
 
 import nsa_core
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "packages/nsa-core/README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("packages/*/README.md")),
+    ROOT / "examples/plugin-minimal/README.md",
+    *sorted(DOCS.rglob("*.md")),
+]
 
 # a block is left out only by a comment on the line above it that says why: <!-- not run: it needs a GPU -->
 SNIPPET = re.compile(r"^(?P<skip><!-- not run: [^\n]+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+# what a snippet prints stands in comments behind its `print(...)`, or in a block of text after it and at most one paragraph
+COMMENT = re.compile(r"^ *print\(.*\) +# (.*)$", re.MULTILINE)
+OUTPUT = re.compile(r"\n+(?:(?!```|#)[^\n]+\n)*\n*```text\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 REPOSITORY_PATH = re.compile(r"`((?:packages|docs|tools|tests|examples)/[\w./-]+)`")
+NOT_RELEASED = re.compile(r"pip install[^`\n#]*[ '\"]nsa-[\w-]+")
+
+# runs the snippets of every page named on stdin, each page from top to bottom, and gives what each snippet printed
+PROGRAM = """
+import contextlib, io, json, os, sys, tempfile, traceback, warnings
+import torch
+
+warnings.simplefilter("error")
+# the examples are small: several threads would only wait for one another, long on a busy machine
+torch.set_num_threads(1)
+printed = {}
+for page, codes in json.load(sys.stdin).items():
+    namespace, printed[page] = {"__name__": "snippet"}, []
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for code in codes:
+            output = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(output):
+                    exec(compile(code, page, "exec"), namespace)
+            except Exception:
+                output.write(traceback.format_exc())
+            printed[page].append(output.getvalue())
+json.dump(printed, sys.stdout)
+"""
 
 
 def name_of(page):
@@ -32,30 +70,113 @@ def snippets(page):
     return ["\n" * text.count("\n", 0, match.start("code")) + match["code"] for match in found]
 
 
+def shown(text):
+    """Return what each block of Python of the page `text` prints according to the page, those included that are not run."""
+    outputs = [OUTPUT.match(text, match.end()) for match in SNIPPET.finditer(text)]
+    comments = ["".join(f"{line}\n" for line in COMMENT.findall(match["code"])) for match in SNIPPET.finditer(text)]
+    return [comment + (output["text"] if output else "") for comment, output in zip(comments, outputs, strict=True)]
+
+
+def shown_by_snippets(page):
+    """Return what each block of `page` to run prints according to the page."""
+    text = page.read_text(encoding="utf-8")
+    return [output for output, match in zip(shown(text), SNIPPET.finditer(text), strict=True) if not match["skip"]]
+
+
+def is_as_shown(expected, printed):
+    """Return whether a page shows what was printed: `...` stands for anything, a line may be broken where it has a space."""
+    return doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+
+
 def code_of(page):
     """Return what stands in code on `page`: fenced blocks and inline code."""
     text = page.read_text(encoding="utf-8")
     return "\n".join([match[0] for match in FENCED.finditer(text)] + re.findall(r"`([^`\n]+)`", FENCED.sub("", text)))
 
 
-@pytest.fixture
-def one_thread():
-    # the examples are small: several threads would only wait for one another, long on a busy machine
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def fresh_python(*arguments, path=(), **options):
+    """Run Python as a reader starts it, `path` among its packages, and return what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), environment.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.fixture(scope="module")
+def printed():
+    """Run the Python of all pages in one fresh process; give what each snippet printed, by page."""
+    codes = {name_of(page): snippets(page) for page in PAGES}
+    return json.loads(fresh_python("-c", PROGRAM, input=json.dumps(codes)))
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
-def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "snippet"}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for snippet in snippets(page):
-            exec(compile(snippet, str(page), "exec"), namespace)
+def test_python_of_a_page_runs_and_prints_what_the_page_shows(page, printed):
+    pairs = zip(shown_by_snippets(page), printed[name_of(page)], strict=True)
+    assert [(expected, found) for expected, found in pairs if not is_as_shown(expected, found)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "output"),
+    [
+        ("```python\nprint(1)     # 1\nprint(2)  # 2\n```\n", "1\n2\n"),
+        ("```python\nprint(1)\n```\n\nIn words this prints\n\n```text\n1\n```\n", "1\n"),
+        ("```python\nprint(1)\n```\n\nA paragraph.\n\nAnother.\n\n```text\n1\n```\n", ""),
+        ("```python\nprint(1)\n```\n\n## A heading\n\n```text\n1\n```\n", ""),
+        ("```python\nx = 1     # 1\n```\n\n```\n1\n```\n", ""),
+    ],
+)
+def test_an_output_is_shown_by_a_comment_or_by_the_next_block_of_text(page, output):
+    assert shown(page) == [output]
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "holds"),
+    [("loss 5.5... nats", "loss 5.52 nats", True), ("a\nb", "a b", True), ("4 declined", "12 declined", False), ("", "2", False)],
+)
+def test_an_output_is_compared_with_what_is_shown(expected, printed, holds):
+    assert is_as_shown(expected, printed) == holds
+
+
+def test_every_block_of_text_is_an_output_that_a_test_compares():
+    # what nsa-train prints is compared by test_docs_runs.py
+    commands = {DOCS / "tutorials/first-model.md", DOCS / "runbooks/single-gpu.md"}
+    for page in set(PAGES) - commands:
+        text = page.read_text(encoding="utf-8")
+        compared = [match for match in SNIPPET.finditer(text) if OUTPUT.match(text, match.end())]
+        assert len(re.findall(r"^ *```text$", text, re.MULTILINE)) == len(compared), name_of(page)
+
+
+def test_a_backend_written_to_the_letter_installs_and_is_found(tmp_path):
+    text = (DOCS / "how-to/write-a-backend.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    files = {match[1]: block for block in blocks if (match := re.match(r"# (\S+)\n", block))}
+    assert set(files) == {"my_package/plugin.py", "pyproject.toml"}
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package/__init__.py").touch()
+    for name, block in {**files, "my_package/window.py": blocks[0]}.items():
+        (tmp_path / name).write_text(block)
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", "site"]
+    fresh_python("-m", "pip", "install", *options, ".", cwd=tmp_path)
+    last = list(SNIPPET.finditer(text))[-1]
+    assert is_as_shown(shown(text)[-1], fresh_python("-c", last["code"], path=[tmp_path / "site"], cwd=tmp_path.parent))
+
+
+def test_no_page_or_message_installs_what_is_not_released():
+    # delete this test with the first release
+    sources = [path for pattern in ("packages/*/src/**/*.py", "examples/**/*.py", "tools/*.py") for path in ROOT.glob(pattern)]
+    for path in [*PAGES, *sources]:
+        assert NOT_RELEASED.findall(path.read_text(encoding="utf-8")) == [], name_of(path)
+
+
+@pytest.mark.parametrize("line", ["pip install nsa-core", "pip install 'nsa-train[bpe]'", "pip install -U torch nsa-bench"])
+def test_a_command_that_installs_from_an_index_is_found(line):
+    assert NOT_RELEASED.search(line)
+
+
+@pytest.mark.parametrize("line", ["pip install ./packages/nsa-core", "pip install './packages/nsa-train[bpe]'", "pip install dist/nsa_*.whl"])
+def test_a_command_that_installs_from_a_checkout_passes(line):
+    assert not NOT_RELEASED.search(line)
 
 
 def test_every_python_block_stands_where_it_is_found():

@@ -52,7 +52,7 @@ def install(tool: Path) -> None:
     print(f"Installing {HATCH} into {tool}", file=sys.stderr, flush=True)
     shutil.rmtree(tool, ignore_errors=True)
     tool.mkdir(parents=True)
-    command = [*pip_command(tool), "install", "--quiet", "--target", str(tool / "site"), HATCH]
+    command = [*pip_command(tool), "install", "--target", str(tool / "site"), HATCH]
     # a user-wide pip setting that demands a virtual environment or a user install contradicts --target
     settings = {"PIP_REQUIRE_VIRTUALENV": "0", "PIP_USER": "0", "PIP_ROOT_USER_ACTION": "ignore", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     if subprocess.call(command, env={**os.environ, **settings}) != 0:
@@ -125,6 +125,8 @@ def find_link(page: str, name: str) -> str | None:
 
 def run_hatch(tool: Path, arguments: list[str]) -> int:
     """Run the hatch in `tool` in place of this process (on Windows: below it) and return its exit code."""
+    # hatch's spinner would take pip's place on the terminal, and with it the bars that show how far a download is
+    os.environ.setdefault("HATCH_INTERACTIVE", "false")
     # -P: the working directory and tools/ stay off the path, where this file would stand for the real hatch
     command = [sys.executable, "-P", "-c", LAUNCH, str(tool / "site"), *arguments]
     if os.name != "nt":

@@ -1,8 +1,11 @@
 """tools/hatch.py: when it installs, with which pip, and what it refuses."""
 
 import importlib.util
+import os
 import subprocess
 import sys
+import tomllib
+import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
@@ -133,17 +136,53 @@ def test_an_older_python_is_refused_by_name(tmp_path, monkeypatch, capsys):
     assert "needs Python 3.11 or newer" in capsys.readouterr().err
 
 
-def test_arguments_and_exit_code_pass_through(tool):
+def run_fake_hatch(tool, source, *arguments, **environment):
+    """Run tools/hatch.py with `source` in the place of hatch."""
     site = tool / "site" / "hatch"
     site.mkdir(parents=True)
-    (site / "__main__.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
+    (site / "__main__.py").write_text(source)
     (tool / "stamp").write_text(hatch.wanted_stamp())
     program = "import sys; from pathlib import Path; from tools import hatch; hatch.main(sys.argv[2:], root=Path(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tool.parent.parent), "run", "train:demo", "--set", "a=b c"],
-        cwd=hatch.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", program, str(tool.parent.parent), *arguments]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, cwd=hatch.ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_arguments_and_exit_code_pass_through(tool):
+    done = run_fake_hatch(tool, "import sys\nprint(sys.argv[1:])\nsys.exit(7)\n", "run", "train:demo", "--set", "a=b c")
     assert (done.returncode, done.stdout.strip()) == (7, "['run', 'train:demo', '--set', 'a=b c']")
+
+
+def test_settings_of_pip_pass_through(tool):
+    index = "https://download.pytorch.org/whl/cpu"
+    done = run_fake_hatch(tool, "import os\nprint(os.environ['PIP_EXTRA_INDEX_URL'])\n", PIP_EXTRA_INDEX_URL=index)
+    assert done.stdout.strip() == index
+
+
+@pytest.mark.parametrize(("asked", "interactive"), [({}, "false"), ({"HATCH_INTERACTIVE": "true"}, "true")])
+def test_the_terminal_is_left_to_pip_unless_the_spinner_is_asked_for(tool, monkeypatch, asked, interactive):
+    monkeypatch.delenv("HATCH_INTERACTIVE", raising=False)
+    done = run_fake_hatch(tool, "import os\nprint(os.environ['HATCH_INTERACTIVE'])\n", **asked)
+    assert done.stdout.strip() == interactive
+
+
+def test_what_hatch_installs_is_shown(tmp_path):
+    if not hatch.is_installed(hatch.ROOT / ".hatch" / "tool"):
+        pytest.skip("there is no hatch under .hatch/tool: start the tests with tools/hatch.py")
+    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny.py", "print('it runs')\n")
+        archive.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        archive.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("tiny-1.0.dist-info/RECORD", "")
+    verbose = tomllib.loads((hatch.ROOT / "hatch.toml").read_text())["envs"]["default"]["env-vars"]["PIP_VERBOSE"]
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "hatch.toml").write_text(
+        f'[envs.default]\ninstaller = "pip"\nskip-install = true\npath = ".venv"\ndependencies = ["tiny @ {wheel.as_uri()}"]\n'
+        f'[envs.default.env-vars]\nPIP_VERBOSE = "{verbose}"\n'
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HATCH_", "PIP_"))}
+    command = [sys.executable, hatch.ROOT / "tools" / "hatch.py", "run", "python", "-m", "tiny"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert "Successfully installed tiny-1.0" in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "it runs"
