@@ -174,7 +174,9 @@ def test_a_command_that_installs_from_an_index_is_found(line):
     assert NOT_RELEASED.search(line)
 
 
-@pytest.mark.parametrize("line", ["pip install ./packages/nsa-core", "pip install './packages/nsa-train[bpe]'", "pip install dist/nsa_*.whl"])
+@pytest.mark.parametrize(
+    "line", ["pip install ./packages/nsa-core", "pip install './packages/nsa-train[bpe]'", "pip install dist/nsa_*.whl"]
+)
 def test_a_command_that_installs_from_a_checkout_passes(line):
     assert not NOT_RELEASED.search(line)
 

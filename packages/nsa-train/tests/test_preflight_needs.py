@@ -52,8 +52,7 @@ def test_packages_that_are_missing_are_all_said_at_once(tmp_path: Path, monkeypa
         monkeypatch.setitem(sys.modules, package, None)
     findings = run_preflight(load_config("a100"), tmp_path / "out", machine=described_machine("h200"))
     assert findings.needs[-1] == (
-        "packages: tiktoken (missing; pip install tiktoken), datasets (missing; pip install datasets), "
-        "huggingface_hub (installed)"
+        "packages: tiktoken (missing; pip install tiktoken), datasets (missing; pip install datasets), huggingface_hub (installed)"
     )
     tokenizer, data = findings.failed
     assert tokenizer.startswith("data.tokenizer='gpt2' needs tiktoken, which is not installed")
