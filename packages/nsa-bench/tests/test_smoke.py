@@ -209,14 +209,23 @@ BOOT = {"ts": 1.0, "msg": "boot", "step": 10, "pid": 2**22 + 1}
         ([BOOT, {**FINISH, "msg": "halt", "code": 4}, BOOT, FINISH], True, "the last step was taken"),
         ([BOOT], False, "broke off after step 10: its process is gone"),
         ([{**BOOT, "pid": os.getpid()}], None, "not judged: the run goes on at step 10"),
+        ([{**BOOT, "ts": 4e9, "host": "elsewhere"}], None, "not judged: the run goes on at step 10"),
     ],
-    ids=["finish", "guard", "crash", "asked", "resumed", "killed", "alive"],
+    ids=["finish", "guard", "crash", "asked", "resumed", "killed", "alive", "a clock ahead"],
 )
 def test_how_the_last_start_ended_is_judged(events: list[dict[str, Any]], is_passed: bool | None, found: str, tmp_path: Path) -> None:
     _write(tmp_path, _losses(3, 2))
     _beats(tmp_path, HEALTHY, *events)
     [verdict] = [one for one in check_run(read_records(tmp_path)) if one.rule == "ending"]
     assert (verdict.is_passed, verdict.found) == (is_passed, found)
+
+
+def test_of_a_process_that_cannot_be_seen_only_what_its_records_say_is_told(tmp_path: Path) -> None:
+    _write(tmp_path, _losses(3, 2))
+    _beats(tmp_path, {**BOOT, "host": "elsewhere"})
+    [verdict] = [one for one in check_run(read_records(tmp_path)) if one.rule == "ending"]
+    assert (verdict.is_passed, verdict.found.partition(":")[0]) == (False, "records no end after step 10")
+    assert verdict.found.endswith("s by its timestamps, its process not seen from here")
 
 
 def test_a_run_that_its_guard_stopped_fails(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from nsa_bench.errors import OptionError
 from nsa_bench.smoke_records import Records, Verdict, read_metrics
 from nsa_train.guards import Cause
 from nsa_train.telemetry.health import judge
-from nsa_train.telemetry.watch import ON_REQUEST, has_died
+from nsa_train.telemetry.watch import ON_REQUEST, has_died, is_here
 
 FETCH_SHARE = 0.05
 """Of a step: the most that waiting for data may take, at its 95th percentile."""
@@ -56,8 +56,11 @@ def _ending(records: Records) -> Verdict:
     if newest.last.get("msg") == "halt":
         code = newest.last.get("code")
         return Verdict(rule=rule, is_passed=code in ON_REQUEST, found=f"stopped with exit code {code}: {newest.last.get('reason')}")
-    if has_died(newest, time.time()):
-        return Verdict(rule=rule, is_passed=False, found=f"broke off after step {newest.step}: its process is gone")
+    silence_s = time.time() - newest.last["ts"] if newest.last else 0.0
+    if has_died(newest, silence_s):
+        broke = f"broke off after step {newest.step}: its process is gone"
+        unseen = f"records no end after step {newest.step}: silent for {silence_s:.0f} s by its timestamps, its process not seen from here"
+        return Verdict(rule=rule, is_passed=False, found=broke if newest.has_failed or is_here(newest) else unseen)
     return Verdict(rule=rule, is_passed=None, found=f"not judged: the run goes on at step {newest.step}")
 
 

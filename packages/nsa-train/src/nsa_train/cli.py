@@ -168,7 +168,7 @@ def watch(
     /,
     *,
     halt: Annotated[bool, Parameter(negative="", help="Write .HALT where something is wrong: all ranks save and stop.")] = False,
-    once: Annotated[bool, Parameter(negative="", help="Look once instead of until the run ends.")] = False,
+    once: Annotated[bool, Parameter(negative="", help="Look once, and on only while clocks leave open whether a rank lives.")] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
 ) -> int:
     """Look at the heartbeats of the run in DIR until it ends (0; by an error: 1) or something is wrong (4)."""

@@ -9,7 +9,7 @@ import torch
 
 from nsa_train.config import RunConfig
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.metrics import summarise
+from nsa_train.telemetry.metrics import seconds_alive, summarise
 from nsa_train.telemetry.records import FALLBACK_COLUMNS, TRAINING_COLUMNS, VALIDATION_COLUMNS, CsvTable, Heartbeat
 
 
@@ -70,3 +70,13 @@ def test_a_skip_that_is_repeated_after_a_resume_counts_once(tmp_path: Path, summ
     heartbeat.beat("boot", 3, resumed_at=3)
     heartbeat.beat("skip", 4, cause="overflow")
     assert summary([_row(step) for step in range(1, 8)])["skipped_steps"] == 2
+
+
+def test_seconds_are_those_of_a_clock_that_nobody_sets(tmp_path: Path) -> None:
+    """Two processes of 10 s and 5 s; the wall clock is set by an hour in the first, and records of old have that one alone."""
+    times = [("boot", 0.0, 100.0), ("step_end", 4.0, 3704.0), ("step_end", 10.0, 110.0), ("boot", 0.0, 500.0), ("finish", 5.0, 505.0)]
+    events = [{"msg": msg, "uptime_s": uptime, "ts": ts} for msg, uptime, ts in times]
+    assert seconds_alive(events) == 15
+    before = [{"msg": msg, "ts": 100 * number} for number, msg in enumerate(("boot", "step_end", "finish", "boot", "finish"))]
+    assert seconds_alive(before) == 300
+    assert seconds_alive([]) == 0

@@ -18,6 +18,7 @@ from nsa_train.telemetry.records import (
     read_events,
     read_json,
     read_rows,
+    seconds_between,
     write_json,
 )
 
@@ -128,7 +129,10 @@ def test_a_table_of_another_version_keeps_its_columns(tmp_path: Path) -> None:
 EVENT: dict[str, object] = {"ts": 1.5, "step": 3, "msg": "progress", "rank": 0}
 BAD_EVENTS: list[dict[str, object]] = [
     *({name: value for name, value in EVENT.items() if name != left_out} for left_out in ("ts", "step", "msg")),
-    *({**EVENT, name: "x"} for name in ("ts", "step", "rank", "pid", "world_size", "loss", "toks_per_s", "gate_max_gate", "routes")),
+    *(
+        {**EVENT, name: "x"}
+        for name in ("ts", "uptime_s", "step", "resumed_at", "rank", "pid", "world_size", "loss", "toks_per_s", "gate_max_gate", "routes")
+    ),
     {**EVENT, "ts": 10**30},
     {**EVENT, "ts": None},
     {**EVENT, "step": -1},
@@ -183,3 +187,14 @@ def test_a_loss_is_read_back_as_the_float32_that_it_was(tmp_path: Path, name: st
     [row], [event] = read_rows(tmp_path / "some.csv"), read_events(beat.path)
     assert np.float32(row[name]) == np.float32(event[name]) == np.float32(read_json(tmp_path / "metrics.json")[name]) == np.float32(value)
     assert event["lr"] == 0.333333
+
+
+def test_the_wall_clock_does_not_move_the_time_since_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = Heartbeat(tmp_path)
+    for wall, monotonic in ((1000.0, 7.0), (4600.0, 8.0), (400.0, 9.5)):
+        monkeypatch.setattr("nsa_train.telemetry.records.time.time", lambda wall=wall: wall)
+        monkeypatch.setattr("nsa_train.telemetry.records.time.monotonic", lambda monotonic=monotonic: monotonic)
+        beat.beat("step_end", 1)
+    first, second, third = read_events(beat.path)
+    assert (second["ts"] - first["ts"], third["ts"] - second["ts"]) == (3600, -4200)
+    assert (seconds_between(first, second), seconds_between(second, third)) == (1.0, 1.5)

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.anomalies import BOOT_STALL_S, RankWatch
-from nsa_train.telemetry.watch import Watcher, request_stack_dump
+from nsa_train.telemetry.anomalies import BOOT_STALL_S, Finding, RankWatch
+from nsa_train.telemetry.records import pid_namespace
+from nsa_train.telemetry.watch import Clocks, Watcher, request_stack_dump, watch
 
 HEALTHY_GATES = {"gate_entropy_mean": 0.9, "gate_max_gate": 0.5, "gate_collapse_frac": 0.0, "gate_branch_shares": {"cmp": 0.5, "win": 0.5}}
 
@@ -35,7 +36,8 @@ def _watched(events: list[dict[str, Any]]) -> RankWatch:
 
 
 def _kinds(events: list[dict[str, Any]], now: float | None = None) -> list[str]:
-    return [finding.kind for finding in _watched(events).findings(events[-1]["ts"] if now is None else now)]
+    """Return what is found at the time `now`, by the clock of the events, where the last one was read as it was written."""
+    return [finding.kind for finding in _watched(events).findings(0.0 if now is None else now - events[-1]["ts"])]
 
 
 def test_a_healthy_run_has_no_anomaly() -> None:
@@ -139,7 +141,7 @@ def test_noise_is_no_flatline(seed: int) -> None:
     rank = RankWatch(0)
     for event in noisy:
         rank.observe(event)
-        assert rank.findings(event["ts"]) == []
+        assert rank.findings(0.0) == []
 
 
 def test_steps_of_short_rows_are_no_flatline() -> None:
@@ -168,35 +170,198 @@ def _write(run: RunDirectory, events: list[dict[str, Any]], rank: int = 0) -> No
         file.writelines(json.dumps({"pid": 2**22 + 1, "host": platform.node(), **event, "rank": rank}) + "\n" for event in events)
 
 
-def test_a_stall_is_written_down_and_halts_on_request(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(run, _steps(10, start=time.time() - 100))
-    assert run_command(["watch", str(run.root)]) == 4
+class _Machine:
+    """The watcher's machine: while it sleeps time passes, and what is due then happens."""
+
+    def __init__(self, *, wall: float = 0.0) -> None:
+        self.monotonic, self.wall = 0.0, wall
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.monotonic, self.wall = self.monotonic + seconds, self.wall + seconds
+        happens = [action for at, action in self.due if at <= self.monotonic]
+        self.due = [(at, action) for at, action in self.due if at > self.monotonic]
+        for action in happens:
+            action()
+
+    def jump(self, seconds: float) -> None:
+        """Set this machine's wall clock."""
+        self.wall += seconds
+
+
+def _watching(run: RunDirectory, machine: _Machine, *, is_once: bool = False, interval_s: float = 5.0) -> tuple[int, list[str]]:
+    """Return exit code and lines of `watch DIR --halt` on `machine`."""
+    lines: list[str] = []
+    clocks = Clocks(monotonic=lambda: machine.monotonic, wall=lambda: machine.wall, sleep=machine.sleep)
+    code = watch(run, is_halting=True, is_once=is_once, interval_s=interval_s, say=lines.append, clocks=clocks)
+    return code, lines
+
+
+class _Run:
+    """A rank of a step a second, whose clock may differ from the watcher's: 20 steps before watching begins, then what is told."""
+
+    def __init__(self, run: RunDirectory, machine: _Machine, *, ahead_s: float = 0.0, rank: int = 0, has_uptime: bool = True) -> None:
+        self.run, self.machine, self.ahead_s, self.rank, self.has_uptime = run, machine, ahead_s, rank, has_uptime
+        self.step = 0
+        for second in range(-19, 1):
+            self._beat(second, "step_end", wall=machine.wall + second)
+
+    def steps(self, until: int) -> "_Run":
+        """Take a step each second up to `until`."""
+        for second in range(1, until + 1):
+            self.machine.due.append((second, lambda second=second: self._beat(second, "step_end")))
+        return self
+
+    def ends(self, at: int) -> None:
+        """Take a step each second, the last one at `at`."""
+        self.steps(at).machine.due.append((at, lambda: self._beat(at, "finish")))
+
+    def _beat(self, second: int, msg: str, wall: float | None = None) -> None:
+        self.step += msg == "step_end"
+        uptime = {"uptime_s": float(second + 20)} if self.has_uptime else {}
+        event = {"ts": (self.machine.wall if wall is None else wall) + self.ahead_s, **uptime, "step": self.step, "msg": msg}
+        _write(self.run, [{"toks_per_s": 1000.0, "grad_norm": 1.0, **event}], rank=self.rank)
+
+
+NOW, HOUR = 1.8e9, 3600.0
+CLOCKS = [0.0, HOUR, -HOUR, 24 * HOUR]
+"""How far the run's clock lies ahead of the watcher's."""
+
+
+@pytest.mark.parametrize("is_once", [False, True])
+@pytest.mark.parametrize("ahead_s", CLOCKS)
+def test_a_healthy_run_is_left_alone_whatever_the_clocks_say(run: RunDirectory, ahead_s: float, is_once: bool) -> None:
+    machine = _Machine(wall=NOW)
+    _Run(run, machine, ahead_s=ahead_s).ends(40)
+    code, lines = _watching(run, machine, is_once=is_once)
+    assert (code, run.halt.exists(), run.anomaly_type.exists()) == (0, False, False)
+    assert lines[-1].startswith("watch: nothing is wrong")
+    assert machine.monotonic == ((1 if ahead_s else 0) if is_once else 40)
+
+
+@pytest.mark.parametrize("is_once", [False, True])
+@pytest.mark.parametrize("ahead_s", CLOCKS)
+def test_a_stall_is_found_whatever_the_clocks_say(run: RunDirectory, ahead_s: float, is_once: bool) -> None:
+    machine = _Machine(wall=NOW)
+    _Run(run, machine, ahead_s=ahead_s)
+    # the last step lies a minute back
+    machine.sleep(60)
+    code, lines = _watching(run, machine, is_once=is_once)
+    assert code == 4
+    assert 10 < machine.monotonic - 60 <= 15
+    assert lines[-3].startswith("watch: stall at step 20, rank 0: silent for 1")
+    assert run.halt.read_text().startswith("stall at step 20")
+    assert run.anomaly_type.read_text() == "stall\n"
+
+
+def test_silence_that_clocks_alone_claim_is_said_and_one_below_nothing_is_unknown(run: RunDirectory) -> None:
+    machine = _Machine(wall=NOW)
+    _Run(run, machine, ahead_s=-HOUR).ends(20)
+    _Run(run, machine, ahead_s=HOUR, rank=1).ends(20)
+    _, lines = _watching(run, machine)
+    counts = "; a stall counts after 10 s of watching without an event"
+    assert lines[:-1] == [
+        f"watch: rank 0: silent for 3600 s by its timestamps, which prove nothing where clocks differ or were set{counts}",
+        f"watch: rank 1: its last event lies 3600 s ahead of this machine's clock: how long it has been silent is unknown{counts}",
+    ]
+
+
+@pytest.mark.parametrize("has_uptime", [True, False])
+@pytest.mark.parametrize("jump_s", [HOUR, -HOUR, 24 * HOUR])
+def test_a_clock_that_is_set_while_a_run_is_watched_neither_stalls_it_nor_hides_a_stall(
+    run: RunDirectory, jump_s: float, has_uptime: bool
+) -> None:
+    """The run's clock and the watcher's are one here. Records without `uptime_s` lengthen the patience for a while, not for hours."""
+    machine = _Machine(wall=NOW)
+    machine.due.append((7.5, lambda: machine.jump(jump_s)))
+    _Run(run, machine, has_uptime=has_uptime).steps(40)
+    code, lines = _watching(run, machine)
+    assert (code, lines[0].partition(":")[2][:28]) == (4, " stall at step 60, rank 0: s")
+    assert 50 <= machine.monotonic <= (55 if has_uptime or jump_s < 0 else 100)
+
+
+def test_ranks_with_clocks_of_their_own_are_judged_each(run: RunDirectory) -> None:
+    machine = _Machine(wall=NOW)
+    for rank, ahead_s in enumerate((HOUR, -HOUR, 0.0)):
+        _Run(run, machine, ahead_s=ahead_s, rank=rank).steps(12 if rank == 1 else 60)
+    code, lines = _watching(run, machine)
+    assert code == 4
+    assert [line.split(": ")[1] for line in lines if "stall at" in line] == ["stall at step 32, rank 1"]
+    assert machine.monotonic <= 30
+
+
+def test_one_look_is_enough_where_nothing_is_in_doubt(run: RunDirectory) -> None:
+    machine = _Machine(wall=NOW)
+    _Run(run, machine)
+    assert _watching(run, machine, is_once=True) == (0, ["watch: nothing is wrong; the run goes on at step 20"])
+    assert machine.monotonic == 0
+
+
+def test_a_watcher_that_was_stopped_with_its_run_does_not_take_that_for_silence(run: RunDirectory) -> None:
+    """A container that was paused, a virtual machine: a quarter of an hour passes between two looks."""
+    machine = _Machine(wall=NOW)
+    _Run(run, machine).ends(950)
+    # all of it after the look at 6 s
+    machine.due = [(6.5, lambda: machine.sleep(900)), *((at, action) for at, action in machine.due if at <= 6 or at > 909)]
+    assert _watching(run, machine, interval_s=2.0)[0] == 0
+
+
+@pytest.mark.skipif(pid_namespace() is None, reason="needs Linux, which says where a pid names a process")
+@pytest.mark.parametrize(("namespace", "found_after"), [(pid_namespace(), 10), ("of another container", BOOT_STALL_S + 5)])
+def test_a_run_that_died_is_found_soon_where_its_process_can_be_seen(run: RunDirectory, namespace: str, found_after: float) -> None:
+    """It died before its first step, for which patience is half an hour."""
+    _write(run, [{"ts": NOW, "step": 0, "msg": "boot", "pid": DEAD, "pid_namespace": namespace}])
+    machine = _Machine(wall=NOW)
+    code, lines = _watching(run, machine)
+    assert (code, machine.monotonic) == (4, found_after)
+    assert (f"process {DEAD} is gone" in lines[0]) == (found_after == 10)
+
+
+def test_an_end_that_was_written_just_before_the_process_went_is_no_death(run: RunDirectory) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        _write(run, [{"ts": NOW, "step": 0, "msg": "boot", "pid": process.pid, "pid_namespace": pid_namespace()}])
+        machine = _Machine(wall=NOW)
+
+        def end() -> None:
+            process.kill()
+            process.wait()
+            _write(run, [{"ts": NOW, "step": 9, "msg": "finish", "pid": process.pid}])
+
+        machine.due.append((30, end))
+        assert _watching(run, machine)[0] == 0
+
+
+def test_without_halt_a_stall_is_written_down_and_nothing_more(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the command line, with this machine's clocks."""
+    monkeypatch.setattr("nsa_train.telemetry.anomalies.LEAST_STALL_S", 0.5)
+    _write(run, _steps(20, seconds=0.01))
+    assert run_command(["watch", str(run.root), "--interval", "0.1", "--once"]) == 4
     assert run.anomaly_type.read_text() == "stall\n"
     assert not run.halt.exists()
-    assert "stall at step 10, rank 0: silent for" in capsys.readouterr().out
-    assert run_command(["watch", str(run.root), "--halt"]) == 4
-    assert run.halt.read_text().startswith("stall at step 10")
+    assert "stall at step 20, rank 0: silent for 1 s" in capsys.readouterr().out
 
 
-def test_one_silent_rank_is_named(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(run, _steps(10, start=time.time() - 10))
-    _write(run, _steps(10, start=time.time() - 100), rank=1)
-    assert run_command(["watch", str(run.root), "--once"]) == 4
-    assert "rank 1" in capsys.readouterr().out
+def _looked(run: RunDirectory, *, silence_s: float) -> list[Finding]:
+    """Return what the second of two looks finds, `silence_s` apart."""
+    watcher = Watcher(run)
+    assert watcher.look(0.0) == []
+    return watcher.look(silence_s)
 
 
 def test_ranks_that_a_smaller_start_left_behind_are_not_missed(run: RunDirectory) -> None:
     """A run of two ranks was killed and resumed on one: the second heartbeat ends in the past."""
     _write(run, [{"ts": 0.0, "step": 0, "msg": "boot", "world_size": 2}, *_steps(10)])
     _write(run, [{"ts": 0.0, "step": 0, "msg": "boot", "world_size": 2}, *_steps(10)], rank=1)
-    assert [finding.rank for finding in Watcher(run).look(500.0)] == [0, 1]
+    assert [finding.rank for finding in _looked(run, silence_s=11.0)] == [0, 1]
     again = [{"ts": 490.0, "step": 5, "msg": "boot", "world_size": 1}, *_steps(10, start=490.0)]
     _write(run, again)
     watcher = Watcher(run)
-    assert watcher.look(501.0) == []
+    assert watcher.look(0.0) == []
     assert not watcher.has_ended
     _write(run, [{"ts": 502.0, "step": 10, "msg": "finish"}])
-    assert watcher.look(503.0) == []
+    assert watcher.look(20.0) == []
     assert watcher.has_ended
 
 
@@ -215,54 +380,53 @@ def test_ranks_between_a_death_and_their_new_start_are_not_halted(run: RunDirect
     _write(run, _start(ALIVE, restarts_left=1))
     _write(run, _start(DEAD, restarts_left=1), rank=1)
     watcher = Watcher(run)
-    assert watcher.look(11.0) == []
-    assert watcher.look(10.0 + 10 + GRACE_S) == []
-    assert [finding.rank for finding in watcher.look(10.0 + 11 + GRACE_S)] == [0, 1]
+    assert watcher.look(0.0) == []
+    assert watcher.look(10.0 + GRACE_S) == []
+    assert [finding.rank for finding in watcher.look(11.0 + GRACE_S)] == [0, 1]
+    watcher = Watcher(run)
+    assert watcher.look(0.0) == []
     _write(run, _start(ALIVE, restarts_left=0, at=500.0))
     # rank 1 starts a little later
-    assert watcher.look(512.0) == []
+    assert watcher.look(500.0) == []
     _write(run, _start(ALIVE, restarts_left=0, at=505.0), rank=1)
-    assert watcher.look(516.0) == []
+    assert watcher.look(505.0) == []
     assert [finding.kind for finding in watcher.look(550.0)] == ["stall", "stall"]
 
 
 def test_a_rank_that_hangs_stalls_also_where_starts_are_left(run: RunDirectory) -> None:
     for rank in (0, 1):
         _write(run, _start(ALIVE, restarts_left=1), rank=rank)
-    assert [finding.kind for finding in Watcher(run).look(30.0)] == ["stall", "stall"]
+    assert [finding.kind for finding in _looked(run, silence_s=11.0)] == ["stall", "stall"]
 
 
 def test_a_death_without_a_start_left_is_a_stall(run: RunDirectory) -> None:
     for rank in (0, 1):
         _write(run, _start(DEAD, restarts_left=0), rank=rank)
-    assert [finding.kind for finding in Watcher(run).look(30.0)] == ["stall", "stall"]
+    assert [finding.kind for finding in _looked(run, silence_s=11.0)] == ["stall", "stall"]
 
 
 def test_a_silent_rank_of_another_host_may_have_died(run: RunDirectory) -> None:
     _write(run, _start(ALIVE, restarts_left=1))
     _write(run, _start(DEAD, restarts_left=1, host="elsewhere"), rank=1)
     watcher = Watcher(run)
+    assert watcher.look(0.0) == []
     assert watcher.look(100.0) == []
-    assert [finding.rank for finding in watcher.look(21.0 + GRACE_S)] == [0, 1]
+    assert [finding.rank for finding in watcher.look(11.0 + GRACE_S)] == [0, 1]
 
 
 @pytest.mark.parametrize(("code", "restarts_left", "has_ended"), [(1, 1, False), (1, 0, True), (4, 1, True), (75, 1, True)])
-def test_a_run_that_torchrun_starts_again_has_not_ended(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str], code: int, restarts_left: int, has_ended: bool
-) -> None:
+def test_a_run_that_torchrun_starts_again_has_not_ended(run: RunDirectory, code: int, restarts_left: int, has_ended: bool) -> None:
     for rank in (0, 1):
         _write(run, _start(ALIVE, restarts_left=restarts_left), rank=rank)
         _write(run, [{"ts": 11.0, "step": 10, "msg": "halt", "code": code, "reason": "lost contact", "pid": DEAD}], rank=rank)
     watcher = Watcher(run)
+    assert watcher.look(0.0) == []
     assert watcher.look(500.0) == []
     assert watcher.has_ended == has_ended
     if not has_ended:
         assert [finding.kind for finding in watcher.look(2000.0)] == ["stall", "stall"]
-        # a look at this moment, in 1970
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(time, "time", lambda: 500.0)
-            assert run_command(["watch", str(run.root), "--once", "--halt"]) == 0
-        assert capsys.readouterr().out.endswith("watch: nothing is wrong; the run waits to be started again at step 10\n")
+        code, lines = _watching(run, _Machine(wall=500.0), is_once=True)
+        assert (code, lines[-1]) == (0, "watch: nothing is wrong; the run waits to be started again at step 10")
         assert not run.halt.exists()
 
 
@@ -270,10 +434,10 @@ def test_a_dead_process_whose_end_nobody_asked_for_is_gone(run: RunDirectory) ->
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         for rank in (0, 1):
             _write(run, _start(process.pid, restarts_left=1), rank=rank)
-        assert [finding.kind for finding in Watcher(run).look(100.0)] == ["stall", "stall"]
+        assert [finding.kind for finding in _looked(run, silence_s=100.0)] == ["stall", "stall"]
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert Watcher(run).look(100.0) == []
+        assert _looked(run, silence_s=100.0) == []
 
 
 def test_watch_ends_with_the_run(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,10 +504,10 @@ def test_a_resumed_process_starts_anew(run: RunDirectory) -> None:
 def test_records_are_read_on_where_they_were_left(run: RunDirectory) -> None:
     _write(run, _steps(10))
     watcher = Watcher(run)
-    assert watcher.look(10.0) == []
+    assert watcher.look(0.0) == []
     with run.heartbeat.open("a") as file:
         file.write('{"ts": 11, "step": 11, "msg": "step')
-    assert watcher.look(11.0) == []
+    assert watcher.look(9.0) == []
     with run.heartbeat.open("a") as file:
         file.write('_end", "grad_norm": 1.0}\nno json\n[]\n')
     assert watcher.look(12.0) == []
@@ -405,8 +569,8 @@ time.sleep(60)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc, which says who handles a signal")
 def test_a_stalled_process_is_asked_for_its_stacks(run: RunDirectory, listener: subprocess.Popen[str]) -> None:
-    _write(run, [{**event, "pid": listener.pid} for event in _steps(10, start=time.time() - 100)])
-    assert run_command(["watch", str(run.root)]) == 4
+    _write(run, [{**event, "pid": listener.pid} for event in _steps(10)])
+    assert _watching(run, _Machine())[0] == 4
     deadline = time.monotonic() + 10
     while not (run.root / "dumped").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -416,7 +580,9 @@ def test_a_stalled_process_is_asked_for_its_stacks(run: RunDirectory, listener: 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc, which says who handles a signal")
 def test_a_process_that_would_die_of_the_signal_is_left_alone(run: RunDirectory) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert "does not handle SIGUSR1" in request_stack_dump(process.pid, None)
-        assert "runs on elsewhere" in request_stack_dump(process.pid, "elsewhere")
+        assert "does not handle SIGUSR1" in request_stack_dump(RankWatch(0, pid=process.pid))
+        assert "runs on elsewhere" in request_stack_dump(RankWatch(0, pid=process.pid, host="elsewhere"))
+        there = RankWatch(0, pid=process.pid, host=platform.node(), pid_namespace="of another container")
+        assert "or in another container" in request_stack_dump(there)
         assert process.poll() is None
-    assert "is gone" in request_stack_dump(process.pid, platform.node())
+    assert "is gone" in request_stack_dump(RankWatch(0, pid=process.pid, host=platform.node()))

@@ -9,6 +9,7 @@ from typing import Any
 from attrs import field, frozen, mutable
 
 from nsa_train.parallel.outcomes import DELIBERATE
+from nsa_train.telemetry.records import seconds_between
 
 STALL, FLATLINE, GATE_COLLAPSE, ZERO_GRADIENTS, RISING_FALLBACKS = (
     "stall",
@@ -28,6 +29,9 @@ STALL_STEPS = 10
 STALL_PAUSES = 3
 """Longest pauses so far, for evaluation or saving, that make one."""
 LEAST_STALL_S = 5.0
+"""Least patience, and that with a rank whose process is gone."""
+AHEAD_S = 1.0
+"""How far timestamps may lie ahead of the watcher's clock before that is said."""
 BEGUN_STALL_S = 600.0
 """Patience with something longer than a step that says it began, the first time."""
 BOOT_STALL_S = 1800.0
@@ -72,6 +76,8 @@ class RankWatch:
     rank: int
     pid: int | None = None
     host: str | None = None
+    pid_namespace: str | None = None
+    """Where `pid` names it; None in records without."""
     world_size: int | None = None
     """Ranks of its start; None where its boot did not say."""
     restarts_left: int = 0
@@ -83,10 +89,16 @@ class RankWatch:
     """It ended by an error that torchrun answers with a new start."""
     last: dict[str, Any] = field(factory=dict)
     """The last event."""
+    heard_s: float = 0.0
+    """When the last event was read, in seconds of watching."""
+    age_s: float | None = None
+    """How old the last event was by its timestamp when watching began, below 0 where that lies ahead; None of one that came since."""
+    lived_s: float = 0.0
+    """Up to the last event, by the run's own clock."""
     logged: dict[str, Any] = field(factory=dict)
     """The last event of a logged step."""
-    stepped_ts: float | None = None
-    """When the newest step ended; None after a pause, whose length is no step's."""
+    stepped_s: float | None = None
+    """When the newest step ended, as `lived_s`; None after a pause, whose length is no step's."""
     step_ema_s: float | None = None
     longest_pause_s: float = 0.0
     fullest: int = 0
@@ -98,19 +110,25 @@ class RankWatch:
     seen_fallbacks: float | None = None
     """Counted up to the last look, after which may lie more logged steps than two; None before the first."""
     recent: deque[tuple[float, float]] = field(factory=deque)
-    """When each of the newest steps ended, and its tokens per second."""
+    """When each of the newest steps ended, as `lived_s`, and its tokens per second."""
     earlier: deque[float] = field(factory=lambda: deque(maxlen=EARLIER))
 
-    def observe(self, event: dict[str, Any]) -> None:
-        """Take one event of the heartbeat into account."""
+    def observe(self, event: dict[str, Any], *, heard_s: float = 0.0, age_s: float | None = None) -> None:
+        """Take one event of the heartbeat into account, read after `heard_s` of watching; `age_s` as in the field."""
         step = event.get("step", self.step)
+        elapsed_s = seconds_between(self.last, event) if self.last else 0.0
+        if event.get("uptime_s") is None:
+            # a clock that was set looks like a pause of hours
+            elapsed_s = min(elapsed_s, BEGUN_STALL_S)
+        self.lived_s += elapsed_s
         # a logged step has two events, which tell of it equally
         if event.get("msg") in STEP_EVENTS and step != self.step:
             self._note_step(event, step)
         elif event.get("msg") not in STEP_EVENTS:
-            self._note_pause(event)
+            self.longest_pause_s, self.stepped_s = max(self.longest_pause_s, elapsed_s), None
         self.pid, self.step = event.get("pid", self.pid), step
         self.host, self.world_size = event.get("host", self.host), event.get("world_size", self.world_size)
+        self.pid_namespace = event.get("pid_namespace", self.pid_namespace)
         self.restarts_left = event.get("restarts_left", self.restarts_left)
         is_halt = event.get("msg") == "halt"
         self.has_failed = is_halt and self.restarts_left > 0 and event.get("code") not in DELIBERATE
@@ -120,14 +138,17 @@ class RankWatch:
         self._note_gates(event)
         if event.get("fallbacks_total") is not None:
             self.fallbacks.append(event["fallbacks_total"])
-        self.last = event
+        self.last, self.heard_s, self.age_s = event, heard_s, age_s
 
-    def findings(self, now: float, *, grace_s: float = 0.0) -> list[Finding]:
-        """Return what is wrong at the time `now`, in seconds since the epoch; a stall begins `grace_s` later."""
+    def findings(self, now: float, *, grace_s: float = 0.0, is_gone: bool = False) -> list[Finding]:
+        """Return what is wrong after `now` seconds of watching.
+
+        A stall begins `grace_s` later; sooner where the process `is_gone`, and is not to be started again.
+        """
         if self.has_ended or not self.last:
             return []
         found = {
-            STALL: self._stall(now, grace_s),
+            STALL: self._stall(now, grace_s, is_gone=is_gone),
             ZERO_GRADIENTS: f"the gradient norm was 0 in {self.zero_streak} steps in a row" if self.zero_streak >= STREAK else None,
             GATE_COLLAPSE: f"one branch took over in {self.gate_streak} logged steps in a row" if self.gate_streak >= STREAK else None,
             FLATLINE: self._flatline(),
@@ -146,8 +167,22 @@ class RankWatch:
         return self._recent_median() / max(statistics.median(self.earlier), LEAST_TOKS_PER_S)
 
     def silence_s(self, now: float) -> float:
-        """Return how long this rank has been silent."""
-        return float(now - self.last.get("ts", now))
+        """Return how long this rank has been silent for certain: since the look, after `now` seconds of watching, that read its last event."""
+        return now - self.heard_s
+
+    def doubt(self, grace_s: float = 0.0) -> str | None:
+        """Return why the clocks leave it open whether this rank was silent before watching began; None where they do not.
+
+        They prove nothing: the run's clock and the watcher's may differ, and may be set.
+        """
+        patience = self.patience_s() + grace_s
+        if self.has_ended or self.age_s is None or -AHEAD_S <= self.age_s <= patience:
+            return None
+        if self.age_s > 0:
+            said = f"silent for {self.age_s:.0f} s by its timestamps, which prove nothing where clocks differ or were set"
+        else:
+            said = f"its last event lies {-self.age_s:.0f} s ahead of this machine's clock: how long it has been silent is unknown"
+        return f"rank {self.rank}: {said}; a stall counts after {patience:.0f} s of watching without an event"
 
     def patience_s(self) -> float:
         """Return how long this rank may be silent: by the mean of its step times, and by what it is busy with."""
@@ -156,12 +191,6 @@ class RankWatch:
             return BOOT_STALL_S
         patience = max(LEAST_STALL_S, STALL_STEPS * self.step_ema_s, STALL_PAUSES * self.longest_pause_s)
         return max(patience, BEGUN_STALL_S) if msg.endswith("_begin") else patience
-
-    def _note_pause(self, event: dict[str, Any]) -> None:
-        before, now = self.last.get("ts"), event.get("ts")
-        if before is not None and now is not None:
-            self.longest_pause_s = max(self.longest_pause_s, now - before)
-        self.stepped_ts = None
 
     def _note_gates(self, event: dict[str, Any]) -> None:
         entropy, largest, share = (event.get(name) for name in ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac"))
@@ -176,25 +205,28 @@ class RankWatch:
         self.gate_streak = self.gate_streak + 1 if is_collapsed else 0
 
     def _note_step(self, event: dict[str, Any], step: int) -> None:
-        now, speed, tokens = event.get("ts"), event.get("toks_per_s"), event.get("tokens") or 0
-        if now is not None and self.stepped_ts is not None:
-            took = max(0.0, now - self.stepped_ts) / max(1, step - self.step)
+        speed, tokens = event.get("toks_per_s"), event.get("tokens") or 0
+        if self.stepped_s is not None:
+            took = (self.lived_s - self.stepped_s) / max(1, step - self.step)
             self.step_ema_s = took if self.step_ema_s is None else self.step_ema_s + EMA_WEIGHT * (took - self.step_ema_s)
-        self.stepped_ts = now
+        self.stepped_s = self.lived_s
         self.zero_streak = self.zero_streak + 1 if event.get("grad_norm") == 0 else 0
         # without packing, a step of short rows is slow by nature
         is_full, self.fullest = tokens >= self.fullest, max(tokens, self.fullest)
-        if speed is not None and now is not None and is_full:
-            self.recent.append((now, speed))
+        if speed is not None and is_full:
+            self.recent.append((self.lived_s, speed))
             # what is left still spans RECENT_S
             while len(self.recent) > RECENT and self.recent[-1][0] - self.recent[1][0] >= RECENT_S:
                 self.earlier.append(self.recent.popleft()[1])
 
-    def _stall(self, now: float, grace_s: float) -> str | None:
-        silence, patience = self.silence_s(now), self.patience_s() + grace_s
+    def _stall(self, now: float, grace_s: float, *, is_gone: bool) -> str | None:
+        # nobody starts it again
+        is_dead = is_gone and not grace_s
+        silence, patience = self.silence_s(now), LEAST_STALL_S if is_dead else self.patience_s() + grace_s
         if silence <= patience:
             return None
         pace = "no step yet" if self.step_ema_s is None else f"steps take {self.step_ema_s:.3g} s"
+        pace = f"process {self.pid} is gone" if is_dead else pace
         return f"silent for {silence:.0f} s after {self.last.get('msg')!r} ({pace}; patience {patience:.0f} s)"
 
     def _flatline(self) -> str | None:

@@ -12,7 +12,7 @@ from nsa_train.model.decoder import count_parameters
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.chips import chip_of, reason_without_peak
 from nsa_train.telemetry.environment import peak_memory_mib
-from nsa_train.telemetry.records import read_events, read_rows
+from nsa_train.telemetry.records import read_events, read_rows, seconds_between
 
 
 def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, world_size: int) -> dict[str, Any]:
@@ -76,12 +76,12 @@ def standing_skips(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def seconds_alive(events: Iterable[dict[str, Any]]) -> float:
     """Return the seconds between the first and last of the `events` of each process, summed over processes."""
-    total, started, last = 0.0, None, 0.0
+    total, last = 0.0, dict[str, Any]()
     for event in events:
-        if event["msg"] == "boot":
-            total, started = total + (last - started if started is not None else 0.0), event["ts"]
-        last = event["ts"]
-    return total + (last - started if started is not None else 0.0)
+        if last and event["msg"] != "boot":
+            total += seconds_between(last, event)
+        last = event
+    return total
 
 
 def _median(values: Iterable[float]) -> float | None:

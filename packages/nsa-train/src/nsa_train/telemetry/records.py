@@ -33,7 +33,18 @@ TABLES = {
 }
 """File in a run directory -> its columns."""
 COUNTS = ("step", "rank", "pid", "world_size", "restarts_left", "tokens", "fallbacks_total")
-FIGURES = ("loss", "lr", "toks_per_s", "grad_norm", "step_ms", "mfu", "pct_at_max", "free_block_share_mean", "overlap_with_previous_query")
+FIGURES = (
+    "uptime_s",
+    "loss",
+    "lr",
+    "toks_per_s",
+    "grad_norm",
+    "step_ms",
+    "mfu",
+    "pct_at_max",
+    "free_block_share_mean",
+    "overlap_with_previous_query",
+)
 FIGURE_FAMILIES = ("gate_", "contribution_", "k_", "reads_", "gpu_mem_")
 TABLES_OF_EVENTS = ("gate_branch_shares", "routes")
 """Fields of an event with which its readers compute: whole numbers, numbers, numbers that begin so, tables."""
@@ -144,7 +155,7 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 class Heartbeat:
-    """heartbeat_rank{r}.jsonl: one JSON object per event, with ts (s), iso, pid, rank, step and msg."""
+    """heartbeat_rank{r}.jsonl: one JSON object per event, with ts (s), iso, uptime_s, pid, rank, step and msg."""
 
     def __init__(self, folder: Path, rank: int = 0, *, marks: Mapping[str, Any] | None = None) -> None:
         """Go on at the end of the file in `folder`; a line that a killed process left unfinished is closed first.
@@ -152,6 +163,7 @@ class Heartbeat:
         `marks` stand in every event.
         """
         self.path, self.rank, self.marks = folder / f"heartbeat_rank{rank}.jsonl", rank, dict(marks or {})
+        self._started_s = time.monotonic()
         if self.path.is_file() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n"):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n")
@@ -162,6 +174,8 @@ class Heartbeat:
         event = {
             "ts": round(now, 3),
             "iso": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
+            # ts leaps where the clock is set; this does not
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
             "pid": os.getpid(),
             "rank": self.rank,
             "step": step,
@@ -171,6 +185,21 @@ class Heartbeat:
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event, allow_nan=False) + "\n")
+
+
+def seconds_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
+    """Return the seconds between two events of one process; by `ts` where a record has no `uptime_s`, which no clock change moves."""
+    name = "ts" if before.get("uptime_s") is None or after.get("uptime_s") is None else "uptime_s"
+    return max(0.0, float(after[name] - before[name]))
+
+
+def pid_namespace() -> str | None:
+    """Return the namespace in which this process's pid names it, this boot of the host included; None where Linux does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -222,6 +251,7 @@ def _is_event(event: Mapping[str, Any]) -> bool:
         and abs(event["ts"]) < MOST
         and _is_count(event.get("step"))
         and all(event.get(name) is None or _is_count(event[name]) for name in COUNTS)
+        and (event.get("resumed_at") in (None, -1) or _is_count(event["resumed_at"]))
         and all(isinstance(event.get(name) or {}, dict) for name in TABLES_OF_EVENTS)
         and all(value is None or _is_number(value) for value in (*figures.values(), *shares.values()))
     )

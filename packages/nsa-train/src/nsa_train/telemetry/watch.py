@@ -7,13 +7,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, TerminatedError, TrainError
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import KINDS, RESTART_GRACE_S, RISING_FALLBACKS, Finding, RankWatch, rising
 from nsa_train.telemetry.health import Check, judge
-from nsa_train.telemetry.records import as_event, read_rows
+from nsa_train.telemetry.records import as_event, pid_namespace, read_rows
 
 FAILED_CODE, ANOMALY_CODE = TrainError.exit_code, GuardError.exit_code
 """Exit codes: the run ended by an error; something is wrong, or its own guards stopped the run."""
@@ -21,11 +21,28 @@ ON_REQUEST = (HaltedError.exit_code, TerminatedError.exit_code, INTERRUPTED)
 """Codes of a run that a person ended, or a scheduler."""
 
 
+RECHECK_S = 1.0
+"""Between looks of `--once`, until what the clocks leave open is known."""
+LONGEST_GAP = 2
+"""Most intervals that count as watched between two looks; in a longer one the watcher was stopped itself, maybe with the run."""
+
+
+class Clocks(NamedTuple):
+    """Where `watch` has the time from."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+
+
+THIS_MACHINE = Clocks()
+
+
 class Watcher:
     """Follows the heartbeat files of a run, each from where it was left."""
 
-    def __init__(self, paths: RunDirectory) -> None:
-        """Start at the beginning of the records in `paths`.
+    def __init__(self, paths: RunDirectory, *, wall: Callable[[], float] = time.time) -> None:
+        """Start at the beginning of the records in `paths`; `wall` returns this machine's time, in seconds since the epoch.
 
         Raises:
             ConfigError: when the directory holds no heartbeat.
@@ -36,25 +53,38 @@ class Watcher:
             )
         self.paths = paths
         self.ranks: dict[Path, RankWatch] = {}
+        self._wall = wall
+        self._has_looked = False
         self._offsets: dict[Path, int] = {}
         self._seen_fallbacks: float | None = None
 
     def look(self, now: float) -> list[Finding]:
-        """Read what is new and return what is wrong at the time `now`, the gravest first."""
+        """Read what is new and return what is wrong after `now` seconds of watching, the gravest first.
+
+        A rank is silent for as long as looks brought nothing new of it: no wall clock has a say in a stall.
+        """
+        # before the records are read: whoever is gone by now has written all that it ever will
+        gone = {rank.rank for rank in self.members if rank.pid_namespace is not None and is_gone(rank)}
         for path in self.paths.heartbeats:
             for event in self._new_events(path):
                 # another process goes on with the run: its pace is its own
                 if path not in self.ranks or event.get("msg") == "boot":
                     self.ranks[path] = RankWatch(event.get("rank") or 0)
-                self.ranks[path].observe(event)
-        grace_s = RESTART_GRACE_S if self.awaits_restart(now) else 0.0
-        found = [finding for rank in self.members for finding in rank.findings(now, grace_s=grace_s)]
+                self.ranks[path].observe(event, heard_s=now, age_s=None if self._has_looked else self._wall() - event["ts"])
+        self._has_looked = True
+        grace_s = self._grace_s(now)
+        found = [finding for rank in self.members for finding in rank.findings(now, grace_s=grace_s, is_gone=rank.rank in gone)]
         for rank in self.members:
             rank.looked()
         in_table = self._rising_in_table()
         if not self.has_ended and not any(finding.kind == RISING_FALLBACKS for finding in found):
             found += in_table
         return sorted(found, key=lambda finding: (KINDS.index(finding.kind), finding.rank))
+
+    def doubts(self, now: float) -> list[str]:
+        """Return which ranks the clocks leave it open of whether they live, a line each, until watching has shown it."""
+        grace_s = self._grace_s(now)
+        return [doubt for rank in self.members if (doubt := rank.doubt(grace_s)) is not None]
 
     def unhealthy(self) -> list[Check]:
         """Return the health bands that the last logged step of a rank left; no anomaly, but worth a look."""
@@ -74,7 +104,10 @@ class Watcher:
 
     def awaits_restart(self, now: float) -> bool:
         """Return True where a rank died, or may have died on another host, and torchrun has a start left for all of them."""
-        return any(rank.restarts_left > 0 and has_died(rank, now) for rank in self.members if not rank.has_ended)
+        return any(rank.restarts_left > 0 and has_died(rank, rank.silence_s(now)) for rank in self.members if not rank.has_ended)
+
+    def _grace_s(self, now: float) -> float:
+        return RESTART_GRACE_S if self.awaits_restart(now) else 0.0
 
     def _new_events(self, path: Path) -> list[dict[str, Any]]:
         with path.open("rb") as file:
@@ -100,31 +133,38 @@ def watch(
     is_once: bool,
     interval_s: float,
     say: Callable[[str], None],
-    sleep: Callable[[float], None] = time.sleep,
+    clocks: Clocks = THIS_MACHINE,
 ) -> int:
     """Look until the run ends (0; by an error: 1) or something is wrong (4).
 
-    Then `.anomaly_type` is written, and `.HALT` if `is_halting`; a stalled rank is asked for a stack dump. `is_once`: look once.
+    Then `.anomaly_type` is written, and `.HALT` if `is_halting`; a stalled rank is asked for a stack dump. `is_once`: look once, and
+    again only while the clocks leave it open whether a rank lives.
     """
-    watcher = Watcher(paths)
+    watcher = Watcher(paths, wall=clocks.wall)
+    pause_s = min(interval_s, RECHECK_S) if is_once else interval_s
+    looked_at, watched_s, is_first = clocks.monotonic(), 0.0, True
     while True:
-        now = time.time()
-        found = watcher.look(now)
+        found = watcher.look(watched_s)
         if found:
             return _act(watcher, found, is_halting=is_halting, say=say)
-        if watcher.has_ended or is_once:
-            return _conclude(watcher, now, say)
-        sleep(interval_s)
+        doubts = watcher.doubts(watched_s)
+        for doubt in doubts if is_first else ():
+            say(f"watch: {doubt}")
+        if watcher.has_ended or (is_once and not doubts):
+            return _conclude(watcher, watched_s, say)
+        clocks.sleep(pause_s)
+        before, looked_at, is_first = looked_at, clocks.monotonic(), False
+        watched_s += min(looked_at - before, LONGEST_GAP * pause_s)
 
 
-def request_stack_dump(pid: int | None, host: str | None) -> str:
-    """Send SIGUSR1 to a process of this host that handles it, and return what was done; one that does not would die of it."""
-    if pid is None or not _is_here(host):
-        return f"no stack dump: its process runs on {host or 'another host'}"
-    if not _catches_dump_signal(pid):
-        return f"no stack dump: process {pid} is gone, or does not handle SIGUSR1"
-    os.kill(pid, signal.SIGUSR1)
-    return f"asked process {pid} for a stack dump, stackdump_*.txt"
+def request_stack_dump(rank: RankWatch) -> str:
+    """Send SIGUSR1 to the process of `rank` where it is here and handles it, and return what was done; one that does not would die of it."""
+    if rank.pid is None or not is_here(rank):
+        return f"no stack dump: its process runs on {rank.host or 'another host'}, or in another container"
+    if not _catches_dump_signal(rank.pid):
+        return f"no stack dump: process {rank.pid} is gone, or does not handle SIGUSR1"
+    os.kill(rank.pid, signal.SIGUSR1)
+    return f"asked process {rank.pid} for a stack dump, stackdump_*.txt"
 
 
 def _conclude(watcher: Watcher, now: float, say: Callable[[str], None]) -> int:
@@ -152,7 +192,7 @@ def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Calla
         say(f"watch: {finding}")
     for rank in watcher.members:
         if any((finding.kind, finding.rank) == (KINDS[0], rank.rank) for finding in found):
-            say(f"watch: {request_stack_dump(rank.pid, rank.host)}")
+            say(f"watch: {request_stack_dump(rank)}")
     watcher.paths.write_anomalies(dict.fromkeys(finding.kind for finding in found))
     if is_halting:
         watcher.paths.halt.write_text(f"{found[0]}\n", encoding="utf-8")
@@ -160,28 +200,34 @@ def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Calla
     return ANOMALY_CODE
 
 
-def has_died(rank: RankWatch, now: float) -> bool:
-    """Return whether `rank` failed, or its process is gone; on another host, where that cannot be seen, whether it is overdue."""
+def has_died(rank: RankWatch, silence_s: float) -> bool:
+    """Return whether `rank` failed, or its process is gone; on another host, where that cannot be seen, whether `silence_s` is too long."""
     if rank.has_failed:
         return True
-    if rank.pid is None or not _is_here(rank.host):
-        return rank.silence_s(now) > rank.patience_s()
-    return _is_gone(rank.pid)
+    if rank.pid is None or not is_here(rank):
+        return silence_s > rank.patience_s()
+    return is_gone(rank)
 
 
-def _is_here(host: str | None) -> bool:
-    return host is None or host == platform.node()
+def is_here(rank: RankWatch) -> bool:
+    """Return whether the pid of `rank` names its process here: on this host, since its last boot, in this container."""
+    if rank.pid_namespace is not None:
+        return rank.pid_namespace == pid_namespace()
+    return rank.host is None or rank.host == platform.node()
 
 
-def _is_gone(pid: int) -> bool:
+def is_gone(rank: RankWatch) -> bool:
+    """Return whether the process of `rank` was here and is no more."""
+    if rank.pid is None or not is_here(rank):
+        return False
     try:
-        os.kill(pid, 0)
+        os.kill(rank.pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
         return False
     # dead, but its parent has not asked how it ended
-    return _status(pid).get("State", "").startswith("Z")
+    return _status(rank.pid).get("State", "").startswith("Z")
 
 
 def _catches_dump_signal(pid: int) -> bool:
