@@ -11,13 +11,13 @@ from nsa_bench.determinism import selection_verdict
 from nsa_bench.errors import OptionError
 from nsa_bench.smoke_records import Records, Verdict, read_metrics
 from nsa_train.guards import Cause
-from nsa_train.telemetry.health import judge
+from nsa_train.telemetry.health import judge, steadiness
 from nsa_train.telemetry.watch import ON_REQUEST, has_died, is_here
 
 FETCH_SHARE = 0.05
 """Of a step: the most that waiting for data may take, at its 95th percentile."""
 WINDOW_SHARE = 0.1
-"""The first and last tenth of the steps are compared."""
+"""The losses of the first and last tenth of the steps are compared."""
 STEADY_SHARE = 0.5
 """Of the run's median throughput, below which its last tenth may not lie; what else runs on a machine moves it by less."""
 FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
@@ -92,14 +92,14 @@ def _improvement(records: Records) -> Verdict:
 
 def _throughput(records: Records) -> Verdict:
     speeds = [row["toks_per_s"] for row in records.steps]
-    if not speeds:
+    share = steadiness(speeds)
+    if share is None:
         return Verdict(rule="throughput", is_passed=False, found="no step was taken")
-    median = statistics.median(speeds)
-    end = statistics.median(speeds[-max(1, int(WINDOW_SHARE * len(speeds))) :])
+    median = f"median {statistics.median(speeds):,.0f} tokens per second"
     return Verdict(
         rule="throughput",
-        is_passed=median > 0 and end >= STEADY_SHARE * median,
-        found=f"median {median:,.0f} tokens per second, {end:,.0f} at the end (at least {100 * STEADY_SHARE:.0f} % of it)",
+        is_passed=share >= STEADY_SHARE,
+        found=f"{median}, {100 * share:.0f} % of it at the end (at least {100 * STEADY_SHARE:.0f} %)",
     )
 
 

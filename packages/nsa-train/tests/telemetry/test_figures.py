@@ -85,3 +85,58 @@ def test_a_run_that_took_no_step_has_nothing_to_draw(run: RunDirectory) -> None:
     _beat(run, msg="boot", step=0)
     with pytest.raises(ConfigError, match="has no row that can be read: no step was taken yet"):
         read_history(run)
+
+
+def test_a_resumed_run_has_a_line_in_every_curve_and_what_it_went_back_before_is_gone(run: RunDirectory) -> None:
+    run.training.write_text("step,loss,lr,grad_norm,toks_per_s\n1,3.0,0.1,1.0,10.0\n2,2.5,0.1,1.0,10.0\n")
+    gates = {"gate_branch_shares": {"cmp": 0.5, "win": 0.5}, "gate_entropy_mean": 0.5, "free_block_share_mean": 0.5}
+    starts: list[tuple[int | None, list[int]]] = [(None, [10, 20, 30]), (20, [30, 40]), (40, [50]), (30, [35, 37])]
+    for resumed_at, steps in starts:
+        _beat(run, msg="boot", step=resumed_at or 0, resumed_at=resumed_at)
+        for step in steps:
+            _beat(run, msg="progress", step=step, **gates)
+    history = read_history(run)
+    assert [event["step"] for event in history.progress] == [10, 20, 30, 35, 37]
+    assert history.resumed == [20, 30]
+    assert [start.reached for start in history.starts] == [0, 30, 40, 50]
+    axes = [axis for axis in figure_of(history).axes if axis.get_title()]
+    assert len(axes) == 6
+    for axis in axes:
+        assert [line.get_xdata()[0] for line in axis.lines if line.get_linestyle() == "--"] == [20, 30]
+    assert axes[0].get_legend_handles_labels()[1] == ["resumed", "training"]
+
+
+def _loss_axis(losses: list[float], validation: dict[str, list[float]]) -> Any:
+    steps = [float(step) for step in range(1, len(losses) + 1)]
+    columns = {**{name: [1.0] * len(losses) for name in STEPS}, "step": steps, "loss": losses}
+    return figure_of(History(columns, validation, [])).axes[0]
+
+
+def test_held_out_losses_are_points() -> None:
+    """A line from one evaluation to the next would tell of losses that nobody measured."""
+    axis = _loss_axis([4.0, 3.0], {"step": [0, 2], "val_loss": [5.0, 3.0]})
+    [points] = [line for line in axis.lines if line.get_label() == "held out"]
+    assert (points.get_linestyle(), points.get_marker()) == ("None", "o")
+
+
+def test_the_fall_of_the_first_steps_leaves_room_for_the_rest() -> None:
+    axis = _loss_axis([*[11.0 - step for step in range(5)], *[3.0 - step / 1000 for step in range(195)]], {"step": [0], "val_loss": [11.1]})
+    bottom, top = axis.get_ylim()
+    assert 2.7 < bottom < 2.81 < 3.0 < top < 3.1
+    assert axis.get_title() == "Loss, nats per token (up to 11.1 before step 11)"
+    # a later rise is no such thing
+    assert _loss_axis([*[3.0] * 50, *[9.0] * 50], {}).get_ylim()[1] > 9
+    assert _loss_axis([5.0, 4.0, 3.0], {"step": [0], "val_loss": [5.5]}).get_ylim()[1] > 5.5
+
+
+@pytest.mark.parametrize("norms", [[1.1, 1.9], [2.2, 4.4], [0.3, 6.0], [4.0, 7e11], [0.0, 0.0], [math.nan, 2.0]])
+def test_the_axis_of_the_gradient_norm_has_figures_whatever_its_range(norms: list[float]) -> None:
+    axis = figure_of(History({**STEPS, "grad_norm": norms}, {}, [])).axes[1]
+    low, high = axis.get_ylim()
+    assert 2 <= len([tick for tick in axis.get_yticks() if low <= tick <= high]) <= 12
+
+
+def test_a_single_logged_step_is_seen() -> None:
+    gates = {"step": 1, "gate_branch_shares": {"cmp": 0.5, "win": 0.5}, "gate_entropy_mean": 0.5}
+    [axis] = [axis for axis in figure_of(History(STEPS, {}, [gates])).axes if axis.get_title() == "Share of each branch's gate"]
+    assert {line.get_marker() for line in axis.lines} == {"o"}

@@ -7,7 +7,7 @@ import torch
 
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.model.decoder import build_model
-from nsa_train.telemetry.health import combine, heartbeat_fields, judge, merged, of_layers, routes_of, watched
+from nsa_train.telemetry.health import combine, heartbeat_fields, judge, merged, of_layers, routes_of, steadiness, watched
 
 
 def test_telemetry_is_attached_only_while_watched(tiny_config) -> None:
@@ -136,6 +136,20 @@ def test_a_single_branch_holds_every_gate_and_is_no_fault() -> None:
 def test_each_band_tells_sick_from_healthy(name: str) -> None:
     [found] = [check.name for check in judge({**HEALTHY, name: SICK[name]}) if not check.is_healthy]
     assert found == name.removesuffix("_of_median")
+
+
+def test_a_run_that_became_faster_is_healthy() -> None:
+    """By the rule of `nsa-bench smoke`, throughput has a least value and no largest one."""
+    assert all(check.is_healthy for check in judge({**HEALTHY, "toks_per_s_of_median": 8.0}))
+    [check] = judge({"toks_per_s_of_median": 0.89})
+    assert (check.found, check.band, check.is_healthy) == ("89 % of the run's median", "at least 90 %", False)
+
+
+def test_the_last_tenth_is_compared_with_all_steps() -> None:
+    assert steadiness([100.0] * 90 + [50.0] * 10) == 0.5
+    assert steadiness([100.0] * 95 + [50.0] * 5) == 0.75
+    assert steadiness([math.nan, 0.0, 80.0]) == 1
+    assert steadiness([0.0]) is None
 
 
 def test_k_mean_is_compared_with_what_it_must_be(tiny_config) -> None:

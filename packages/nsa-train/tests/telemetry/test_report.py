@@ -1,5 +1,6 @@
 """The report is one file that needs no other."""
 
+import html
 import json
 import random
 import re
@@ -10,7 +11,10 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.report import steadiness, write_report
+from nsa_train.telemetry.health import judge
+from nsa_train.telemetry.records import read_events
+from nsa_train.telemetry.report import write_report
+from nsa_train.telemetry.starts import moment, resumes_in_words
 
 
 @pytest.fixture
@@ -40,15 +44,17 @@ def test_the_report_has_every_part(tiny_run: RunDirectory) -> None:
 
 
 def test_the_page_says_up_to_where_it_was_drawn(run: RunDirectory) -> None:
-    iso = json.loads(run.heartbeat.read_text().splitlines()[-1])["iso"]
-    assert f"Drawn from the records up to step 5, {iso};" in run.report.read_text()
+    at = moment(json.loads(run.heartbeat.read_text().splitlines()[-1]))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", at)
+    assert f"Drawn from the records up to step 5, {at};" in run.report.read_text()
 
 
 def test_the_page_of_a_run_that_goes_on_says_so(run: RunDirectory) -> None:
     """A resumed run removes metrics.json, and its newest event is no end."""
     run.metrics.unlink()
     event = json.loads(run.heartbeat.read_text().splitlines()[-1])
-    for msg, words in {"step_end": "The run goes on, or was killed", "halt": "The run did not reach its last step"}.items():
+    ended = "The run did not reach its last step, but ended after step 5"
+    for msg, words in {"step_end": "The run goes on, or was killed", "halt": ended}.items():
         with run.heartbeat.open("a") as file:
             file.write(json.dumps({**event, "msg": msg, "iso": "<now>"}) + "\n")
         write_report(run)
@@ -125,8 +131,97 @@ def test_no_damage_of_records_ends_in_a_traceback(seed: int, run: RunDirectory, 
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_the_last_fifth_is_compared_with_all_steps() -> None:
-    assert steadiness({"toks_per_s": [100.0] * 80 + [50.0] * 20}) == 0.5
-    assert steadiness({"toks_per_s": [100.0] * 90 + [50.0] * 10}) == 0.75
-    assert steadiness({"toks_per_s": [float("nan"), 0.0, 80.0]}) == 1
-    assert steadiness({"toks_per_s": [0.0]}) is None
+def test_the_page_of_a_run_that_its_guards_stopped_says_why(run: RunDirectory) -> None:
+    run.metrics.unlink()
+    event = json.loads(run.heartbeat.read_text().splitlines()[-1])
+    with run.heartbeat.open("a") as file:
+        file.write(json.dumps({**event, "msg": "halt", "code": 4, "reason": "step 5: loss=nan is <not> finite"}) + "\n")
+    write_report(run)
+    assert "but ended after step 5 with exit code 4: these are its records so far" in run.report.read_text()
+    assert "step 5: loss=nan is &lt;not&gt; finite" in run.report.read_text()
+
+
+def _text(page: str) -> str:
+    """Return what a reader of the page sees, but for samples."""
+    without = re.sub(r"(?s)<style>.*?</style>|<pre>.*?</pre>|<img[^>]*>", "", page)
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", without)))
+
+
+@pytest.fixture(scope="module")
+def resumed_run(tiny_run: RunDirectory, tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run that was resumed twice: after its fifth step, and after it had reached the seventh from the sixth."""
+    out = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(tiny_run.root, out, symlinks=True)
+    words = ["run", str(tiny_recipe), "--out", str(out), "--set", "train.save_every=6"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+        assert run_command([*words, "--resume", "--set", "train.steps=7"]) == 0
+        assert run_command([*words, "--resume", "6", "--set", "train.steps=8"]) == 0
+    return RunDirectory(out)
+
+
+def test_the_page_says_in_words_where_and_when_the_run_was_resumed(resumed_run: RunDirectory) -> None:
+    boots = [event for event in map(json.loads, resumed_run.heartbeat.read_text().splitlines()) if event["msg"] == "boot"]
+    text = _text(resumed_run.report.read_text())
+    name, _, dirty = (json.loads(resumed_run.environment.read_text())["commit"] or "").partition("-")
+    commit = f", commit {name[:12]}{' with changes' if dirty else ''}" if name else ""
+    there = f"on {boots[0]['host']}, 1 process{commit}."
+    assert "It was resumed after steps 5 and 6." in text
+    assert f"Started: {moment(boots[0])}, {there} " in text
+    assert f"Resumed after step 5 from checkpoints/step-5: {moment(boots[1])}, {there} " in text
+    assert f"Resumed after step 6 from checkpoints/step-6: {moment(boots[2])}, {there} " in text
+    assert "The start before had reached step 7; its steps after 6 do not count." in text
+
+
+@pytest.mark.parametrize("name", ["tiny_run", "resumed_run"])
+def test_nothing_on_the_page_is_spelt_as_python_spells_it(name: str, request: pytest.FixtureRequest) -> None:
+    text = _text(request.getfixturevalue(name).report.read_text())
+    assert re.findall(r"[{\[]\s*'|': |\b(?:None|True|False)\b", text) == []
+
+
+def test_the_head_of_the_page_names_a_few_resumes_and_counts_many() -> None:
+    assert resumes_in_words([]) == ""
+    assert resumes_in_words([1000]) == "after step 1,000"
+    assert resumes_in_words([1, 2, 3]) == "after steps 1, 2 and 3"
+    assert resumes_in_words(range(10, 30)) == "20 times, the last one after step 29"
+
+
+def test_routes_are_a_table(resumed_run: RunDirectory) -> None:
+    text = _text(resumed_run.report.read_text())
+    table = text.partition("Routing operation backend what stands for and against each ")[2]
+    assert re.findall(r"(\w+) sdpa sdpa \(preference 0\): eligible", table)[:4] == ["cmp", "select", "slc", "win"]
+
+
+def test_a_start_on_another_machine_names_what_changed(resumed_run: RunDirectory, tmp_path: Path) -> None:
+    run = RunDirectory(Path(shutil.copytree(resumed_run.root, tmp_path / "run", symlinks=True)))
+    environment = json.loads(run.environment.read_text())
+    environment["resumed"][1] = {**environment["resumed"][1], "gpu": "NVIDIA H200", "torch": "2.99", "commit": "0123456789abcdef"}
+    run.environment.write_text(json.dumps(environment))
+    write_report(run)
+    found = environment["resumed"][0]["torch"]
+    assert f"What changed: torch 2.99 (before: {found}), gpu NVIDIA H200 (before: none)." in _text(run.report.read_text())
+    assert "commit 0123456789ab. " in _text(run.report.read_text())
+
+
+def test_every_health_rule_of_the_page_is_explained(tiny_run: RunDirectory) -> None:
+    page = tiny_run.report.read_text()
+    section = page.partition("<h2>Health")[2].partition("</section>")[0]
+    rows = re.findall(r"<code>(\w+)</code><span class=\"note\">([^<]*)</span>", section)
+    *_, last = (event for event in read_events(tiny_run.heartbeat) if event["msg"] == "progress")
+    assert [name for name, _ in rows] == [check.name for check in judge({**last, "toks_per_s_of_median": 1.0})]
+    assert [name for name, note in rows if len(note) < 40] == []
+    assert "Share of (token, head) pairs whose gates have collapsed" in dict(rows)["gate_collapse_frac"]
+    assert "Selection blocks that a query reads, on average" in dict(rows)["k_mean"]
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(5.0, "healthy"), (0.95, "healthy"), (0.85, "look here")])
+def test_a_run_that_became_faster_is_healthy_and_a_slower_one_is_not(run: RunDirectory, factor: float, verdict: str) -> None:
+    header, first, *_ = run.training.read_text().splitlines()
+    at = header.split(",").index("toks_per_s")
+    fields = first.split(",")
+    rows = [[*fields[:at], str(1000 * (factor if step > 90 else 1)), *fields[at + 1 :]] for step in range(1, 101)]
+    lines = [",".join([str(step), *row[1:]]) for step, row in enumerate(rows, 1)]
+    run.training.write_text("\n".join([header, *lines]) + "\n")
+    write_report(run)
+    share = f"{100 * factor:.0f} % of the run's median at least 90 % {verdict}"
+    assert share in _text(run.report.read_text())

@@ -10,6 +10,7 @@ from attrs import field, frozen
 from nsa_train.errors import ConfigError
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.records import read_events, read_rows
+from nsa_train.telemetry.starts import Start
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,6 +20,8 @@ BRANCH_NAMES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 INK = "#24292f"
 COLUMNS = 3
 ACCENT = "#b6403b"
+FALL_SHARE, LEAST_STEPS = 0.05, 20
+"""The loss's axis leaves out what lies higher than all losses after this share of the steps, in a run of at least so many steps."""
 MEMORY = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")
 
 
@@ -34,6 +37,10 @@ class History:
     """What of every step's event tells of memory, where there is a GPU."""
     newest: dict[str, Any] = field(factory=dict)
     """The event that rank 0 wrote last."""
+    starts: list[Start] = field(factory=list)
+    """Every start of rank 0, the first one included."""
+    resumed: list[int] = field(factory=list)
+    """The steps after which the run was resumed, but for those that a later resume went back before."""
 
 
 def read_history(paths: RunDirectory) -> History:
@@ -56,16 +63,23 @@ def read_history(paths: RunDirectory) -> History:
         raise ConfigError(
             f"{paths.training} has no row that can be read: no step was taken yet, or they are lost; there is nothing to draw"
         )
-    # a step that was done again after a resume counts once, as it was done last
-    progress, memory, newest = {}, {}, dict[str, Any]()
+    progress, memory, newest = dict[int, dict[str, Any]](), dict[int, dict[str, Any]](), dict[str, Any]()
+    starts, resumed = list[Start](), list[int]()
     for event in read_events(paths.heartbeat):
+        if event["msg"] == "boot":
+            starts.append(Start(event, reached=newest.get("step", 0)))
+            # what a resume went back before is no part of the run
+            at = max(event.get("resumed_at") or 0, 0)
+            progress = {step: was for step, was in progress.items() if step <= at}
+            memory = {step: was for step, was in memory.items() if step <= at}
+            resumed = [*(step for step in resumed if step < at), *([at] if at else [])]
         newest = event
         if event["msg"] == "progress":
             progress[event["step"]] = event
         elif event["msg"] == "step_end" and event.get(MEMORY[0]) is not None:
             memory[event["step"]] = {name: event.get(name) for name in ("step", *MEMORY)}
     logged, held = ([events[step] for step in sorted(events)] for events in (progress, memory))
-    return History(training, _read_columns(paths.validation), logged, held, newest)
+    return History(training, _read_columns(paths.validation), logged, held, newest, starts, resumed)
 
 
 def draw_curves(history: History, path: Path) -> None:
@@ -76,6 +90,7 @@ def draw_curves(history: History, path: Path) -> None:
 def figure_of(history: History) -> "Figure":
     """Return loss, gradient norm and throughput, and where they were recorded memory, gates and selection."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     drawings: list[Callable[[Any, History], None]] = [_draw_loss, _draw_gradients, _draw_throughput]
     if history.memory:
@@ -86,11 +101,16 @@ def figure_of(history: History) -> "Figure":
     figure = Figure(figsize=(13, 3.6 * rows), dpi=110, layout="constrained")
     axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
     for draw, axis in zip(drawings, axes, strict=False):
+        for number, step in enumerate(history.resumed):
+            # named once, beside the loss
+            name = "resumed" if number == 0 and draw is _draw_loss else "_"
+            axis.axvline(step, color=INK, lw=0.9, ls="--", alpha=0.6, label=name)
         draw(axis, history)
     for axis in axes[len(drawings) :]:
         axis.set_visible(False)
     for axis in axes:
         axis.set_xlabel("optimizer step", color=INK)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     if any(mark == 1 for mark in history.training.get("data_synthetic", [])):
@@ -99,16 +119,36 @@ def figure_of(history: History) -> "Figure":
 
 
 def _draw_loss(axis: Any, history: History) -> None:
-    axis.plot(history.training["step"], history.training["loss"], color=BRANCH_COLOURS["cmp"], lw=0.8, label="training")
-    if history.validation:
-        axis.plot(history.validation["step"], history.validation["val_loss"], "o-", color=ACCENT, ms=4, label="held out")
-    axis.set_title("Loss, nats per token")
+    steps, losses = history.training["step"], history.training["loss"]
+    axis.plot(steps, losses, color=BRANCH_COLOURS["cmp"], lw=0.8, label="training")
+    tested = list(zip(history.validation.get("step", []), history.validation.get("val_loss", []), strict=True))
+    if tested:
+        # nothing was measured between two evaluations: points, not a line
+        axis.plot(*zip(*tested, strict=True), "o", color=ACCENT, ms=5, label="held out")
+    title = "Loss, nats per token"
+    points = [(step, loss) for step, loss in (*zip(steps, losses, strict=True), *tested) if math.isfinite(loss)]
+    start = steps[int(FALL_SHARE * len(steps))] if len(steps) >= LEAST_STEPS else 0
+    shown = [loss for step, loss in points if step >= start]
+    highest = max(loss for _, loss in points) if points else 0.0
+    if shown and highest > max(shown):
+        margin = 0.08 * (max(shown) - min(shown)) or 0.1
+        axis.set_ylim(min(*shown, *(loss for _, loss in points)) - margin, max(shown) + margin)
+        title += f" (up to {highest:.3g} before step {start:.0f})"
+    axis.set_title(title)
     _name_lines(axis)
 
 
 def _draw_gradients(axis: Any, history: History) -> None:
+    from matplotlib.ticker import AutoLocator, LogLocator, NullFormatter
+
     axis.plot(history.training["step"], history.training["grad_norm"], color=BRANCH_COLOURS["slc"], lw=0.8)
-    axis.set_yscale("log")
+    if norms := [norm for norm in history.training["grad_norm"] if 0 < norm < math.inf]:
+        spread = max(norms) / min(norms)
+        axis.set_yscale("log")
+        # few decades have too few powers of ten to label an axis with
+        axis.yaxis.set_major_locator(AutoLocator() if spread < 10 else LogLocator(subs=(1, 2, 5) if spread < 1000 else (1,)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_title("Gradient norm (line), learning rate (dotted)")
     rates = axis.twinx()
     rates.plot(history.training["step"], history.training["lr"], ":", color=INK, lw=1.2)
@@ -139,10 +179,8 @@ def _draw_memory(axis: Any, history: History) -> None:
 def _draw_shares(axis: Any, history: History) -> None:
     progress = [event for event in history.progress if event.get("gate_branch_shares")]
     for branch, colour in BRANCH_COLOURS.items():
-        points = [(event["step"], event["gate_branch_shares"].get(branch)) for event in progress]
-        if any(share is not None for _, share in points):
-            steps, shares = zip(*((step, share) for step, share in points if share is not None), strict=True)
-            axis.plot(steps, shares, color=colour, label=BRANCH_NAMES[branch])
+        shares = [(event["step"], event["gate_branch_shares"].get(branch)) for event in progress]
+        _draw_points(axis, shares, colour, BRANCH_NAMES[branch])
     axis.set_ylim(0, 1)
     axis.set_title("Share of each branch's gate")
     _name_lines(axis)
@@ -175,9 +213,14 @@ def _name_lines(axis: Any) -> None:
 
 
 def _draw_field(axis: Any, events: list[dict[str, Any]], name: str, colour: str, label: str) -> None:
-    points = [(event["step"], event[name]) for event in events if event.get(name) is not None]
-    if points:
-        axis.plot(*zip(*points, strict=True), color=colour, label=label)
+    _draw_points(axis, [(event["step"], event.get(name)) for event in events], colour, label)
+
+
+def _draw_points(axis: Any, points: list[tuple[int, float | None]], colour: str, label: str) -> None:
+    known = [(step, value) for step, value in points if value is not None]
+    if known:
+        # a line of one point cannot be seen
+        axis.plot(*zip(*known, strict=True), color=colour, label=label, marker="" if len(known) > 1 else "o")
 
 
 def _read_columns(path: Path) -> dict[str, list[float]]:

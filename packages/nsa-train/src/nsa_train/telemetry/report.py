@@ -2,17 +2,18 @@
 
 import base64
 import re
-import statistics
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from nsa_core.telemetry import COLLAPSE_ENTROPY, COLLAPSE_SHARE
 from nsa_train.errors import ConfigError
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.figures import draw_curves, read_history
-from nsa_train.telemetry.health import judge
+from nsa_train.telemetry.figures import BRANCH_NAMES, draw_curves, read_history
+from nsa_train.telemetry.health import judge, steadiness
 from nsa_train.telemetry.records import read_json
+from nsa_train.telemetry.starts import moment, resumes_in_words, told
 
 CARDS = (
     ("val_loss", "held-out loss, nats per token", "{:.3f}"),
@@ -34,24 +35,36 @@ SPEED_ROWS = (
     ("peak_dense_bf16_tflops", "dense bf16 peak of the chip, TFLOP/s", "{:,.0f}"),
     ("peak_memory_mib", "peak memory, MiB", "{:,.0f}"),
     ("peak_memory_gib", "peak memory, GiB", "{:,.2f}"),
-    ("clipped_steps", "steps whose gradient was clipped", "{:,}"),
+    ("clipped_steps", "steps whose gradient was clipped, its norm being above train.grad_clip", "{:,}"),
     ("skipped_steps", "steps skipped by a guard", "{:,}"),
-    ("fallbacks_total", "fallbacks of routing", "{:,}"),
+    ("fallbacks_total", "calls that another backend served than the one chosen at the start", "{:,}"),
 )
 """The same for the table of throughput and memory."""
 SELECTION_ROWS = (
-    ("k_mean", "blocks that a query reads", "{:.2f}"),
+    ("k_mean", "selection blocks that a query reads", "{:.2f}"),
     ("k_max", "the most that one reads", "{:,}"),
     ("pct_at_max", "% of queries that read the most", "{:.1f}"),
-    ("free_block_share_mean", "share of them chosen freely, neither initial nor local", "{:.3f}"),
-    ("overlap_with_previous_query", "share of them that the query before chose too", "{:.3f}"),
-    ("reads_act_total", "tokens read in the step", "{:,}"),
+    ("free_block_share_mean", "share of its blocks that a query chose by score, neither initial nor local", "{:.3f}"),
+    ("overlap_with_previous_query", "share of its blocks that the query before read too", "{:.3f}"),
+    ("reads_act_total", "reads of the step: keys that a KV head reads for a query, over all of them", "{:,}"),
 )
 """The same for the last progress event."""
+ELSEWHERE = ("routing", "routes", "packages", "resumed")
+"""Keys of env.json that the page tells in tables of their own, or in words."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters but tab and newline that no browser shows."""
-RECENT_SHARE = 5
-"""The last fifth of the steps is compared with all of them."""
+MEANINGS = {
+    "gate_entropy_mean": "How evenly a token's gates weigh the branches: 0 where one branch has all, ln 3 = 1.099 where three have the same.",
+    "gate_max_gate": "Share of the branch that a token's gates favour most: 1 where it has all, 1/3 where three branches have the same.",
+    "gate_collapse_frac": f"Share of (token, head) pairs whose gates have collapsed, so that one branch decides nearly alone: "
+    f"entropy below {COLLAPSE_ENTROPY:g} nats and largest share above {COLLAPSE_SHARE:g}.",
+    "k_mean": "Selection blocks that a query reads, on average. The formula fixes it: n, or all own + 1 that exist up to the query's own block.",
+    "reads_act_total": "Reads, counted: the keys that a KV head reads for a query in all branches, over all queries, KV heads and layers; "
+    "reads_pred is what the formula gives.",
+    "fallbacks_total": "Calls that another backend served than the one chosen at the start.",
+    "toks_per_s": "Throughput: median of the last tenth of the steps. A run that became faster is healthy.",
+}
+"""Name of a health rule -> what its figure means, for a reader who meets it here."""
 
 
 def write_report(paths: RunDirectory) -> None:
@@ -72,33 +85,29 @@ def write_report(paths: RunDirectory) -> None:
         title=paths.root.name,
         metrics=metrics,
         has_metrics=paths.metrics.exists(),
-        is_halted=history.newest.get("msg") == "halt",
-        drawn_to=(int(history.training["step"][-1]), history.newest.get("iso", "an unknown time")),
+        halt=history.newest if history.newest.get("msg") == "halt" else {},
+        drawn_to=(int(history.training["step"][-1]), moment(history.newest)),
+        starts=told(history.starts, environment),
+        resumed=resumes_in_words(history.resumed),
         cards=_figures(CARDS, metrics),
         curves=base64.b64encode(paths.curves.read_bytes()).decode(),
-        checks=judge({**last, "toks_per_s_of_median": steadiness(history.training)}),
+        checks=judge({**last, "toks_per_s_of_median": steadiness(history.training.get("toks_per_s", []))}),
+        meanings=MEANINGS,
         speed=_figures(SPEED_ROWS, metrics),
         mfu_reason=metrics.get("mfu_reason"),
         is_synthetic=environment.get("data_synthetic", False),
         gates=_gate_rows(last),
+        branch_names=BRANCH_NAMES,
         selection=_figures(SELECTION_ROWS, last),
         routes=last.get("routes") or {},
         last_step=last.get("step"),
-        settings=_read_settings(paths.config),
+        settings={name: _words(table) for name, table in _read_settings(paths.config).items()},
         samples={path.stem: _read_text(path) for path in sorted(paths.samples.glob("*.txt"), reverse=True)},
-        environment={key: value for key, value in environment.items() if key not in ("routing", "packages")},
-        packages=_table(environment, "packages"),
-        routing=_table(environment, "routing"),
+        environment=_words({key: value for key, value in environment.items() if key not in ELSEWHERE}),
+        packages=_words(_table(environment, "packages")),
+        routing=_routing_rows(environment),
     )
     paths.report.write_text(content, encoding="utf-8")
-
-
-def steadiness(training: dict[str, list[float]]) -> float | None:
-    """Return the median throughput of the last steps over that of the whole run; None without steps."""
-    speeds = [speed for speed in training.get("toks_per_s", []) if speed > 0]
-    if not speeds:
-        return None
-    return statistics.median(speeds[-max(1, len(speeds) // RECENT_SHARE) :]) / statistics.median(speeds)
 
 
 def _gate_rows(event: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,9 +124,30 @@ def _gate_rows(event: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(rows: tuple[tuple[str, str, str], ...], found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return caption and formatted value of each of `rows` that `found` has."""
-    return [(caption, form.format(found[key])) for key, caption, form in rows if isinstance(found.get(key), int | float)]
+def _figures(rows: tuple[tuple[str, str, str], ...], found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return key, caption and formatted value of each of `rows` that `found` has."""
+    return [(key, caption, form.format(found[key])) for key, caption, form in rows if isinstance(found.get(key), int | float)]
+
+
+def _routing_rows(environment: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return operation, backend, and what stands for and against each backend, as the routes were chosen at the start."""
+    routes, decisions = _table(environment, "routes"), _table(environment, "routing")
+    # the first line of a decision repeats operation and backend
+    reasons = {operation: str(decision).partition("\n")[2] for operation, decision in decisions.items()}
+    return [(operation, str(routes.get(operation, "none")), reasons.get(operation, "")) for operation in {**decisions, **routes}]
+
+
+def _words(table: dict[str, Any]) -> dict[str, str]:
+    """Return the values of `table` as a reader would write them; those that are none are left out."""
+    return {name: _word(value) for name, value in table.items() if value is not None}
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} = {_word(inner)}" for name, inner in value.items())
+    return ", ".join(map(_word, value)) if isinstance(value, list) else str(value)
 
 
 def _read_metrics(path: Path) -> dict[str, Any]:
