@@ -38,7 +38,7 @@ def test_a_link_to_a_parent_multiplies_nothing(
 def test_the_names_that_are_dropped_are_counted_where_a_run_starts(records: Path, data_config: Callable[..., RunConfig]) -> None:
     [line] = probe(data_config("data.source=jsonl", f"data.path={records}/**/*.jsonl")).warned
     assert line == (
-        f"data: 40 names are dropped: links to files that are there already (each file is read once an epoch); the first: "
+        f"data: 40 file names are dropped (links to files that are there already; each file is read once an epoch); the first: "
         f"{records}/self/a.jsonl is {records}/a.jsonl"
     )
     assert probe(data_config("data.source=jsonl", f"data.path={records}/*.jsonl")).warned == ()
@@ -47,7 +47,7 @@ def test_the_names_that_are_dropped_are_counted_where_a_run_starts(records: Path
 def test_the_names_that_are_dropped_are_counted_by_loader_check(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = ["--set", "data.source=jsonl", "--set", "train.seq_len=16", "--set"]
     assert run_command(["loader-check", "demo", *sets, f"data.path={records}/**/*.jsonl"]) == 0
-    assert "\nfile names    40 names are dropped: links to files that are there already" in capsys.readouterr().out
+    assert "\nfiles         40 file names are dropped (links to files that are there already" in capsys.readouterr().out
     assert run_command(["loader-check", "demo", *sets, f"data.path={records}/*.jsonl"]) == 0
     assert "dropped" not in capsys.readouterr().out
 
@@ -97,7 +97,7 @@ def test_links_within_a_part_of_a_mix_are_dropped(records: Path, data_config: Ca
     mix = f'data.mix={{"{records}/**/*.jsonl" = 1, "{records}/*.txt" = 1}}'
     found = probe(data_config("data.source=mix", mix))
     assert not found.failed
-    assert found.warned[0].startswith("data: 41 names are dropped: links")
+    assert found.warned[0].startswith("data: 41 file names are dropped (links")
 
 
 def test_two_links_in_a_circle_end_in_a_line(records: Path) -> None:

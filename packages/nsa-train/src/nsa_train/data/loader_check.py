@@ -45,7 +45,7 @@ class LoaderFigures(NamedTuple):
         yield f"fetch         p50 {self.fetch_p50_ms:.2f} ms, p95 {self.fetch_p95_ms:.2f} ms"
         yield f"source        {self.stream['data_source']}{', SYNTHETIC IDS' if self.stream['data_synthetic'] else ''}"
         if self.dropped:
-            yield f"file names    {self.dropped}"
+            yield f"files         {self.dropped}"
         yield f"bad records   {self.stream['data_bad_records']} skipped"
         yield f"consumed      {self.stream['data_documents']} documents, hash {self.stream['data_consumed_hash']}"
         yield f"first tokens  {self.text!r}"

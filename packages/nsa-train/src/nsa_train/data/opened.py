@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nsa_train.data.lanes import BlockSequence
-from nsa_train.data.sources import BlockHashes, FileBlocks, Hashes, LostError, Reading, changed
+from nsa_train.data.sources import FileBlocks, Hashes, LostError, Reading, changed
 from nsa_train.data.waiting import within
 from nsa_train.errors import DataError
 
@@ -34,7 +34,7 @@ class Walk(NamedTuple):
     lanes: int
     """Of all ranks"""
     scanned: tuple[Hashes, ...]
-    """Of each part: the hashes of the blocks that were read when the data was opened"""
+    """Of each part: the hashes of the blocks that were read when the data was opened, alike in every process"""
 
 
 class OpenedBlocks:
@@ -64,11 +64,11 @@ class OpenedBlocks:
         """
         known = _hashes_of(texts, [len(files) for files in self._walk.files])
         for files, expected in zip(self._walk.files, known, strict=True):
-            found = kept_hashes(files).found
+            found = files.kept.found
             differing = np.flatnonzero((expected != 0) & (found != 0) & (expected != found))
             if len(differing):
                 raise changed(files.where(int(differing[0])))
-            kept_hashes(files).expected = expected
+            files.kept.expected = expected
         self._verify()
         self._hashes = [np.maximum(expected, scanned) for expected, scanned in zip(known, self._walk.scanned, strict=True)]
         self._texts = _texts_of(self._hashes)
@@ -81,7 +81,7 @@ class OpenedBlocks:
             return
         while self._next[number] <= position["block"]:
             part, place = self._walk.sequence.place(self._next[number] * self._walk.lanes + int(number))
-            found, hashes = kept_hashes(self._walk.files[part]).found, self._hashes[part]
+            found, hashes = self._walk.files[part].kept.found, self._hashes[part]
             own = place.item % len(found)
             if found[own] and not hashes[own]:
                 hashes[own] = found[own]
@@ -113,8 +113,7 @@ class OpenedBlocks:
 
     def _unread(self) -> Iterator[tuple[FileBlocks, int]]:
         for files in self._walk.files:
-            hashes = kept_hashes(files)
-            known = np.flatnonzero((hashes.expected != 0) & (hashes.found == 0))
+            known = np.flatnonzero((files.kept.expected != 0) & (files.kept.found == 0))
             mine = [block for block in known.tolist() if block % self._walk.lanes in self._lanes]
             size = files.num_bytes * len(mine) // len(files)
             step = max(1, -(-size * len(self._walk.files) // VERIFIED_BYTES))
@@ -152,12 +151,6 @@ def _hashes_of(texts: Any, counts: Sequence[int]) -> list[Hashes]:
     except (TypeError, ValueError, binascii.Error) as error:
         raise DataError(f"data: the checkpoint's hashes of blocks do not fit this data ({error}); use another checkpoint") from None
     return found
-
-
-def kept_hashes(files: FileBlocks) -> BlockHashes:
-    """Return the hashes of `files`, which are kept."""
-    assert files.hashes is not None, "the dataset has them kept"
-    return files.hashes
 
 
 def _texts_of(hashes: Sequence[Hashes]) -> Texts:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nsa_train.data.sources.base import Bad, Blocks, Document, Reading, Record, StripedBlocks
 from nsa_train.data.sources.files import FileBlocks, LostError, files_of
-from nsa_train.data.sources.hashes import BlockHashes, Hashes, changed
+from nsa_train.data.sources.hashes import Hashes, changed
 from nsa_train.data.sources.hub import open_hub
 from nsa_train.data.sources.jsonl import JsonlBlocks
 from nsa_train.data.sources.parquet import ParquetBlocks
@@ -13,7 +13,6 @@ from nsa_train.data_table import DataTable
 
 __all__ = [
     "Bad",
-    "BlockHashes",
     "Blocks",
     "Document",
     "FileBlocks",
@@ -39,16 +38,13 @@ def open_blocks(data: DataTable, reading: Reading) -> Blocks:
     """
     if data.source == "stdlib":
         return StdlibBlocks(reading)
-    return open_files(data.source, files_of(data.paths, reading), reading, is_salvaged=data.on_bad_record == "skip")
+    return open_files(data.source, files_of(data.paths, reading), reading)
 
 
-def open_files(kind: str, paths: list[Path], reading: Reading, *, is_salvaged: bool = False) -> Blocks:
-    """Return the blocks of local files of one `kind`: "text", "jsonl" or "parquet".
-
-    `is_salvaged`: where a file of JSONL changes, go on with those of its blocks that hold the same bytes.
-    """
+def open_files(kind: str, paths: list[Path], reading: Reading) -> Blocks:
+    """Return the blocks of local files of one `kind`: "text", "jsonl" or "parquet"."""
     if kind == "jsonl":
-        return JsonlBlocks(paths, reading, is_salvaged=is_salvaged)
+        return JsonlBlocks(paths, reading)
     if kind == "parquet":
         return ParquetBlocks(paths, reading)
     return TextBlocks(paths, reading)

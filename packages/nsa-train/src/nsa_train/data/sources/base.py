@@ -73,8 +73,8 @@ class Reading:
         if not self.dropped:
             return ""
         count, (path, kept) = len(self.dropped), self.dropped[0]
-        names = "1 name is" if count == 1 else f"{count:,} names are"
-        return f"{names} dropped: links to files that are there already (each file is read once an epoch); the first: {path} is {kept}"
+        names = "1 file name is" if count == 1 else f"{count:,} file names are"
+        return f"{names} dropped (links to files that are there already; each file is read once an epoch); the first: {path} is {kept}"
 
 
 class Blocks(Protocol):

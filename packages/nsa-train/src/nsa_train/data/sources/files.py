@@ -102,15 +102,21 @@ class FileBlocks:
     """None until they are kept"""
     num_bytes: int
     """Of all files"""
-    is_salvaged: bool = False
-    """True where the blocks of a file that changed are still read whose hash is known, and the same"""
+    is_salvaging: bool = False
+    """True where those blocks of a file that changed are read whose bytes are known to be the same"""
 
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def keep_hashes(self) -> None:
+    def keep_hashes(self, *, is_salvaging: bool) -> None:
         """Record the hashes of the blocks that are read from now on."""
-        self.hashes = BlockHashes(len(self))
+        self.hashes, self.is_salvaging = BlockHashes(len(self)), is_salvaging
+
+    @property
+    def kept(self) -> BlockHashes:
+        """The hashes, of blocks that keep them."""
+        assert self.hashes is not None, "whoever streams files has their hashes kept"
+        return self.hashes
 
     def where(self, block: int) -> str:
         """Return words that name file and place of `block`."""
@@ -148,7 +154,7 @@ class FileBlocks:
             lost = error
         if self.hashes is not None:
             value, known = hash_of(pieces), int(self.hashes.found[block])
-            if self.is_salvaged and known == value:
+            if self.is_salvaging and known == value:
                 lost = None
             elif known not in (0, value):
                 lost = lost or LostError("is lost: its block holds other bytes than before (a run reads a file as it was at the start)")
@@ -236,4 +242,8 @@ def _lost(error: OSError) -> LostError:
 
 
 def _time(stamp_ns: int) -> str:
-    return datetime.fromtimestamp(stamp_ns / 1e9).astimezone().isoformat(" ", "milliseconds")
+    try:
+        return datetime.fromtimestamp(stamp_ns / 1e9).astimezone().isoformat(" ", "milliseconds")
+    # a year that no calendar has
+    except (OSError, OverflowError, ValueError):
+        return f"{stamp_ns} ns after 1970"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record, decoded_problem
 from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, unreadable
-from nsa_train.data.sources.hashes import BlockHashes, hash_of
+from nsa_train.data.sources.hashes import hash_of
 
 LINES_PER_BLOCK = 64
 BYTES_PER_BLOCK = 2**18
@@ -33,26 +33,25 @@ class _Span(NamedTuple):
     """From 1"""
     lines: int
     hash: int
-    """0 where none was taken"""
 
 
 class JsonlBlocks(FileBlocks):
     """Local JSONL files, in blocks of a few lines."""
 
-    def __init__(self, paths: list[Path], reading: Reading, *, is_salvaged: bool = False) -> None:
-        """Find the lines; with `is_salvaged` take the hashes of the blocks, too."""
-        self._reading, self.is_salvaged = reading, is_salvaged
+    def __init__(self, paths: list[Path], reading: Reading) -> None:
+        self._reading = reading
         # a file is looked at before its lines are counted: whatever is written to it from then on shows
-        self._spans = [span for path in paths for span in _spans_of(LocalFile.found(path), is_hashed=is_salvaged)]
+        self._spans = [span for path in paths for span in _spans_of(LocalFile.found(path))]
         self.size_bytes = self.num_bytes = sum(span.stop - span.start for span in self._spans)
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def keep_hashes(self) -> None:
-        """Record the hashes of the blocks that are read from now on, besides those that were taken."""
-        self.hashes = BlockHashes(len(self))
-        self.hashes.found[:] = [span.hash for span in self._spans]
+    def keep_hashes(self, *, is_salvaging: bool) -> None:
+        """Keep the hashes of all blocks, which were taken when the lines were counted."""
+        super().keep_hashes(is_salvaging=is_salvaging)
+        for block, span in enumerate(self._spans):
+            self.kept.found[block] = span.hash
 
     def where(self, block: int) -> str:
         """Return file and lines of `block`."""
@@ -121,7 +120,7 @@ def _few(value: dict[str, object]) -> str:
     return ", ".join(names) + (", ..." if len(value) > len(names) else "") or "none"
 
 
-def _spans_of(file: LocalFile, *, is_hashed: bool) -> Iterator[_Span]:
+def _spans_of(file: LocalFile) -> Iterator[_Span]:
     """Yield the blocks of `file`; an empty one is one block that stops at 0."""
     start = lines = position = last_end = crc = 0
     first_line = 1
@@ -135,14 +134,14 @@ def _spans_of(file: LocalFile, *, is_hashed: bool) -> Iterator[_Span]:
                 lines += len(ends) - at
                 break
             lines, stop = lines + last + 1 - at, int(ends[last])
-            yield _Span(file, start, stop, first_line, lines, hash_of([chunk[done : stop - position]], crc) if is_hashed else 0)
+            yield _Span(file, start, stop, first_line, lines, hash_of([chunk[done : stop - position]], crc))
             done, first_line, lines, start, crc, at = stop - position, first_line + lines, 0, stop, 0, last + 1
-        crc = zlib.crc32(chunk[done:], crc) if is_hashed else 0
+        crc = zlib.crc32(chunk[done:], crc)
         position += len(chunk)
         last_end = int(ends[-1]) if len(ends) else last_end
     if start < position or position == 0:
         # the last line may do without its newline
-        yield _Span(file, start, position, first_line, lines + (position > last_end), hash_of([], crc) if is_hashed else 0)
+        yield _Span(file, start, position, first_line, lines + (position > last_end), hash_of([], crc))
 
 
 def _line_ends(path: Path) -> Iterator[tuple[memoryview, NDArray[np.int64]]]:
