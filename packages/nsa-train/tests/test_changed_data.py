@@ -57,16 +57,25 @@ class _Stream:
             raise DataError(self._refusal)
 
 
-@pytest.mark.parametrize(("refused", "kind"), [((False, False), None), ((True, False), DataError), ((False, True), PeerError)])
-def test_a_rank_whose_data_changed_ends_all_of_them(refused: tuple[bool, bool], kind: type[Exception] | None) -> None:
+@pytest.mark.parametrize(
+    ("rank", "refused", "kind"),
+    [
+        (0, (False, False), None),
+        (0, (True, False), DataError),
+        (0, (False, True), PeerError),
+        (1, (False, True), DataError),
+        (1, (True, True), PeerError),
+    ],
+)
+def test_a_rank_whose_data_changed_ends_all_of_them(rank: int, refused: tuple[bool, bool], kind: type[Exception] | None) -> None:
     """Rank 0 would cut the records back before it heard that another rank is gone."""
 
     def exchange(numbers: Sequence[float]) -> list[list[float]]:
-        assert list(numbers) == [refused[0]]
+        assert list(numbers) == [refused[rank]]
         return [[float(refused[0])], [float(refused[1])]]
 
     trainer = Trainer.__new__(Trainer)
-    trainer.stream, trainer.world = _Stream("a.jsonl changed" if refused[0] else ""), SimpleNamespace(exchange=exchange)
+    trainer.stream, trainer.world = _Stream("a.jsonl changed" if refused[rank] else ""), SimpleNamespace(rank=rank, exchange=exchange)
     checkpoint = SimpleNamespace(state={"data": {}})
     if kind is None:
         trainer._load_position(checkpoint)

@@ -343,10 +343,11 @@ class Trainer:
             self.stream.load_state_dict(checkpoint.state["data"])
         except DataError as error:
             refusal = error
-        refused = self.world.exchange([refusal is not None])
-        if refusal:
+        refused = [bool(row[0]) for row in self.world.exchange([refusal is not None])]
+        # one of them says it
+        if refusal and self.world.rank == refused.index(True):
             raise refusal
-        if any(row[0] for row in refused):
+        if any(refused):
             raise PeerError("the data of another rank do not fit the checkpoint; its own message says why", exit_code=DataError.exit_code)
 
     def _restore(self, checkpoint: Checkpoint) -> None:

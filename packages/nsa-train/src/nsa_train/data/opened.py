@@ -22,7 +22,7 @@ VERIFIED_BYTES = 2**34
 """Most that each rank of a resume reads again before its first step; blocks beyond that are compared when they are read."""
 
 Texts = list[list[str]]
-"""Of each corpus, a text for every `CHUNK` blocks: base64 of little-endian uint32, 0 where a block was not opened; empty for only such"""
+"""A list for each corpus, in it a text for every `CHUNK` blocks: base64 of little-endian uint32, or empty where none has a hash"""
 
 
 class Walk(NamedTuple):
@@ -30,11 +30,11 @@ class Walk(NamedTuple):
 
     sequence: BlockSequence
     files: tuple[FileBlocks, ...]
-    """Of each part of `sequence`, which may hold every one of these blocks several times"""
+    """Those of each part of `sequence`, which may hold every one of these blocks several times"""
     lanes: int
-    """Of all ranks"""
+    """Their number, on all ranks"""
     scanned: tuple[Hashes, ...]
-    """Of each part: the hashes of the blocks that were read when the data was opened, alike in every process"""
+    """The hashes of each part that were taken when the data was opened, alike in every process"""
 
 
 class OpenedBlocks:

@@ -113,7 +113,7 @@ class TrainingStream:
     def load_state_dict(self, merged: dict[str, Any]) -> None:
         """Go on at a state that `merge_states` made, at any number of ranks and workers.
 
-        Of local files that are streamed, what the run has read is read again, and compared.
+        Where local files are streamed, they are compared with what the run has read.
 
         Raises:
             DataError: when it is of other data, rows or order, naming the file where one changed.

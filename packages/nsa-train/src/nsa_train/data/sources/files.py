@@ -101,7 +101,7 @@ class FileBlocks:
     hashes: BlockHashes | None = None
     """None until they are kept"""
     num_bytes: int
-    """Of all files"""
+    """Size of all blocks, as they are stored"""
     is_salvaging: bool = False
     """True where those blocks of a file that changed are read whose bytes are known to be the same"""
 

@@ -17,9 +17,9 @@ class BlockHashes:
 
     def __init__(self, count: int) -> None:
         self.found: Hashes = np.zeros(count, np.uint32)
-        """Of the blocks that this process has read"""
+        """Those of the blocks that this process has read"""
         self.expected: Hashes = np.zeros(count, np.uint32)
-        """Of the blocks that the run had read at the checkpoint from which it goes on"""
+        """Those of the blocks that the run had read at the checkpoint from which it goes on"""
 
     def add(self, block: int, value: int, where: str) -> None:
         """Record `value` of `block`; `where` names it in messages.

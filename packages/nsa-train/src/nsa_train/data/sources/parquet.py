@@ -92,6 +92,7 @@ class ParquetBlocks(FileBlocks):
                 metadata, schema = file.metadata, file.schema_arrow
                 rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
                 size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+                spans = [_span_of(metadata.row_group(number), found.size) for number in range(metadata.num_row_groups)]
         except (arrow.ArrowException, OSError, ValueError) as error:
             return [Bad(where, f"is not a whole Parquet file ({_first_line(error)})")]
         problem = _schema_problem(schema)
@@ -100,7 +101,6 @@ class ParquetBlocks(FileBlocks):
         if not any(rows):
             return [Bad(where, "holds no row")]
         self.size_bytes += max(size, found.size)
-        spans = [_span_of(metadata.row_group(number), found.size) for number in range(len(rows))]
         self.num_bytes += sum(stop - start for start, stop in spans)
         return [_Group(found, number, sum(rows[:number]), count, *spans[number]) for number, count in enumerate(rows) if count > 0]
 
