@@ -123,7 +123,7 @@ class FileBlocks:
         raise NotImplementedError
 
     def content(self, block: int) -> Iterator[bytes]:
-        """Yield the bytes from which `block` is read.
+        """Yield what `block` is read from, as bytes.
 
         Raises:
             LostError: when they cannot be had any more.

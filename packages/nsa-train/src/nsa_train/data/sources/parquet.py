@@ -20,9 +20,6 @@ class _Group(NamedTuple):
     first_row: int
     """In the file, from 0"""
     rows: int
-    start: int
-    """Offset of the bytes that hold the text column's values, and of what follows them"""
-    stop: int
 
 
 class ParquetBlocks(FileBlocks):
@@ -50,9 +47,15 @@ class ParquetBlocks(FileBlocks):
         return group.where if isinstance(group, Bad) else f"data.path: {group.file.path} row group {group.number}"
 
     def content(self, block: int) -> Iterator[bytes]:
-        """Yield the bytes of the text column in row group `block`, as the file holds them; none of a file that is a bad record."""
+        """Yield the values of the text column in row group `block`, with their lengths; nothing of a file that is a bad record."""
         group = self._blocks[block]
-        return iter(()) if isinstance(group, Bad) else group.file.pieces(group.start, group.stop)
+        if isinstance(group, Bad):
+            return
+        # no bytes of the file: pyarrow ends the process where it is asked for the place of a column in a damaged footer
+        for values in _column_parts(group):
+            if not isinstance(values, Bad):
+                yield b"".join(b"none" if value is None else b"%d:%b" % (len(value), value) for value in values)
+        group.file.require_same()
 
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
         """Yield the records of row group `block` from its row `start` on; a bad one for each row that a changed file loses."""
@@ -92,7 +95,6 @@ class ParquetBlocks(FileBlocks):
                 metadata, schema = file.metadata, file.schema_arrow
                 rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
                 size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
-                spans = [_span_of(metadata.row_group(number), found.size) for number in range(metadata.num_row_groups)]
         except (arrow.ArrowException, OSError, ValueError) as error:
             return [Bad(where, f"is not a whole Parquet file ({_first_line(error)})")]
         problem = _schema_problem(schema)
@@ -101,8 +103,8 @@ class ParquetBlocks(FileBlocks):
         if not any(rows):
             return [Bad(where, "holds no row")]
         self.size_bytes += max(size, found.size)
-        self.num_bytes += sum(stop - start for start, stop in spans)
-        return [_Group(found, number, sum(rows[:number]), count, *spans[number]) for number, count in enumerate(rows) if count > 0]
+        self.num_bytes += found.size
+        return [_Group(found, number, sum(rows[:number]), count) for number, count in enumerate(rows) if count > 0]
 
 
 def _schema_problem(schema: Any) -> str | None:
@@ -113,18 +115,6 @@ def _schema_problem(schema: Any) -> str | None:
     if not (types.is_string(kind) or types.is_large_string(kind)):
         return f"has column {TEXT_FIELD!r} of type {kind} (it must hold strings)"
     return None
-
-
-def _span_of(row_group: Any, size: int) -> tuple[int, int]:
-    """Return where the bytes of the text column begin and end in a file of `size`; a damaged footer may say anything."""
-    for number in range(row_group.num_columns):
-        column = row_group.column(number)
-        if column.path_in_schema == TEXT_FIELD:
-            # some writers say 0 where there is no dictionary
-            pages = [page for page in (column.dictionary_page_offset, column.data_page_offset) if page and page > 0]
-            start = min([*pages, size])
-            return start, min(max(start, start + column.total_compressed_size), size)
-    return 0, size
 
 
 def _column_parts(group: _Group) -> Iterator[list[bytes | None] | Bad]:
