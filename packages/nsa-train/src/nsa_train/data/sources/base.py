@@ -29,7 +29,7 @@ class Bad(NamedTuple):
     is_loss: bool = False
     """True where a file lost it during the run: it counts when it is first met, in whatever epoch"""
     is_end: bool = False
-    """True where the rest of the block is lost with it, to every reader of the block at another record"""
+    """True where the rest of the block is lost with it: each reader of a shared block meets it at a record of its own"""
     advice: str = "fix or remove it"
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class DroppedName(NamedTuple):
 
 
 class Reading:
-    """The shard that each thread is reading right now, which a message about a wait names, and the names that were left out."""
+    """The shard that each thread is reading, which a message about a wait names, and the file names that were left out."""
 
     def __init__(self) -> None:
         self.dropped: list[DroppedName] = []
