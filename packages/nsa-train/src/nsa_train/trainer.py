@@ -13,7 +13,7 @@ from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, gather_j
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.config import RunConfig
 from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
-from nsa_train.errors import GuardError, PeerError, TrainError
+from nsa_train.errors import DataError, GuardError, PeerError, TrainError
 from nsa_train.feed import Feed, Fetched
 from nsa_train.finite import gradients_of, not_finite, require_finite_state, some
 from nsa_train.guards import Cause, GradientWatch, Skip, StepGuard, StepNumbers
@@ -67,7 +67,7 @@ class Trainer:
             config, rank=world.rank, world_size=world.world_size, dataset=dataset, announce=display.note if world.is_main else None
         )
         if resume:
-            self.stream.load_state_dict(resume.state["data"])
+            self._load_position(resume)
         self.recorder = Recorder(
             config,
             out_dir,
@@ -335,6 +335,20 @@ class Trainer:
     def _position(self) -> dict[str, Any]:
         """Return the position of all ranks in the data. A collective."""
         return merge_states(gather_json(self.feed.position))
+
+    def _load_position(self, checkpoint: Checkpoint) -> None:
+        """Go on where the checkpoint was in the data. Where one rank refuses, all end: none is to touch the records."""
+        refusal: DataError | None = None
+        try:
+            self.stream.load_state_dict(checkpoint.state["data"])
+        except DataError as error:
+            refusal = error
+        refused = [bool(row[0]) for row in self.world.exchange([refusal is not None])]
+        # one of them says it
+        if refusal and self.world.rank == refused.index(True):
+            raise refusal
+        if any(refused):
+            raise PeerError("the data of another rank do not fit the checkpoint; its own message says why", exit_code=DataError.exit_code)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         restore(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)

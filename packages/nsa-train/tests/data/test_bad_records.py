@@ -63,7 +63,7 @@ def test_a_bad_line_is_named_or_counted(
     with pytest.raises(DataError, match=re.escape(f"data.path: {path} line 18 {why}")) as caught:
         open_dataset(data_config(*overrides))
     assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith("mend or remove it, or use --set data.on_bad_record=skip")
+    assert str(caught.value).endswith("fix or remove it, or use --set data.on_bad_record=skip")
     config = data_config(*overrides, "data.on_bad_record=skip")
     with open_training_stream(config) as stream:
         while not stream.figures()["data_epoch"]:

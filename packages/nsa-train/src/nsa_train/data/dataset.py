@@ -6,6 +6,7 @@ ones, and what is streamed, stay where they are: lanes read their blocks, shuffl
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,22 @@ from nsa_train.config import RunConfig
 from nsa_train.data.blocks import SyntheticBlocks, SyntheticRows, TextTokenBlocks, scan_held_out
 from nsa_train.data.buckets import BucketedRows
 from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
+from nsa_train.data.opened import Walk
 from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
-from nsa_train.data.sources import Bad, Blocks, Document, Reading, StripedBlocks, TextBlocks, files_of, open_blocks, open_files, open_hub
+from nsa_train.data.sources import (
+    Bad,
+    Blocks,
+    Document,
+    FileBlocks,
+    LostError,
+    Reading,
+    StripedBlocks,
+    TextBlocks,
+    files_of,
+    open_blocks,
+    open_files,
+    open_hub,
+)
 from nsa_train.data.sources.split import rank_of, shared, split
 from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
 from nsa_train.data.waiting import within
@@ -34,6 +49,9 @@ OPENING_BYTES = 32
 
 FIXED_BATCHES = 16
 """Validation batches of a streamed corpus from which its split comes, whatever `train.eval_batches` is: a resume may change that key."""
+HASHED_BYTES = 2**30
+"""A corpus of local files of at most so many bytes is read whole for the hashes of its blocks; of a larger one each is taken when it is
+first read. JSONL is read whole to count its lines, and its hashes are taken then, however large it is."""
 
 
 class Part(NamedTuple):
@@ -67,6 +85,8 @@ class Dataset:
     """What is known: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
     """What a position depends on: it fits no other data"""
+    walk: Walk | None = None
+    """How the blocks of local files are opened, where these are streamed"""
 
     @property
     def is_synthetic(self) -> bool:
@@ -161,7 +181,7 @@ def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
     kinds = {".jsonl": "jsonl", ".parquet": "parquet"}
     found: list[Part] = []
     for pattern, weight in data.mix.items():
-        paths = files_of([pattern])
+        paths = files_of([pattern], reading)
         suffixes = {kinds.get(Path(path).suffix, "text") for path in paths}
         if len(suffixes) > 1:
             raise DataError(f"data.mix: {pattern!r} matches files of several kinds ({', '.join(sorted(suffixes))}); use a glob for each")
@@ -222,6 +242,11 @@ def _read_all(blocks: Blocks, policy: str) -> tuple[list[Document], list[Bad]]:
 
 def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: list[Part]) -> Dataset:
     data, train = config.data, config.train
+    files = tuple(part.blocks for part in parts if isinstance(part.blocks, FileBlocks))
+    for blocks in files:
+        blocks.keep_hashes(is_salvaging=data.on_bad_record == "skip")
+        if blocks.num_bytes <= HASHED_BYTES:
+            _hash_all(blocks, reading)
     whole, parts = parts, [_enough(part, train.batch_size) for part in parts]
     batch_tokens = train.batch_size * train.seq_len
     found = scan_held_out(
@@ -231,11 +256,14 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
         _require_training(whole, data, found.limit)
     held_out = PackedRows(found.documents, tokenizer, train.seq_len)
     tokens: list[TokenBlocks] = [TextTokenBlocks(part.blocks, tokenizer, found.limit) for part in parts]
+    sequence = BlockSequence(tokens, [part.weight for part in parts], data.shuffle_seed)
     return _walked(
         config,
         tokenizer,
         reading,
-        BlockSequence(tokens, [part.weight for part in parts], data.shuffle_seed),
+        sequence,
+        # the hub's shards are the only blocks that are no local files, and never part of a mix
+        walk=Walk(sequence, files, train.batch_size, tuple(blocks.kept.found.copy() for blocks in files)) if files else None,
         held_out=held_out,
         openings=_openings(found.documents),
         first_bad=found.first_bad,
@@ -248,6 +276,14 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
             "held_out": hashlib.sha256(held_out.stream[: held_out.ends[found.num_fixed - 1]].tobytes()).hexdigest()[:16],
         },
     )
+
+
+def _hash_all(blocks: FileBlocks, reading: Reading) -> None:
+    for block in range(len(blocks)):
+        reading.shard = blocks.where(block)
+        # a file that changed in this moment is named, or counted, when it is read
+        with suppress(LostError):
+            blocks.record_hash(block)
 
 
 def _enough(part: Part, lanes: int) -> Part:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from nsa_train.data.order import SeededOrder, Turns
+from nsa_train.data.order import Place, SeededOrder, Turns
 from nsa_train.data.packing import IGNORED, PackedRows, Row
 from nsa_train.data.sources.base import Bad
 from nsa_train.data.tokenizer import Ids
@@ -126,12 +126,25 @@ class BlockSequence:
         # a lane may keep one part for ever, and meet the only document of it once in many epochs
         self.most_empty = 64 * sum(len(part) for part in parts) * max(weights)
         """Blocks without a document that a lane passes over before it gives up."""
+        self._losses: dict[tuple[int, int], int] = {}
 
     def entries(self, number: int, start: int) -> Iterator[Entry]:
         """Yield the entries of block `number` of the order, from record `start` of it on."""
-        part, turn = self._turns.at(number)
-        place = self._orders[part].at(turn)
+        part, place = self.place(number)
         return self.parts[part].entries(place.item, start, place.epoch)
+
+    def place(self, number: int) -> tuple[int, Place]:
+        """Return the part and the block of it that is block `number` of the order."""
+        part, turn = self._turns.at(number)
+        return part, self._orders[part].at(turn)
+
+    def is_first_loss(self, place: tuple[int, Place], record: int) -> bool:
+        """Return whether `record` of the block at `place` was not lost to any lane of this process before."""
+        part, (_, block) = place
+        is_first = self._losses.get((part, block), -1) < record
+        if is_first:
+            self._losses[part, block] = record
+        return is_first
 
     def epoch(self, number: int) -> int:
         """Return how often the part whose turn it is was used up before block `number`."""
@@ -195,25 +208,31 @@ class BlockLane:
 
     def _next_document(self) -> Ids:
         empty = 0
+        reason = ""
         while empty <= self._blocks.most_empty:
+            number = self._block * self._count + self._number
             if self._entries is None:
-                self._entries = self._blocks.entries(self._block * self._count + self._number, self._record)
+                self._entries = self._blocks.entries(number, self._record)
+            place: tuple[int, Place] | None = None
             for entry in self._entries:
                 self._record = entry.number
                 if entry.ids is not None:
                     return entry.ids
                 self._record += 1
                 if entry.bad:
-                    self._refuse(entry.bad)
+                    place = place or self._blocks.place(number)
+                    self._refuse(entry.bad, place)
+                    reason = f"; the last: {entry.bad.where} {entry.bad.why}"
             self._block, self._record, self._entries = self._block + 1, 0, None
             empty += 1
-        raise DataError("data: no block holds a document for training (all are held out or bad); name more files")
+        raise DataError(f"data: no block holds a document for training (all are held out or bad{reason}); name more files")
 
-    def _refuse(self, bad: Bad) -> None:
+    def _refuse(self, bad: Bad, place: tuple[int, Place]) -> None:
         if self._policy == "fail":
             raise DataError(str(bad))
         # every block is read once an epoch: what was met in the first one is counted
-        if bad.is_passing or self._blocks.epoch(self._block * self._count + self._number) == 0:
+        is_counted = self._blocks.is_first_loss(place, self._record) if bad.is_loss else bad.is_passing or place[1].epoch == 0
+        if is_counted:
             self._consumed.bad_records += bad.lost
 
 

@@ -34,6 +34,8 @@ class LoaderFigures(NamedTuple):
     """The first tokens, decoded"""
     stream: dict[str, float | int | str]
     """What the stream says of itself"""
+    dropped: str = ""
+    """What to say of file names that were left out; empty where none was"""
 
     def lines(self) -> Iterator[str]:
         """Give the figures, a line each."""
@@ -42,6 +44,8 @@ class LoaderFigures(NamedTuple):
         yield f"tokens/s      {self.tokens_per_s:,.0f}"
         yield f"fetch         p50 {self.fetch_p50_ms:.2f} ms, p95 {self.fetch_p95_ms:.2f} ms"
         yield f"source        {self.stream['data_source']}{', SYNTHETIC IDS' if self.stream['data_synthetic'] else ''}"
+        if self.dropped:
+            yield f"files         {self.dropped}"
         yield f"bad records   {self.stream['data_bad_records']} skipped"
         yield f"consumed      {self.stream['data_documents']} documents, hash {self.stream['data_consumed_hash']}"
         yield f"first tokens  {self.text!r}"
@@ -78,6 +82,7 @@ def _checked(config: RunConfig, timeout_s: float) -> LoaderFigures:
         fetch_p95_ms=1e3 * sorted(seconds for _, seconds in fetches)[int(0.95 * (len(fetches) - 1))],
         text=dataset.tokenizer.decode(first.input_ids[0, :SHOWN_TOKENS]),
         stream=figures,
+        dropped=dataset.reading.describe_dropped(),
     )
 
 

@@ -70,4 +70,6 @@ def _warnings(dataset: Dataset) -> tuple[str, ...]:
         found.append("data: synthetic ids; the loss stays at ln V, the figures are good for throughput alone")
     if dataset.bad_records:
         found.append(f"data: {dataset.bad_records} bad records are skipped; the first: {dataset.first_bad}")
+    if dropped := dataset.reading.describe_dropped():
+        found.append(f"data: {dropped}")
     return tuple(found)

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from nsa_train.data.opened import KEY, merge_hashes
 from nsa_train.errors import DataError
 
 VERSION = 1
@@ -21,14 +22,18 @@ def merge_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         DataError: when the parts are not of one moment of one run.
     """
     lanes = {number: state for part in parts for number, state in part["lanes"].items()}
+    # what the ranks have opened adds up; everything else is the same on all
+    fingerprints = [{key: value for key, value in part["fingerprint"].items() if key != KEY} for part in parts]
     for key in ("version", "fingerprint", "batches"):
-        values = [part[key] for part in parts]
+        values = fingerprints if key == "fingerprint" else [part[key] for part in parts]
         if any(value != values[0] for value in values):
             raise DataError(f"data: ranks disagree about {key} ({values}); save all of them at the same step")
     if len(lanes) != sum(len(part["lanes"]) for part in parts):
         raise DataError(f"data: two ranks serve the same lanes ({sorted(lanes, key=int)} in all); give every rank its own number")
     ordered = {number: lanes[number] for number in sorted(lanes, key=int)}
-    return state_of(parts[0]["fingerprint"], parts[0]["batches"], ordered)
+    hashes = [part["fingerprint"][KEY] for part in parts if KEY in part["fingerprint"]]
+    fingerprint = {**fingerprints[0], KEY: merge_hashes(hashes)} if hashes else fingerprints[0]
+    return state_of(fingerprint, parts[0]["batches"], ordered)
 
 
 def check_state(merged: dict[str, Any], fingerprint: dict[str, Any], lanes: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from nsa_train.config import RunConfig
 from nsa_train.data.dataset import Dataset, open_dataset
+from nsa_train.data.opened import KEY, OpenedBlocks
 from nsa_train.data.packing import Batch
 from nsa_train.data.pipeline import Batches, LaneGroup, ReadAhead
 from nsa_train.data.state import check_state, consumed_hash, state_of
@@ -64,6 +65,7 @@ class TrainingStream:
         if workers:
             self._groups = [ReadAhead(g, ahead=data.prefetch, timeout_s=data.timeout_s, reading=dataset.reading) for g in groups]
         self._batches = Batches(self._groups)
+        self._opened = OpenedBlocks(dataset.walk, lanes, dataset.reading, data.timeout_s) if dataset.walk else None
         self._taken = 0
 
     def __enter__(self) -> Self:
@@ -104,15 +106,21 @@ class TrainingStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the position of the next batch; `merge_states` joins the parts of all ranks."""
-        return state_of(self._dataset.fingerprint, self._taken, self._batches.state_dict())
+        lanes = self._batches.state_dict()
+        opened = {KEY: self._opened.at(lanes)} if self._opened else {}
+        return state_of({**self._dataset.fingerprint, **opened}, self._taken, lanes)
 
     def load_state_dict(self, merged: dict[str, Any]) -> None:
         """Go on at a state that `merge_states` made, at any number of ranks and workers.
 
+        Where local files are streamed, they are compared with what the run has read.
+
         Raises:
-            DataError: when it is of other data, rows or order.
+            DataError: when it is of other data, rows or order, naming the file where one changed.
         """
         check_state(merged, self._dataset.fingerprint, self._dataset.config.train.batch_size)
+        if self._opened:
+            self._opened.load(merged["fingerprint"].get(KEY), merged["lanes"])
         self._taken = merged["batches"]
         self._batches.reset(merged["lanes"])
         self._announced = self._documents()

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from nsa_train.data.sources.base import Bad, Blocks, Document, Reading, Record, StripedBlocks, files_of
+from nsa_train.data.sources.base import Bad, Blocks, Document, Reading, Record, StripedBlocks
+from nsa_train.data.sources.files import FileBlocks, LostError, files_of
+from nsa_train.data.sources.hashes import Hashes, changed
 from nsa_train.data.sources.hub import open_hub
 from nsa_train.data.sources.jsonl import JsonlBlocks
 from nsa_train.data.sources.parquet import ParquetBlocks
@@ -13,10 +15,14 @@ __all__ = [
     "Bad",
     "Blocks",
     "Document",
+    "FileBlocks",
+    "Hashes",
+    "LostError",
     "Reading",
     "Record",
     "StripedBlocks",
     "TextBlocks",
+    "changed",
     "files_of",
     "open_blocks",
     "open_files",
@@ -32,7 +38,7 @@ def open_blocks(data: DataTable, reading: Reading) -> Blocks:
     """
     if data.source == "stdlib":
         return StdlibBlocks(reading)
-    return open_files(data.source, files_of(data.paths), reading)
+    return open_files(data.source, files_of(data.paths, reading), reading)
 
 
 def open_files(kind: str, paths: list[Path], reading: Reading) -> Blocks:

@@ -1,14 +1,9 @@
 """What every source is made of: blocks of records, a record being a document or what could not be read."""
 
-import glob
-import stat
 import threading
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
-
-from nsa_train.errors import DataError
 
 TEXT_FIELD = "text"
 """The field of a JSONL record, and the column of a Parquet file, that holds the text."""
@@ -30,20 +25,33 @@ class Bad(NamedTuple):
     why: str
     lost: int = 1
     is_passing: bool = False
-    """Of the way to it, not of the record: read again, it may be whole"""
+    """True for a transient failure: a retry may succeed"""
+    is_loss: bool = False
+    """True where a file lost it during the run: it counts when it is first met, in whatever epoch"""
+    is_end: bool = False
+    """True where the rest of the block is lost with it: each reader of a shared block meets it at a record of its own"""
+    advice: str = "fix or remove it"
 
     def __str__(self) -> str:
         records = f" ({self.lost} records)" if self.lost > 1 else ""
-        return f"{self.where}{records} {self.why}; mend or remove it, or use --set data.on_bad_record=skip"
+        return f"{self.where}{records} {self.why}; {self.advice}, or use --set data.on_bad_record=skip"
 
 
 Record = Document | Bad
 
 
+class DroppedName(NamedTuple):
+    """A name that was left out, and the name of the same file that was kept."""
+
+    path: Path
+    kept: Path
+
+
 class Reading:
-    """The shard that each thread is reading right now: what a message about a wait names."""
+    """The shard that each thread is reading, which a message about a wait names, and the file names that were left out."""
 
     def __init__(self) -> None:
+        self.dropped: list[DroppedName] = []
         self._shards: dict[int | None, str] = {}
         self._last = "nothing yet"
 
@@ -59,6 +67,14 @@ class Reading:
     def of(self, thread: threading.Thread | None) -> str:
         """Return the shard that `thread` began last."""
         return self._shards.get(thread.ident if thread else None, self._last)
+
+    def describe_dropped(self) -> str:
+        """Return what to say of the names that were left out; empty where none was."""
+        if not self.dropped:
+            return ""
+        count, (path, kept) = len(self.dropped), self.dropped[0]
+        names = "1 file name is" if count == 1 else f"{count:,} file names are"
+        return f"{names} dropped (links to files that are there already; each file is read once an epoch); the first: {path} is {kept}"
 
 
 class Blocks(Protocol):
@@ -90,26 +106,9 @@ class StripedBlocks:
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
         """Yield the records of part `block` from number `start` of it on."""
         turn, number = divmod(block, len(self._blocks))
-        yield from islice(self._blocks.read(number, start * self._turns + turn), None, None, self._turns)
-
-
-def files_of(patterns: Iterable[str]) -> list[Path]:
-    """Return the files that names and globs stand for, sorted within each, every file once.
-
-    Raises:
-        DataError: when a pattern matches nothing, or a name is no readable regular file.
-    """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        names = sorted(glob.glob(pattern, recursive=True))
-        paths = [Path(name) for name in names] or [Path(pattern)]
-        files = paths if len(paths) == 1 else [path for path in paths if not path.is_dir()]
-        if not files:
-            raise DataError(f"data.path: {pattern!r} matches {len(paths)} folders and no file; name files, such as '{pattern}/*'")
-        for path in files:
-            _require_regular(path)
-            found[path] = None
-    return list(found)
+        for index, record in enumerate(self._blocks.read(number, start * self._turns + turn)):
+            if index % self._turns == 0 or (isinstance(record, Bad) and record.is_end):
+                yield record
 
 
 def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
@@ -120,34 +119,3 @@ def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
         line = f", line {text.count(_NEWLINE, 0, error.start) + 1}" if is_file else ""
         return f"is not UTF-8 (byte 0x{text[error.start]:02x} at offset {error.start}{line})"
     return None
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the content of `path`.
-
-    Raises:
-        DataError: when it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from None
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error that names `path` and what the system says of it."""
-    return DataError(f"data.path: {path} cannot be read ({error.strerror or error}); name a readable file or a glob")
-
-
-def _require_regular(path: Path) -> None:
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISREG(mode):
-            path.open("rb").close()
-            return
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except ValueError as error:
-        raise DataError(f"data.path: {str(path)!r} cannot be read ({error}); name a readable file or a glob") from None
-    kind = "Is a directory" if stat.S_ISDIR(mode) else "not a regular file"
-    raise DataError(f"data.path: {path} cannot be read ({kind}); name a readable file or a glob")

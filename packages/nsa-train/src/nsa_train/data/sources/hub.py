@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record, files_of
+from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record
+from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, files_of
 from nsa_train.data.sources.jsonl import record_of_line
 from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
@@ -39,30 +40,51 @@ class HubBlocks:
         # a network that failed once may serve the same rows the next time
         for record in _until_broken(name, start, lambda: self._dataset.shard(num_shards=self._shards, index=block).skip(start)):
             if isinstance(record, Bad):
-                yield record._replace(is_passing=True)
+                yield record._replace(is_passing=True, is_end=True)
             else:
                 yield _record_of(name, name, *record)
 
 
-class LocalShards:
+class LocalShards(FileBlocks):
     """Local files in place of the hub's shards, each opened by itself: what one of them holds says nothing of the others."""
 
     size_bytes = 0
 
     def __init__(self, kind: str, paths: list[Path], reading: Reading) -> None:
         """`kind`: "parquet" or "jsonl"."""
-        self._kind, self._paths, self._reading = kind, paths, reading
+        self._kind, self._reading = kind, reading
+        self._files = [LocalFile.found(path) for path in paths]
+        self.num_bytes = sum(file.size for file in self._files)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._files)
+
+    def where(self, block: int) -> str:
+        """Return the file of `block`."""
+        return f"data.path: {self._files[block].path}"
+
+    def content(self, block: int) -> Iterator[bytes]:
+        """Yield the bytes of file `block`."""
+        file = self._files[block]
+        return file.pieces(0, file.size)
 
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
-        """Yield the records of file `block` from number `start` on; one that breaks off ends with a bad record."""
-        path = self._paths[block]
-        self._reading.shard = str(path)
-        if path.stat().st_size == 0:
-            yield from [_empty(path)][start:]
-            return
+        """Yield the records of file `block` from number `start` on; one that breaks off, or changes, ends with a bad record."""
+        file = self._files[block]
+        self._reading.shard = str(file.path)
+        number = start
+        try:
+            self.record_hash(block)
+            for record in self._records(file.path, start) if file.size else [_empty(file.path)][start:]:
+                file.require_same()
+                yield record
+                number += 1
+            file.require_same()
+        except LostError as error:
+            # how many records it would have had is not known
+            yield error.bad(f"{self.where(block)} from row {number} on")._replace(is_end=True)
+
+    def _records(self, path: Path, start: int) -> Iterator[Record]:
         where = f"data.path: {path}"
         is_first = True
         for record in _until_broken(where, start, lambda: self._opened(path).skip(start)):
@@ -131,7 +153,7 @@ def unreachable(subset: str, error: BaseException) -> DataError:
 
 
 def _local(data: DataTable, reading: Reading) -> LocalShards:
-    paths = files_of(data.paths)
+    paths = files_of(data.paths, reading)
     kinds = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl"}
     found = {kinds.get(path.suffix) for path in paths}
     if len(found) != 1 or None in found:

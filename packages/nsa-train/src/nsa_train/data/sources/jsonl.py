@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record, decoded_problem, unreadable
+from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record, decoded_problem
+from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, unreadable
+from nsa_train.data.sources.hashes import hash_of
 
 LINES_PER_BLOCK = 64
 BYTES_PER_BLOCK = 2**18
@@ -22,42 +25,64 @@ _NEWLINE = 10
 class _Span(NamedTuple):
     """The lines of one block."""
 
-    path: Path
+    file: LocalFile
     start: int
     """Offset of the first line, in bytes"""
     stop: int
     first_line: int
     """From 1"""
+    lines: int
+    hash: int
 
 
-class JsonlBlocks:
+class JsonlBlocks(FileBlocks):
     """Local JSONL files, in blocks of a few lines."""
 
     def __init__(self, paths: list[Path], reading: Reading) -> None:
         self._reading = reading
-        self._spans = [span for path in paths for span in _spans_of(path)]
-        self.size_bytes = sum(span.stop - span.start for span in self._spans)
+        # a file is looked at before its lines are counted: whatever is written to it from then on shows
+        self._spans = [span for path in paths for span in _spans_of(LocalFile.found(path))]
+        self.size_bytes = self.num_bytes = sum(span.stop - span.start for span in self._spans)
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def read(self, block: int, start: int = 0) -> Iterator[Record]:
-        """Yield the records of `block` from line number `start` of it on."""
+    def keep_hashes(self, *, is_salvaging: bool) -> None:
+        """Keep the hashes of all blocks, which were taken when the lines were counted."""
+        super().keep_hashes(is_salvaging=is_salvaging)
+        for block, span in enumerate(self._spans):
+            self.kept.found[block] = span.hash
+
+    def where(self, block: int) -> str:
+        """Return file and lines of `block`."""
         span = self._spans[block]
-        self._reading.shard = f"{span.path} line {span.first_line}"
+        return f"data.path: {span.file.path} lines {span.first_line} to {span.first_line + span.lines - 1}"
+
+    def content(self, block: int) -> Iterator[bytes]:
+        """Yield the bytes of the lines of `block`."""
+        span = self._spans[block]
+        return span.file.pieces(span.start, span.stop)
+
+    def read(self, block: int, start: int = 0) -> Iterator[Record]:
+        """Yield the records of `block` from line number `start` of it on; a bad one for each line of a file that changed."""
+        span = self._spans[block]
+        path = span.file.path
+        self._reading.shard = f"{path} line {span.first_line}"
         if span.stop == 0:
-            yield from [Bad(f"data.path: {span.path}", "is empty (it holds no line)")][start:]
+            yield from [Bad(f"data.path: {path}", "is empty (it holds no line)")][start:]
             return
+        numbers = range(span.first_line + start, span.first_line + span.lines)
         try:
-            with span.path.open("rb") as file:
-                file.seek(span.start)
-                lines = file.read(span.stop - span.start).split(b"\n")
-        except OSError as error:
-            raise unreadable(span.path, error) from None
-        if lines[-1] == b"":
-            lines.pop()
-        for number, line in enumerate(lines[start:], span.first_line + start):
-            yield record_of_line(span.path, number, line)
+            lines = self.whole(block).removesuffix(b"\n").split(b"\n")
+            if len(lines) != span.lines:
+                raise LostError(
+                    f"is lost: its block has {len(lines)} lines and had {span.lines} (a run reads a file as it was at the start)"
+                )
+        except LostError as error:
+            yield from (error.bad(f"data.path: {path} line {number}") for number in numbers)
+            return
+        for number, line in zip(numbers, lines[start:], strict=True):
+            yield record_of_line(path, number, line)
 
 
 def record_of_line(path: Path, number: int, line: bytes) -> Record:
@@ -95,35 +120,37 @@ def _few(value: dict[str, object]) -> str:
     return ", ".join(names) + (", ..." if len(value) > len(names) else "") or "none"
 
 
-def _spans_of(path: Path) -> Iterator[_Span]:
-    """Yield the blocks of `path`; an empty file is one block that stops at 0."""
-    start = lines = 0
+def _spans_of(file: LocalFile) -> Iterator[_Span]:
+    """Yield the blocks of `file`; an empty one is one block that stops at 0."""
+    start = lines = position = last_end = crc = 0
     first_line = 1
-    position = 0
-    for read, ends in _line_ends(path):
-        position = read
-        at = 0
+    for chunk, ends in _line_ends(file.path):
+        # how many bytes of the chunk belong to blocks that are whole
+        at = done = 0
         while at < len(ends):
             # the line that is the last one allowed, or that reaches the size
             last = min(at + LINES_PER_BLOCK - lines - 1, int(np.searchsorted(ends, start + BYTES_PER_BLOCK)))
             if last >= len(ends):
                 lines += len(ends) - at
                 break
-            lines += last + 1 - at
-            yield _Span(path, start, int(ends[last]), first_line)
-            start, first_line, lines, at = int(ends[last]), first_line + lines, 0, last + 1
+            lines, stop = lines + last + 1 - at, int(ends[last])
+            yield _Span(file, start, stop, first_line, lines, hash_of([chunk[done : stop - position]], crc))
+            done, first_line, lines, start, crc, at = stop - position, first_line + lines, 0, stop, 0, last + 1
+        crc = zlib.crc32(chunk[done:], crc)
+        position += len(chunk)
+        last_end = int(ends[-1]) if len(ends) else last_end
     if start < position or position == 0:
-        yield _Span(path, start, position, first_line)
+        # the last line may do without its newline
+        yield _Span(file, start, position, first_line, lines + (position > last_end), hash_of([], crc))
 
 
-def _line_ends(path: Path) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield how much of `path` was read, and where the lines end that were found since."""
+def _line_ends(path: Path) -> Iterator[tuple[memoryview, NDArray[np.int64]]]:
+    """Yield `path` in chunks, with the offsets in the file at which their lines end."""
     position = 0
     try:
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
-                ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE) + 1 + position
+                yield memoryview(chunk), np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE) + 1 + position
                 position += len(chunk)
-                yield position, ends
     except OSError as error:
         raise unreadable(path, error) from None

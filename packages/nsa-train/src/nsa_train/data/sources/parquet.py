@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record, decoded_problem
+from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError
 from nsa_train.errors import DataError
 
 ROWS_AT_A_TIME = 256
@@ -14,14 +15,14 @@ ROWS_AT_A_TIME = 256
 class _Group(NamedTuple):
     """One row group of a file."""
 
-    path: Path
+    file: LocalFile
     number: int
     first_row: int
     """In the file, from 0"""
     rows: int
 
 
-class ParquetBlocks:
+class ParquetBlocks(FileBlocks):
     """Local Parquet files. A file that cannot be opened, or has no such column, is a block with one bad record."""
 
     def __init__(self, paths: list[Path], reading: Reading) -> None:
@@ -32,7 +33,7 @@ class ParquetBlocks:
         """
         self._reading = reading
         self._blocks: list[_Group | Bad] = []
-        self.size_bytes = 0
+        self.size_bytes = self.num_bytes = 0
         for path in paths:
             reading.shard = str(path)
             self._blocks += self._groups_of(path)
@@ -40,30 +41,54 @@ class ParquetBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def where(self, block: int) -> str:
+        """Return file and row group of `block`."""
+        group = self._blocks[block]
+        return group.where if isinstance(group, Bad) else f"data.path: {group.file.path} row group {group.number}"
+
+    def content(self, block: int) -> Iterator[bytes]:
+        """Yield the values of the text column in row group `block`, with their lengths; nothing of a file that is a bad record."""
+        group = self._blocks[block]
+        if isinstance(group, Bad):
+            return
+        # no bytes of the file: pyarrow ends the process where it is asked for the place of a column in a damaged footer
+        for values in _column_parts(group):
+            if not isinstance(values, Bad):
+                yield b"".join(b"none" if value is None else b"%d:%b" % (len(value), value) for value in values)
+        group.file.require_same()
+
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
-        """Yield the records of row group `block` from its row `start` on."""
+        """Yield the records of row group `block` from its row `start` on; a bad one for each row that a changed file loses."""
         group = self._blocks[block]
         if isinstance(group, Bad):
             yield from [group][start:]
             return
-        self._reading.shard = f"{group.path} row group {group.number}"
+        path = group.file.path
+        self._reading.shard = f"{path} row group {group.number}"
         index = 0
-        for values in _column_parts(group):
-            if isinstance(values, Bad):
-                # the rows that were read before the damage stand; those after it are lost together
-                lost = group.rows - index
-                if start <= index:
-                    yield values._replace(lost=lost)
-                return
-            for value in values:
-                if index >= start:
-                    yield _record_of(group.path, group.first_row + index, value)
-                index += 1
+        try:
+            self.record_hash(block)
+            for values in _column_parts(group):
+                group.file.require_same()
+                if isinstance(values, Bad):
+                    # the rows that were read before the damage stand; those after it are lost together
+                    lost = group.rows - index
+                    if start <= index:
+                        yield values._replace(lost=lost)
+                    return
+                for value in values:
+                    if index >= start:
+                        yield _record_of(path, group.first_row + index, value)
+                    index += 1
+        except LostError as error:
+            for row in range(max(start, index), group.rows):
+                yield error.bad(f"data.path: {path} row {group.first_row + row}")
 
     def _groups_of(self, path: Path) -> list[_Group | Bad]:
         arrow = _pyarrow()
         where = f"data.path: {path}"
-        if path.stat().st_size == 0:
+        found = LocalFile.found(path)
+        if found.size == 0:
             return [Bad(where, "is empty (a Parquet file has a footer at least)")]
         try:
             with arrow.parquet.ParquetFile(path) as file:
@@ -77,8 +102,9 @@ class ParquetBlocks:
             return [Bad(where, problem, max(1, sum(rows)))]
         if not any(rows):
             return [Bad(where, "holds no row")]
-        self.size_bytes += max(size, path.stat().st_size)
-        return [_Group(path, number, sum(rows[:number]), count) for number, count in enumerate(rows) if count > 0]
+        self.size_bytes += max(size, found.size)
+        self.num_bytes += found.size
+        return [_Group(found, number, sum(rows[:number]), count) for number, count in enumerate(rows) if count > 0]
 
 
 def _schema_problem(schema: Any) -> str | None:
@@ -96,17 +122,17 @@ def _column_parts(group: _Group) -> Iterator[list[bytes | None] | Bad]:
     arrow = _pyarrow()
     count = 0
     try:
-        with arrow.parquet.ParquetFile(group.path) as file:
+        with arrow.parquet.ParquetFile(group.file.path) as file:
             for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=[group.number], columns=[TEXT_FIELD]):
                 # as bytes: arrow does not check that its strings are UTF-8
                 yield batch.column(0).cast(arrow.large_binary()).to_pylist()
                 count += len(batch)
     except (arrow.ArrowException, OSError, ValueError) as error:
-        where = f"data.path: {group.path} from row {group.first_row + count} on, in row group {group.number}"
+        where = f"data.path: {group.file.path} from row {group.first_row + count} on, in row group {group.number}"
         yield Bad(where, f"cannot be read ({_first_line(error)})")
         return
     if count < group.rows:
-        where = f"data.path: {group.path} row group {group.number}"
+        where = f"data.path: {group.file.path} row group {group.number}"
         yield Bad(where, f"holds {count} rows (its footer says {group.rows})")
 
 

@@ -4,35 +4,59 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from nsa_train.data.sources.base import Bad, Document, Reading, Record, decoded_problem, read_bytes
+from nsa_train.data.sources.base import Bad, Document, Reading, Record, decoded_problem
+from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError
 from nsa_train.errors import DataError
 
 STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 """Folders of the standard library that are not part of the corpus: tests, and what others installed."""
 
 
-class TextBlocks:
-    """Local text files."""
+class _WholeFiles(FileBlocks):
+    """Files that are a block each."""
 
     def __init__(self, paths: list[Path], reading: Reading) -> None:
         self.paths, self._reading = paths, reading
-        self.size_bytes = sum(path.stat().st_size for path in paths)
+        self._files = [LocalFile.found(path) for path in paths]
+        self.size_bytes = self.num_bytes = sum(file.size for file in self._files)
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def where(self, block: int) -> str:
+        """Return the file of `block`."""
+        return f"data.path: {self.paths[block]}"
+
+    def content(self, block: int) -> Iterator[bytes]:
+        """Yield the bytes of file `block`."""
+        file = self._files[block]
+        return file.pieces(0, file.size)
+
+    def _text(self, block: int) -> bytes | Bad:
+        """Return the content of file `block`, or why it is lost."""
+        self._reading.shard = str(self.paths[block])
+        try:
+            return self.whole(block)
+        except LostError as error:
+            return error.bad(self.where(block))
+
+
+class TextBlocks(_WholeFiles):
+    """Local text files."""
 
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
         """Yield the one document of file `block`, unless `start` lies behind it."""
         if start:
             return
-        path = self.paths[block]
-        self._reading.shard = str(path)
-        text = read_bytes(path)
+        text = self._text(block)
+        if isinstance(text, Bad):
+            yield text
+            return
         problem = decoded_problem(text, is_file=True) if text else "is empty (a document holds at least one byte)"
-        yield Bad(f"data.path: {path}", problem) if problem else Document(str(path), text)
+        yield Bad(self.where(block), problem) if problem else Document(str(self.paths[block]), text)
 
 
-class StdlibBlocks:
+class StdlibBlocks(_WholeFiles):
     """The standard library's *.py sources without its tests, named by their path below it.
 
     Files without content, such as many `__init__.py`, and files that are not UTF-8 are no documents.
@@ -44,23 +68,21 @@ class StdlibBlocks:
         Raises:
             DataError: when this Python comes without sources.
         """
-        self.root, self._reading = Path(sysconfig.get_path("stdlib")), reading
+        self.root = Path(sysconfig.get_path("stdlib"))
         found = [path for path in sorted(self.root.rglob("*.py")) if not STDLIB_SKIPPED.intersection(path.relative_to(self.root).parts)]
-        self.paths = [path for path in found if path.stat().st_size]
-        self.size_bytes = sum(path.stat().st_size for path in self.paths)
+        super().__init__([path for path in found if path.stat().st_size], reading)
         if len(self.paths) < 2:
             raise DataError(
                 f"{self.root} holds {len(self.paths)} *.py files (data.source='stdlib' needs this Python's own sources); "
                 "use --set data.source=text --set data.path=FILE"
             )
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
         """Yield the source of file `block`, unless `start` lies behind it."""
-        path = self.paths[block]
-        self._reading.shard = str(path)
-        text = read_bytes(path)
-        if start == 0 and not decoded_problem(text):
-            yield Document(path.relative_to(self.root).as_posix(), text)
+        if start:
+            return
+        text = self._text(block)
+        if isinstance(text, Bad):
+            yield text
+        elif not decoded_problem(text):
+            yield Document(self.paths[block].relative_to(self.root).as_posix(), text)

@@ -1,0 +1,249 @@
+"""Local files: those that names and globs stand for, each as it was found, and what blocks of them have in common."""
+
+import glob
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from nsa_train.data.sources.base import Bad, DroppedName, Reading
+from nsa_train.data.sources.hashes import BlockHashes, hash_of
+from nsa_train.errors import DataError
+
+MOST_DROPPED = 10_000
+"""Names of files that are there already, of one pattern; more than these, and than ten times the files, come from links in a circle."""
+_PIECE = 2**20
+
+
+class LostError(Exception):
+    """Bytes of a file that cannot be had any more; the message says why, and goes on from the name of what is lost."""
+
+    def bad(self, where: str) -> Bad:
+        """Return the record `where` that is lost."""
+        return Bad(where, str(self), is_loss=True, advice="put the file back as it was and start again")
+
+
+class LocalFile(NamedTuple):
+    """A file as the run found it. It is read as long as it stays so."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: tuple[int, int]
+
+    @classmethod
+    def found(cls, path: Path) -> "LocalFile":
+        """Return `path` as it is now.
+
+        Raises:
+            DataError: when it is not there any more.
+        """
+        try:
+            return cls._of(path, path.stat())
+        except OSError as error:
+            raise unreadable(path, error) from None
+
+    @classmethod
+    def _of(cls, path: Path, now: os.stat_result) -> "LocalFile":
+        return cls(path, now.st_size, now.st_mtime_ns, now.st_ctime_ns, (now.st_dev, now.st_ino))
+
+    def require_same(self, now: os.stat_result | None = None) -> None:
+        """Let the file pass that is as it was found; `now`: of the open file, where it is at hand.
+
+        Raises:
+            LostError: when it changed, or is gone.
+        """
+        try:
+            current = self._of(self.path, now or self.path.stat())
+        except OSError as error:
+            raise _lost(error) from None
+        if change := self._change(current):
+            raise LostError(f"is lost: the file changed after it was opened, {change} (a run reads a file as it was at the start)")
+
+    def pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yield the bytes `start` .. `stop` - 1, a few at a time.
+
+        Raises:
+            LostError: when the file is gone or cannot be read; after the last byte, when it is not as it was found.
+        """
+        left = stop - start
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                while left > 0 and (piece := file.read(min(left, _PIECE))):
+                    left -= len(piece)
+                    yield piece
+                now = os.fstat(file.fileno())
+        except OSError as error:
+            raise _lost(error) from None
+        # after the reading: what was written before it or meanwhile shows
+        self.require_same(now)
+        if left > 0:
+            raise LostError(f"cannot be read (the file ends {left} bytes early)")
+
+    def _change(self, now: "LocalFile") -> str:
+        if now.size != self.size:
+            return f"its size was {self.size:,} bytes and is {now.size:,}"
+        if now.mtime_ns != self.mtime_ns:
+            return f"it was modified at {_time(now.mtime_ns)} ({_time(self.mtime_ns)} before)"
+        # either alone is no sign: some network file systems number their files anew, and a chmod or a new hard link moves the ctime
+        if now.inode != self.inode and now.ctime_ns != self.ctime_ns:
+            return "another file has its name now"
+        return ""
+
+
+class FileBlocks:
+    """Blocks of local files."""
+
+    hashes: BlockHashes | None = None
+    """None until they are kept"""
+    num_bytes: int
+    """Size of all blocks, as they are stored"""
+    is_salvaging: bool = False
+    """True where those blocks of a file that changed are read whose bytes are known to be the same"""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def keep_hashes(self, *, is_salvaging: bool) -> None:
+        """Record the hashes of the blocks that are read from now on."""
+        self.hashes, self.is_salvaging = BlockHashes(len(self)), is_salvaging
+
+    @property
+    def kept(self) -> BlockHashes:
+        """The hashes, of blocks that keep them."""
+        assert self.hashes is not None, "whoever streams files has their hashes kept"
+        return self.hashes
+
+    def where(self, block: int) -> str:
+        """Return words that name file and place of `block`."""
+        raise NotImplementedError
+
+    def content(self, block: int) -> Iterator[bytes]:
+        """Yield what `block` is read from, as bytes.
+
+        Raises:
+            LostError: when they cannot be had any more.
+        """
+        raise NotImplementedError
+
+    def record_hash(self, block: int) -> None:
+        """Record the hash of `block`, once in a process: later the size and time of the file tell that it is the same.
+
+        Raises:
+            DataError: when the run that goes on had read other bytes there.
+            LostError: when they cannot be had any more.
+        """
+        if self.hashes is not None and not self.hashes.found[block]:
+            self.hashes.add(block, hash_of(self.content(block)), self.where(block))
+
+    def whole(self, block: int) -> bytes:
+        """Return the bytes of `block`, and record their hash.
+
+        Raises:
+            DataError: when the run that goes on had read other bytes there.
+            LostError: when they cannot be had any more.
+        """
+        pieces, lost = list[bytes](), None
+        try:
+            pieces.extend(self.content(block))
+        except LostError as error:
+            lost = error
+        if self.hashes is not None:
+            value, known = hash_of(pieces), int(self.hashes.found[block])
+            if self.is_salvaging and known == value:
+                lost = None
+            elif known not in (0, value):
+                lost = lost or LostError("is lost: its block holds other bytes than before (a run reads a file as it was at the start)")
+            if not lost:
+                self.hashes.add(block, value, self.where(block))
+        if lost:
+            raise lost
+        return b"".join(pieces)
+
+
+def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
+    """Return the files that names and globs stand for, sorted within each, every file once, however many names it has.
+
+    `reading` is told the names that are dropped: links, also hard ones, to a file that is there already.
+
+    Raises:
+        DataError: when a pattern matches nothing, or a name is no readable regular file.
+    """
+    kept: dict[object, Path] = {}
+    for pattern in patterns:
+        reading.shard = pattern
+        names = _names_of(pattern)
+        files = {path: identity for path, identity in names.items() if len(names) == 1 or not path.is_dir()}
+        if not files:
+            raise DataError(f"data.path: {pattern!r} matches {len(names)} folders and no file; name files, such as '{pattern}/*'")
+        for path in files:
+            _require_regular(path)
+        own: dict[object, Path] = {}
+        for path, identity in files.items():
+            # the name that leads through the fewest folders
+            if identity not in own or len(path.parts) < len(own[identity].parts):
+                own[identity] = path
+        for path, identity in files.items():
+            if path == own[identity]:
+                kept.setdefault(identity, path)
+        reading.dropped += [DroppedName(path, kept[identity]) for path, identity in files.items() if path != kept[identity]]
+    return list(kept.values())
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error that names `path` and what the system says of it."""
+    return DataError(f"data.path: {path} cannot be read ({error.strerror or error}); name a readable file or a glob")
+
+
+def _names_of(pattern: str) -> dict[Path, object]:
+    """Return the names that `pattern` matches, sorted, and what each stands for: equal for names of one file."""
+    found: dict[str, object] = {}
+    identities: set[object] = set()
+    for name in glob.iglob(pattern, recursive=True):
+        found[name] = _identity(name)
+        identities.add(found[name])
+        # two links to their own folder alone make 2**40 names
+        if len(found) - len(identities) > max(MOST_DROPPED, 10 * len(identities)):
+            raise DataError(
+                f"data.path: {pattern!r} matches {len(found):,} names of {len(identities):,} files, and more (folders hold links to folders "
+                "above them); remove those links, or use a glob without '**'"
+            )
+    return {Path(name): found[name] for name in sorted(found)} or {Path(pattern): pattern}
+
+
+def _identity(name: str) -> object:
+    try:
+        status = Path(name).stat()
+    except (OSError, ValueError):
+        return name
+    return status.st_dev, status.st_ino
+
+
+def _require_regular(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            path.open("rb").close()
+            return
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except ValueError as error:
+        raise DataError(f"data.path: {str(path)!r} cannot be read ({error}); name a readable file or a glob") from None
+    kind = "Is a directory" if stat.S_ISDIR(mode) else "not a regular file"
+    raise DataError(f"data.path: {path} cannot be read ({kind}); name a readable file or a glob")
+
+
+def _lost(error: OSError) -> LostError:
+    return LostError(f"cannot be read ({error.strerror or error})")
+
+
+def _time(stamp_ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(stamp_ns / 1e9).astimezone().isoformat(" ", "milliseconds")
+    # a year that no calendar has
+    except (OSError, OverflowError, ValueError):
+        return f"{stamp_ns} ns after 1970"
