@@ -191,13 +191,15 @@ def sample(
 ) -> int:
     """Print PROMPT and what the model of CKPT writes after it: a run's directory or a checkpoints/step-N."""
     check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed)
-    from nsa_train.checkpoint import load_model, open_checkpoint
-    from nsa_train.data import build_tokenizer
-    from nsa_train.model.generate import generate
+    from nsa_train.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(ckpt)
     for line in checkpoint.refused:
         warn(line)
+    from nsa_train.checkpoint import load_model
+    from nsa_train.data import build_tokenizer
+    from nsa_train.model.generate import generate
+
     tokenizer = build_tokenizer(checkpoint.config.data)
     ids = tokenizer.encode(prompt.encode())
     [drawn] = generate(load_model(checkpoint), [ids], tokenizer=tokenizer, num_tokens=tokens, temperature=temperature, seed=seed)

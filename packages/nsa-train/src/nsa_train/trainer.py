@@ -16,7 +16,7 @@ from nsa_train.data import Batch, merge_states, open_dataset, open_training_stre
 from nsa_train.errors import GuardError, PeerError, TrainError
 from nsa_train.feed import Feed, Fetched
 from nsa_train.finite import gradients_of, not_finite, require_finite_state, some
-from nsa_train.guards import Cause, GradientWatch, Skip, StepGuard, StepNumbers
+from nsa_train.guards import GradientWatch, Skip, StepGuard, StepNumbers
 from nsa_train.model.decoder import build_model
 from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
 from nsa_train.parallel.contact import contact_kept
@@ -26,9 +26,10 @@ from nsa_train.patience import Patience
 from nsa_train.routing import DTYPES
 from nsa_train.run_dir import RunDirectory
 from nsa_train.stopping import Stop, StopRequests
-from nsa_train.telemetry.health import of_layers
+from nsa_train.telemetry.layers import of_layers
 from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
 from nsa_train.telemetry.recorder import Observed, Recorder
+from nsa_train.telemetry.records import Cause
 from nsa_train.telemetry.samples import write_samples
 
 FAILED = -1

@@ -70,7 +70,10 @@ def read_history(paths: RunDirectory) -> History:
 
 def draw_curves(history: History, path: Path) -> None:
     """Draw the curves of `history` to the PNG `path`."""
-    figure_of(history).savefig(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    # savefig would draw twice, the first time for the extents alone
+    FigureCanvasAgg(figure_of(history)).print_png(path)
 
 
 def figure_of(history: History) -> "Figure":
@@ -109,6 +112,7 @@ def _draw_loss(axis: Any, history: History) -> None:
 def _draw_gradients(axis: Any, history: History) -> None:
     axis.plot(history.training["step"], history.training["grad_norm"], color=BRANCH_COLOURS["slc"], lw=0.8)
     axis.set_yscale("log")
+    _label_plainly(axis)
     axis.set_title("Gradient norm (line), learning rate (dotted)")
     rates = axis.twinx()
     rates.plot(history.training["step"], history.training["lr"], ":", color=INK, lw=1.2)
@@ -166,6 +170,21 @@ def _draw_selection(axis: Any, history: History) -> None:
     axis.set_ylim(0, 1)
     axis.set_title("Selection, share of a query's blocks")
     _name_lines(axis)
+
+
+def _label_plainly(axis: Any) -> None:
+    """Write 0.01 at the ticks of a logarithmic scale: a power with an exponent needs matplotlib's formula parser, a tenth of a second."""
+    from matplotlib.ticker import LogFormatter
+
+    class PlainLabels(LogFormatter):
+        """Labels where LogFormatter has some."""
+
+        def __call__(self, x: float, pos: Any = None) -> str:
+            """Return the number at `x`; nothing at most of the small ticks."""
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    axis.yaxis.set_major_formatter(PlainLabels())
+    axis.yaxis.set_minor_formatter(PlainLabels())
 
 
 def _name_lines(axis: Any) -> None:
