@@ -1,5 +1,6 @@
 """The command line: verbs, exit codes, messages without tracebacks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nsa_core.errors import BackendUnavailableError, DuplicateBackendError, InputError, NSAError
+from nsa_core.errors import ConfigError as CoreConfigError
 from nsa_train.cli import run_command
 from nsa_train.config import structure
 from nsa_train.recipe import load_config
@@ -171,6 +174,42 @@ def test_sample_refuses_what_it_cannot_use(tiny_run: RunDirectory, capsys: pytes
     assert len(capsys.readouterr().err.splitlines()) == 3
     assert run_command(["sample", "no/such/run", "--prompt", "x"]) == 2
     assert "CKPT='no/such/run' holds no checkpoint" in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_serve_a_sample_is_one_line(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sample", str(tiny_run.root), "--prompt", "1", "--tokens", "3"]
+    assert run_command([*words, "--backend", "nosuch"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("nsa-train: --backend='nosuch': nsa.backends.cmp='nosuch' is not installed (there is sdpa")
+    assert line.endswith("); use --backend auto")
+    texts = set()
+    for backend in ("sdpa", "auto"):
+        assert run_command([*words, "--backend", backend]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BackendUnavailableError("no backend:\nslc: none\n  mine: incapable: gone"), 2),
+        (DuplicateBackendError("no backend:\nslc: none\n  mine: incapable: gone"), 2),
+        (CoreConfigError("no backend:\nslc: none\n  mine: incapable: gone"), 2),
+        (InputError("no backend:\nslc: none\n  mine: incapable: gone"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_nsa_core_refuses_is_one_line(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: NSAError, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("nsa_train.trainer.Trainer._step", refuse)
+    out = tmp_path / "out"
+    assert run_command(["run", str(tiny_recipe), "--out", str(out), "--set", "data.source=synthetic", "--set", "data.path="]) == code
+    assert capsys.readouterr().err == "nsa-train: no backend: slc: none; mine: incapable: gone\n"
+    assert json.loads((out / "heartbeat_rank0.jsonl").read_text().splitlines()[-1])["code"] == code
 
 
 def test_report_refuses_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

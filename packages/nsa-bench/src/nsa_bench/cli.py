@@ -13,6 +13,8 @@ from rich.console import Console
 
 from nsa_bench.__about__ import __version__
 from nsa_bench.errors import BenchError, OptionError
+from nsa_core.errors import NSAError
+from nsa_train.errors import TrainError, exit_code_of, in_one_line
 
 if TYPE_CHECKING:
     from nsa_bench.measurements import Measurement
@@ -102,6 +104,7 @@ def attention(
     """Time the operations, forward and backward, beside the best dense attention; what is wrong gets no time."""
     from nsa_bench.plans import AttentionOptions, make_plan
     from nsa_bench.reporting import Report, options_row, run_attention
+    from nsa_bench.routes import check_backend
 
     options = AttentionOptions(
         device=device,
@@ -118,6 +121,7 @@ def attention(
         preset=preset,
     )
     plan = make_plan(options)
+    check_backend(backend, ((operation, job.case) for job in plan.jobs for operation in job.operations), plan.device)
     report = Report.of(options_row(options, backend), commit, json_file, csv_file)
     return _exit_code(run_attention(plan, backend, report, _screen(), Console(stderr=True)))
 
@@ -139,8 +143,10 @@ def compare(
     """Time the whole operation beside other packages that are installed, with everybody's error."""
     from nsa_bench.plans import make_comparisons
     from nsa_bench.reporting import Report, run_comparison
+    from nsa_bench.routes import check_backend
 
     where, wanted = make_comparisons(device, dtype, lengths, shapes, geometry, backward=backward)
+    check_backend(backend, (("nsa", one.case) for one in wanted), where)
     given = {"device": device, "dtype": dtype, "lengths": lengths, "shapes": shapes, "geometry": geometry, "backward": backward}
     report = Report.of({**given, "backend": backend}, commit, json_file, csv_file)
     return _exit_code(run_comparison(where, wanted, backend, report, _screen(), Console(stderr=True)))
@@ -235,9 +241,12 @@ def run_command(tokens: Iterable[str]) -> int:
     except CycloptsError:
         # cyclopts has printed what is wrong
         return OptionError.exit_code
-    except BenchError as error:
+    except (BenchError, TrainError) as error:
         print(f"nsa-bench: {error}", file=sys.stderr)
         return error.exit_code
+    except NSAError as error:
+        print(f"nsa-bench: {in_one_line(error)}", file=sys.stderr)
+        return exit_code_of(error)
     except OSError as error:
         print(f"nsa-bench: {error}; give a path that can be written", file=sys.stderr)
         return OptionError.exit_code

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
+from nsa_core.errors import NSAError
 from nsa_train.__about__ import __version__
 from nsa_train.config import RunConfig
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
@@ -187,19 +188,30 @@ def sample(
     prompt: Annotated[str, Parameter(help="What the text begins with; at least one character.")],
     tokens: Annotated[int, Parameter(help="Tokens to add, at most.")] = 200,
     temperature: Annotated[float, Parameter(help="0 takes the likeliest token.")] = 0.8,
-    seed: int = 0,
+    seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
+    backend: Annotated[
+        str | None, Parameter(help="Backend of every attention operation, or auto, in place of what the checkpoint's nsa.backends names.")
+    ] = None,
 ) -> int:
-    """Print PROMPT and what the model of CKPT writes after it: a run's directory or a checkpoints/step-N."""
+    """Print PROMPT and what the model of CKPT writes after it."""
     check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed)
     from nsa_train.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(ckpt)
     for line in checkpoint.refused:
         warn(line)
+    from attrs import evolve
+
     from nsa_train.checkpoint import load_model
     from nsa_train.data import build_tokenizer
     from nsa_train.model.generate import generate
+    from nsa_train.routing import refused_backends, uses_of_sample, with_backend
 
+    if backend is not None:
+        checkpoint = evolve(checkpoint, config=with_backend(checkpoint.config, backend))
+    if problems := refused_backends(checkpoint.config, uses_of_sample(checkpoint.config), advice="use --backend auto"):
+        asked = f"CKPT={str(ckpt)!r}" if backend is None else f"--backend={backend!r}"
+        raise ConfigError(f"{asked}: {next(iter(problems.values()))}")
     tokenizer = build_tokenizer(checkpoint.config.data)
     ids = tokenizer.encode(prompt.encode())
     [drawn] = generate(load_model(checkpoint), [ids], tokenizer=tokenizer, num_tokens=tokens, temperature=temperature, seed=seed)
@@ -297,7 +309,7 @@ def _run_app(tokens: list[str]) -> Ending:
     except CycloptsError:
         # cyclopts has printed what is wrong
         return Ending(ConfigError.exit_code)
-    except (TrainError, SignalledError) as error:
+    except (TrainError, NSAError, SignalledError) as error:
         return ending_of(error)
     except OSError as error:
         if sys.stdout is not None and is_unread(sys.stdout):

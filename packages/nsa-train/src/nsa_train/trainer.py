@@ -13,7 +13,7 @@ from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, gather_j
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.config import RunConfig
 from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
-from nsa_train.errors import GuardError, PeerError, TrainError
+from nsa_train.errors import GuardError, PeerError, TrainError, exit_code_of
 from nsa_train.feed import Feed, Fetched
 from nsa_train.finite import gradients_of, not_finite, require_finite_state, some
 from nsa_train.guards import GradientWatch, Skip, StepGuard, StepNumbers
@@ -113,7 +113,7 @@ class Trainer:
                 return self._run()
         except BaseException as error:
             anomaly = "guard" if isinstance(error, GuardError) else None
-            self.recorder.halted(str(error) or type(error).__name__, code=getattr(error, "exit_code", 1), anomaly=anomaly)
+            self.recorder.halted(str(error) or type(error).__name__, code=exit_code_of(error), anomaly=anomaly)
             raise
         finally:
             torch.use_deterministic_algorithms(deterministic_before)
