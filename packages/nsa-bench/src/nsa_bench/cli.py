@@ -14,7 +14,10 @@ from rich.console import Console
 from nsa_bench.__about__ import __version__
 from nsa_bench.errors import BenchError, OptionError
 from nsa_core.errors import NSAError
+from nsa_train.config import listed
 from nsa_train.errors import TrainError, exit_code_of, in_one_line
+from nsa_train.recipe import shipped_recipes
+from nsa_train.versions import version_lines
 
 if TYPE_CHECKING:
     from nsa_bench.measurements import Measurement
@@ -23,8 +26,10 @@ app = App(
     name="nsa-bench",
     help="Measure and explain the attention of nsa-core on the machine at hand.",
     help_epilogue="Exit codes: 0 done, 1 error, 2 a bad option.",
-    version=__version__,
+    version=lambda: version_lines("nsa-bench", __version__),
+    version_format="plaintext",
 )
+app.register_install_completion_command(help="Install completion of commands and options for bash, zsh or fish.")
 TABLE_WIDTH = 110
 JSONFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file as JSON.")]
 CSVFile = Annotated[Path | None, Parameter(name="--csv", help="Write the result to this file as CSV.")]
@@ -46,8 +51,8 @@ def backends(
     seq_len: Annotated[int, Parameter(help="Tokens of the sequence.")] = 8192,
     heads: Annotated[int, Parameter(help="Query heads.")] = 64,
     kv_heads: Annotated[int, Parameter(help="KV heads.")] = 4,
-    head_dim_qk: int = 192,
-    head_dim_v: int = 128,
+    head_dim_qk: Annotated[int, Parameter(help="D_k: of queries and keys.")] = 192,
+    head_dim_v: Annotated[int, Parameter(help="D_v: of values.")] = 128,
     layout: Annotated[
         Literal["dense", "packed", "cached", "paged"], Parameter(help="cached and paged are a decode step of one query.")
     ] = "dense",
@@ -154,7 +159,9 @@ def compare(
 
 @app.command
 def train(
-    recipe: Annotated[str, Parameter(help="A recipe of nsa-train: a shipped name or a TOML file.")] = "125m",
+    recipe: Annotated[
+        str, Parameter(help=f"A shipped recipe of nsa-train ({listed(shipped_recipes())}) or the path of a TOML file.")
+    ] = "125m",
     /,
     *,
     json_file: JSONFile = None,
@@ -183,7 +190,7 @@ def train(
 
 @app.command
 def smoke(
-    run_dir: Annotated[Path, Parameter(name="RUN_DIR")],
+    run_dir: Annotated[Path, Parameter(name="RUN_DIR", help="The directory of a run, as `nsa-train run` printed it.")],
     /,
     *,
     json_file: JSONFile = None,

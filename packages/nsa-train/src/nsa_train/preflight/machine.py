@@ -63,6 +63,7 @@ def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> No
         if operation in refused:
             continue
         if decision.chosen is not None:
+            findings.routes[operation] = decision.chosen
             findings.passed.append(f"route: {operation} -> {decision.chosen}")
             if machine.device_type == "cuda" and decision.chosen == "sdpa" and asked == "auto":
                 findings.warned.append(f"route: {operation} -> sdpa, the reference, which is slow on a GPU; {_why_no_kernel(decision)}")

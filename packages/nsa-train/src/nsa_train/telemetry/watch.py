@@ -100,21 +100,42 @@ def watch(
     is_once: bool,
     interval_s: float,
     say: Callable[[str], None],
+    show: Callable[[Watcher, list[Finding]], None] = lambda watcher, found: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Look until the run ends (0; by an error: 1) or something is wrong (4).
 
     Then `.anomaly_type` is written, and `.HALT` if `is_halting`; a stalled rank is asked for a stack dump. `is_once`: look once.
+    `show` gets the watcher and what is wrong after the last look.
     """
     watcher = Watcher(paths)
     while True:
         now = time.time()
         found = watcher.look(now)
         if found:
+            show(watcher, found)
             return _act(watcher, found, is_halting=is_halting, say=say)
         if watcher.has_ended or is_once:
+            show(watcher, [])
             return _conclude(watcher, now, say)
         sleep(interval_s)
+
+
+def content(watcher: Watcher, found: list[Finding]) -> dict[str, Any]:
+    """Return what `watch --once --json` prints of a look: where the run stands, and what is `found` to be wrong."""
+    members = watcher.members
+    return {
+        "step": max((rank.step for rank in members), default=None),
+        "num_ranks": len(members),
+        "has_ended": watcher.has_ended,
+        "anomalies": [{"kind": one.kind, "rank": one.rank, "step": one.step, "detail": one.detail} for one in found],
+        "unhealthy": [{"figure": check.name, "found": check.found, "healthy": check.band} for check in watcher.unhealthy()],
+        "halts": [
+            {"rank": rank.rank, "exit_code": rank.last.get("code"), "reason": rank.last.get("reason")}
+            for rank in members
+            if rank.last.get("msg") == "halt"
+        ],
+    }
 
 
 def request_stack_dump(pid: int | None, host: str | None) -> str:
