@@ -2,24 +2,84 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from cyclopts import App
 
 from nsa_core.errors import BackendUnavailableError, DuplicateBackendError, InputError, NSAError
 from nsa_core.errors import ConfigError as CoreConfigError
-from nsa_train.cli import run_command
+from nsa_train.__about__ import __version__
+from nsa_train.cli import app, run_command
 from nsa_train.config import structure
-from nsa_train.recipe import load_config
+from nsa_train.recipe import load_config, shipped_recipes
 from nsa_train.run_dir import RunDirectory
 
 
 def test_the_module_is_the_command() -> None:
     result = subprocess.run([sys.executable, "-m", "nsa_train", "--help"], capture_output=True, text=True, check=True)
     assert all(verb in result.stdout for verb in ("run", "preflight", "sample", "report"))
+
+
+def _arguments(command: App) -> dict[str, str]:
+    """Return what the help says of each argument and option of the commands of `command`."""
+    found = {}
+    for name in command:
+        if name.startswith("-"):
+            continue
+        if all(word.startswith("-") for word in command[name]):
+            found |= {f"{name} {one.name}": one.parameter.help or "" for one in command[name].assemble_argument_collection()}
+        else:
+            found |= _arguments(command[name])
+    return found
+
+
+def test_every_argument_and_option_has_a_help_text() -> None:
+    found = _arguments(app)
+    assert {"run RECIPE", "preflight RECIPE", "watch DIR", "report DIR", "sample CKPT", "verify PATH", "export CKPT", "export OUT"} <= set(
+        found
+    )
+    assert [name for name, text in found.items() if not text] == []
+
+
+@pytest.mark.parametrize("command", ["run", "preflight", "loader-check"])
+def test_the_help_names_every_shipped_recipe(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert len(shipped_recipes()) >= 5
+    assert all(name in text for name in shipped_recipes())
+
+
+def test_the_version_names_the_package_and_what_it_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    first, *others, python, system = capsys.readouterr().out.splitlines()
+    assert first == f"nsa-train {__version__}"
+    assert f"torch {torch.__version__}" in others
+    assert {line.split()[0] for line in others} == {"nsa-core", "nsa-kernels-triton", "torch", "triton"}
+    assert (python, system) == (f"Python {platform.python_version()}", platform.platform())
+
+
+@pytest.mark.parametrize(
+    ("shell", "script"),
+    [
+        ("bash", ".local/share/bash-completion/completions/nsa-train"),
+        ("zsh", ".zsh/completions/_cyclopts_nsa-train"),
+        ("fish", ".config/fish/completions/nsa-train.fish"),
+    ],
+)
+def test_completion_is_installed(shell: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("ZSH", "ZSH_CUSTOM"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_command(["--install-completion", "--shell", shell]) == 0
+    text = (tmp_path / script).read_text()
+    words = ("run", "preflight", "loader-check", "watch", "sample", "report", "ckpt", "ls", "verify", "export", "synthetic-on-fail")
+    assert all(word in text for word in words)
 
 
 def test_a_mistyped_key_is_reported_without_importing_torch() -> None:

@@ -17,6 +17,7 @@ from nsa_core.errors import NSAError
 from nsa_train.config import listed
 from nsa_train.errors import TrainError, exit_code_of, in_one_line
 from nsa_train.recipe import shipped_recipes
+from nsa_train.streams import discard, is_unread
 from nsa_train.versions import version_lines
 
 if TYPE_CHECKING:
@@ -255,6 +256,10 @@ def run_command(tokens: Iterable[str]) -> int:
         print(f"nsa-bench: {in_one_line(error)}", file=sys.stderr)
         return exit_code_of(error)
     except OSError as error:
+        if is_unread(sys.stdout):
+            # whoever read the output has seen enough
+            discard(sys.stdout)
+            return BenchError.exit_code
         print(f"nsa-bench: {error}; give a path that can be written", file=sys.stderr)
         return OptionError.exit_code
     return result or 0

@@ -36,7 +36,7 @@ def describe_environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(0) if has_gpu else None,
         "num_gpus": torch.cuda.device_count(),
         "compute_capability": dotted(torch.cuda.get_device_capability(0)) if has_gpu else None,
-        "python": platform.pythonversion_of(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "cuda": torch.version.cuda,

@@ -21,7 +21,7 @@ from nsa_train.options import check_sampling, check_seconds
 from nsa_train.parallel.outcomes import Ending, ending_of, note_worker, reported
 from nsa_train.recipe import load_config, settled, shipped_recipes, to_toml
 from nsa_train.signals import ending_by_signals, last_words
-from nsa_train.streams import Answer, discard, is_unread, print_object, settle_streams, warn
+from nsa_train.streams import Answer, as_object, discard, is_unread, settle_streams, warn
 from nsa_train.versions import version_lines
 
 app = App(
@@ -343,7 +343,7 @@ def _run_as_json(tokens: list[str]) -> Ending:
     with redirect_stdout(StringIO()):
         ending, content = _run_app(tokens)
     command = " ".join(app.parse_commands(tokens)[0])
-    written = _ending_of(lambda: print_object(command, ending.code, ending.line.splitlines(), content))[0]
+    written = _ending_of(lambda: print(as_object(command, ending.code, ending.line.splitlines(), content)))[0]
     return ending if written.code == 0 else written
 
 

@@ -32,9 +32,9 @@ def warn(line: str) -> None:
         sys.stderr.write(f"nsa-train: {line}\n")
 
 
-def print_object(command: str, code: int, errors: list[str], content: Mapping[str, Any]) -> None:
-    """Print what a command with `--json` has to say as one line of JSON; a figure that JSON has no number for becomes null."""
-    print(json.dumps({"command": command, "exit_code": code, "errors": errors, **_spelled(content)}, allow_nan=False))
+def as_object(command: str, code: int, errors: list[str], content: Mapping[str, Any]) -> str:
+    """Return what a command with `--json` has to say as one line of JSON; a figure that JSON has no number for becomes null."""
+    return json.dumps({"command": command, "exit_code": code, "errors": errors, **_spelled(content)}, allow_nan=False)
 
 
 def _spelled(value: Any) -> Any:

@@ -21,7 +21,7 @@ def describe_environment(device: torch.device, routing: dict[str, Any], **more: 
     """Return the content of env.json; `routing`: operation -> the decision, readable; `more`: what the caller adds."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.pythonversion_of(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "cuda": torch.version.cuda,

@@ -72,8 +72,9 @@ def draw_curves(history: History, path: Path) -> None:
     """Draw the curves of `history` to the PNG `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    canvas: Any = FigureCanvasAgg(figure_of(history))
     # savefig would draw twice, the first time for the extents alone
-    FigureCanvasAgg(figure_of(history)).print_png(path)
+    canvas.print_png(path)
 
 
 def figure_of(history: History) -> "Figure":
