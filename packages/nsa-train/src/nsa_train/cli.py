@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+from attrs import evolve
 from cyclopts import App, CycloptsError, Parameter
 
 from nsa_core.errors import NSAError
@@ -36,6 +37,7 @@ app.register_install_completion_command(help="Install completion of commands and
 Recipe = Annotated[str, Parameter(help=f"A shipped recipe ({listed(shipped_recipes())}) or the path of a TOML file.")]
 RunFolder = Annotated[Path, Parameter(name="DIR", help="The directory of a run, as `nsa-train run` printed it.")]
 CHECKPOINT = "The directory of a run, whose newest checkpoint counts, or of one checkpoint: checkpoints/step-N."
+# `run_command` reads it, so that a failure is an object as well
 AsJSON = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object in place of lines, also of a failure.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
 SyntheticOnFail = Annotated[
@@ -228,8 +230,6 @@ def sample(
     checkpoint = open_checkpoint(ckpt)
     for line in checkpoint.refused:
         warn(line)
-    from attrs import evolve
-
     from nsa_train.checkpoint import load_model
     from nsa_train.data import build_tokenizer
     from nsa_train.model.generate import generate

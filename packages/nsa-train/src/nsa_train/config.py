@@ -84,7 +84,7 @@ _ADVICE = {
 
 
 def _broken_scaling(table: Mapping[str, Any]) -> list[str]:
-    """Return what stands against the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none. Imports torch."""
+    """Return what stands against the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
     from nsa_core import RopeScaling
     from nsa_core.config import SCALING_ALIASES
 
@@ -227,7 +227,7 @@ class RunConfig:
             )
 
     def nsa_config(self) -> "NSAConfig":
-        """Return the attention layer's configuration. Imports torch.
+        """Return the attention layer's configuration. Imports no torch.
 
         Raises:
             ConfigError: when core refuses a value of table `nsa`.

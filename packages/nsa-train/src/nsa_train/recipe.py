@@ -25,7 +25,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` (a shipped name or a TOML path) with `overrides` (`table.key=value`).
 
     Raises:
-        ConfigError: one line per problem. Keys and pairs are judged before torch is imported, table `nsa` after.
+        ConfigError: one line per problem. All but the size of the vocabulary is judged before torch is imported.
     """
     tables = read_toml(find_recipe(recipe))
     own = copy.deepcopy(tables)

@@ -13,7 +13,7 @@ NEEDED_BY = {Operation.CMP: {"cmp", "slc"}, Operation.SELECT: {"slc"}, Operation
 """The branches that run each operation."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By train.precision: what the attention computes in."""
-HERE = Machine(device_type="cpu", name="cpu")
+SAMPLER = Machine(device_type="cpu", name="cpu")
 """Where `nsa-train sample` computes."""
 AUTO = "auto"
 
@@ -96,7 +96,7 @@ def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
     """Return what drawing a sample with the model of `config` asks of an operation, on a CPU in float32."""
 
     def uses(operation: Operation) -> Uses:
-        training = _training_request(config, operation, HERE)
+        training = _training_request(config, operation, SAMPLER)
         return {"a sample": _sampling_requests(evolve(training, dtype=torch.float32, kv_dtype=torch.float32))}
 
     return uses
