@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from nsa_bench.__about__ import __version__
 from nsa_bench.cli import app, main, run_command
+from nsa_train.recipe import shipped_recipes
 
 
 def test_backends_prints_and_writes_the_routing(install, tmp_path, capsys):
@@ -182,6 +184,81 @@ def test_main_exits_with_the_code(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["backends", "--heads", "0"])
     assert caught.value.code == 2
+
+
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from nsa_bench.cli import run_command
+with contextlib.redirect_stdout(io.StringIO()):
+    codes = [run_command(words) for words in json.loads(sys.argv[1])]
+print(codes, "torch" in sys.modules)
+"""
+
+
+def test_help_version_and_wrong_arguments_need_no_torch(tmp_path):
+    done = [["--help"], ["--version"], ["train", "--help"]]
+    refused = [
+        ["smoke", str(tmp_path)],
+        ["train", "no/such"],
+        ["train", "demo", "--set", "train.stepz=3"],
+        ["train", "demo", "--set", "lr=3"],
+    ]
+    found = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps([*done, *refused])], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == f"{[0] * len(done) + [2] * len(refused)} False\n"
+    assert found.stderr.splitlines()[-1].endswith("did you mean --set train.lr=3?")
+
+
+def test_every_argument_and_option_has_a_help_text():
+    found = {
+        f"{name} {one.name}": one.parameter.help
+        for name in app
+        if not name.startswith("-")
+        for one in app[name].assemble_argument_collection()
+    }
+    assert {"smoke RUN_DIR", "train RECIPE", "backends --head-dim-qk"} <= set(found)
+    assert [name for name, text in found.items() if not text] == []
+    assert all(name in found["train RECIPE"] for name in shipped_recipes())
+
+
+def test_the_version_names_the_package_and_what_it_runs_on(capsys):
+    assert run_command(["--version"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"nsa-bench {__version__}"
+    assert {"nsa-core", "nsa-train", "torch", "triton", "Python"} <= {line.split()[0] for line in others}
+
+
+@pytest.mark.parametrize(
+    ("shell", "script"),
+    [
+        ("bash", ".local/share/bash-completion/completions/nsa-bench"),
+        ("zsh", ".zsh/completions/_cyclopts_nsa-bench"),
+        ("fish", ".config/fish/completions/nsa-bench.fish"),
+    ],
+)
+def test_completion_is_installed(shell, script, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("ZSH", "ZSH_CUSTOM"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_command(["--install-completion", "--shell", shell]) == 0
+    text = (tmp_path / script).read_text()
+    assert all(word in text for word in ("attention", "backends", "compare", "env", "smoke", "train", "compute-capability"))
+
+
+def test_a_backend_that_serves_some_of_what_is_wanted_is_measured(install, tmp_path, capsys):
+    install("liar_kernels", LIAR)
+    path = tmp_path / "a.json"
+    options = ["--baseline", "none", "--no-backward", "--json", str(path), "--backend", "liar"]
+    assert run_command(["attention", *TINY, "--operations", "win,cmp", *options]) == 1
+    cmp, win = json.loads(path.read_text())["rows"]
+    assert cmp["reason"].startswith("BackendUnavailableError: no backend 'liar' for operation 'cmp'")
+    assert win["implementation"] == "liar"
+    path.unlink()
+    capsys.readouterr()
+    assert run_command(["attention", *TINY, "--operations", "nsa,cmp", *options]) == 2
+    assert capsys.readouterr().err.endswith("(liar: it has no cmp, it has no select, it has no slc); use --backend auto\n")
+    assert not path.exists()
 
 
 def test_the_package_runs_as_a_module_and_reports_a_bad_option_without_torch():

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from nsa_bench.cli import run_command
 from nsa_bench.determinism import chosen_blocks
 from nsa_bench.smoke import check_run
 from nsa_bench.smoke_records import read_records
+from nsa_core import Operation
 from nsa_train.cli import run_command as run_train
 from nsa_train.trainer import Trainer
 
@@ -271,6 +274,13 @@ def test_what_does_not_apply_is_no_failure(tmp_path: Path) -> None:
     assert False not in verdicts.values()
 
 
+def test_a_choice_that_no_backend_can_make_here_is_not_judged(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_train.routing.named_backends", lambda _: {Operation.SLC: "nosuch"})
+    [verdict] = [one for one in check_run(read_records(trained)) if one.rule == "selection repeats"]
+    assert verdict.is_passed is None
+    assert verdict.found.startswith("not judged: nsa.backends.slc='nosuch' is not installed (there is sdpa")
+
+
 def test_a_choice_that_changes_is_seen(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
@@ -300,6 +310,14 @@ def test_a_baseline_is_held_within_its_tolerance(figure: str, worse: float, bett
     assert run_command([*words, "--tolerance", "15"]) == 0
     baseline.write_text(json.dumps({"metrics": {**METRICS, figure: worse}}))
     assert run_command(words) == 1
+
+
+def test_records_alone_are_judged_without_torch(tmp_path: Path) -> None:
+    _write(tmp_path, _losses(3, 2))
+    program = "import sys; from nsa_bench.cli import run_command; code = run_command(sys.argv[1:]); print(code, 'torch' in sys.modules)"
+    words = ["smoke", str(tmp_path), "--compare-baseline", str(tmp_path / "metrics.json"), "--csv", str(tmp_path / "s.csv")]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"
 
 
 def test_what_is_no_run_or_no_baseline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,6 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
     policy.tiles = lambda kind, _capability, *sizes: tiles(kind, target, *sizes)
     ring = policy.ring
     policy.ring = lambda kind, _capability, *sizes: ring(kind, target, *sizes)
-    policy.check_device_type = lambda device_type: True
     compiler = Compiler()
     compiler.install()
     for name in names or CASES:

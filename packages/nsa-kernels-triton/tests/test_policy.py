@@ -113,31 +113,47 @@ def test_on_a_cpu_auto_takes_the_reference_and_a_name_the_interpreter():
 PROGRAM = """
 import sys, torch
 from nsa_core import *
-from nsa_core.plugins.manager import default_registry
 request = BranchRequest(operation="win")
-before = str(explain_routing(request, "triton").candidates[-1].reasons[0])
+reason = lambda: explain_routing(request, "triton").candidates[-1].reasons[0]
+print(reason(), "triton" in sys.modules)
 x = torch.zeros(1, 3, 1, 4)
 try:
     sliding_window_attention(x, x, x, geometry=BlockGeometry(), backend="triton")
-    refusal = None
+    print("it ran")
 except BackendUnavailableError as error:
-    refusal = str(error)
-print(before)
-print(refusal)
-print(explain_routing(request, "triton").candidates[-1].reasons[0])
+    print(error.args[0].splitlines()[-1].strip())
+import triton
+print(reason(), "triton" in sys.modules)
 """
 
 
+def asked_before_and_after_triton_is_loaded(environment):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a GPU does not interpret by default")
-def test_a_cpu_that_does_not_interpret_is_told_how_to(without_interpreter):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM], env=without_interpreter, capture_output=True, text=True, check=True
-    )
-    before, refusal, after = done.stdout.splitlines()
-    # as long as nothing has loaded triton, nobody knows
-    assert before == f"policy: {policy.FOR_TESTS}"
-    assert refusal == f"backend 'triton' cannot serve this request: {policy.NOT_INTERPRETING}, or use backend='auto'"
-    assert after == f"incapable: {policy.NOT_INTERPRETING}"
+def test_a_cpu_that_does_not_interpret_is_told_how_to_before_a_compiler_is_loaded(without_interpreter):
+    reason = f"incapable: {policy.NOT_INTERPRETING}"
+    before, refusal, after = asked_before_and_after_triton_is_loaded(without_interpreter)
+    assert before == f"{reason} False"
+    assert refusal == f"triton (preference -100): {reason}"
+    assert after == f"{reason} True"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a GPU does not interpret by default")
+def test_a_cpu_that_interprets_runs_by_name_and_says_so_before_a_compiler_is_loaded(without_interpreter):
+    reason = f"policy: {policy.FOR_TESTS}"
+    assert asked_before_and_after_triton_is_loaded(without_interpreter | {"TRITON_INTERPRET": "True"}) == [
+        f"{reason} False", "it ran", f"{reason} True",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["1", "true", "On", "YES", "y", "0", "off", "2", "t", " 1", ""])
+def test_the_switch_is_read_as_triton_reads_it(word, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", word)
+    assert policy.interprets() == triton.knobs.runtime.interpret
 
 
 def test_without_triton_nothing_runs(monkeypatch):

@@ -1,22 +1,85 @@
 """The command line: verbs, exit codes, messages without tracebacks."""
 
+import json
 import os
+import platform
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from cyclopts import App
 
-from nsa_train.cli import run_command
+from nsa_core.errors import BackendUnavailableError, DuplicateBackendError, InputError, NSAError
+from nsa_core.errors import ConfigError as CoreConfigError
+from nsa_train.__about__ import __version__
+from nsa_train.cli import app, run_command
 from nsa_train.config import structure
-from nsa_train.recipe import load_config
+from nsa_train.recipe import load_config, shipped_recipes
 from nsa_train.run_dir import RunDirectory
 
 
 def test_the_module_is_the_command() -> None:
     result = subprocess.run([sys.executable, "-m", "nsa_train", "--help"], capture_output=True, text=True, check=True)
     assert all(verb in result.stdout for verb in ("run", "preflight", "sample", "report"))
+
+
+def _arguments(command: App) -> dict[str, str]:
+    """Return what the help says of each argument and option of the commands of `command`."""
+    found = {}
+    for name in command:
+        if name.startswith("-"):
+            continue
+        if all(word.startswith("-") for word in command[name]):
+            found |= {f"{name} {one.name}": one.parameter.help or "" for one in command[name].assemble_argument_collection()}
+        else:
+            found |= _arguments(command[name])
+    return found
+
+
+def test_every_argument_and_option_has_a_help_text() -> None:
+    found = _arguments(app)
+    assert {"run RECIPE", "preflight RECIPE", "watch DIR", "report DIR", "sample CKPT", "verify PATH", "export CKPT", "export OUT"} <= set(
+        found
+    )
+    assert [name for name, text in found.items() if not text] == []
+
+
+@pytest.mark.parametrize("command", ["run", "preflight", "loader-check"])
+def test_the_help_names_every_shipped_recipe(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert len(shipped_recipes()) >= 5
+    assert all(name in text for name in shipped_recipes())
+
+
+def test_the_version_names_the_package_and_what_it_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    first, *others, python, system = capsys.readouterr().out.splitlines()
+    assert first == f"nsa-train {__version__}"
+    assert f"torch {torch.__version__}" in others
+    assert {line.split()[0] for line in others} == {"nsa-core", "nsa-kernels-triton", "torch", "triton"}
+    assert (python, system) == (f"Python {platform.python_version()}", platform.platform())
+
+
+@pytest.mark.parametrize(
+    ("shell", "script"),
+    [
+        ("bash", ".local/share/bash-completion/completions/nsa-train"),
+        ("zsh", ".zsh/completions/_cyclopts_nsa-train"),
+        ("fish", ".config/fish/completions/nsa-train.fish"),
+    ],
+)
+def test_completion_is_installed(shell: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("ZSH", "ZSH_CUSTOM"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_command(["--install-completion", "--shell", shell]) == 0
+    text = (tmp_path / script).read_text()
+    words = ("run", "preflight", "loader-check", "watch", "sample", "report", "ckpt", "ls", "verify", "export", "synthetic-on-fail")
+    assert all(word in text for word in words)
 
 
 def test_a_mistyped_key_is_reported_without_importing_torch() -> None:
@@ -171,6 +234,42 @@ def test_sample_refuses_what_it_cannot_use(tiny_run: RunDirectory, capsys: pytes
     assert len(capsys.readouterr().err.splitlines()) == 3
     assert run_command(["sample", "no/such/run", "--prompt", "x"]) == 2
     assert "CKPT='no/such/run' holds no checkpoint" in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_serve_a_sample_is_one_line(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sample", str(tiny_run.root), "--prompt", "1", "--tokens", "3"]
+    assert run_command([*words, "--backend", "nosuch"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("nsa-train: --backend='nosuch': nsa.backends.cmp='nosuch' is not installed (there is sdpa")
+    assert line.endswith("); use --backend auto")
+    texts = set()
+    for backend in ("sdpa", "auto"):
+        assert run_command([*words, "--backend", backend]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BackendUnavailableError("no backend:\nslc: none\n  mine: incapable: gone"), 2),
+        (DuplicateBackendError("no backend:\nslc: none\n  mine: incapable: gone"), 2),
+        (CoreConfigError("no backend:\nslc: none\n  mine: incapable: gone"), 2),
+        (InputError("no backend:\nslc: none\n  mine: incapable: gone"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_nsa_core_refuses_is_one_line(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: NSAError, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("nsa_train.trainer.Trainer._step", refuse)
+    out = tmp_path / "out"
+    assert run_command(["run", str(tiny_recipe), "--out", str(out), "--set", "data.source=synthetic", "--set", "data.path="]) == code
+    assert capsys.readouterr().err == "nsa-train: no backend: slc: none; mine: incapable: gone\n"
+    assert json.loads((out / "heartbeat_rank0.jsonl").read_text().splitlines()[-1])["code"] == code
 
 
 def test_report_refuses_a_directory_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,14 @@ from nsa_train.recipe import load_config, to_toml
 
 BAD = [
     # override, and what the message must say
-    ("train.steps=0", ["train.steps=0", "an integer from 1 to ", "use 600"]),
-    ("train.steps=many", ["train.steps='many'", "an integer from 1 to ", "use 600"]),
+    ("train.steps=0", ["train.steps=0", "an integer from 1 to ", "use 5"]),
+    ("train.steps=many", ["train.steps='many'", "an integer from 1 to ", "use 5"]),
     ("train.steps=2.5", ["train.steps=2.5", "an integer from 1 to "]),
     ("train.steps=true", ["train.steps=True", "an integer from 1 to "]),
     ("train.eval_batches=0", ["train.eval_batches=0", "an integer from 1 to ", "use 16"]),
     ("train.eval_batches=1.5", ["train.eval_batches=1.5", "an integer from 1 to "]),
     ("train.eval_batch=1", ["train.eval_batch is unknown", "did you mean train.eval_batches?"]),
-    ("train.lr=-1", ["train.lr=-1", "a number from 1e-12 to 100", "use 0.003"]),
+    ("train.lr=-1", ["train.lr=-1", "a number from 1e-12 to 100", "use 0.01"]),
     ("train.lr=inf", ["train.lr=inf", "a number from 1e-12 to 100"]),
     ("train.lr=nan", ["train.lr=nan", "a number from 1e-12 to 100"]),
     ("train.grad_clip=0", ["train.grad_clip=0", "a number from 1e-09 to"]),

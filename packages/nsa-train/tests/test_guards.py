@@ -9,8 +9,9 @@ from torch import nn
 
 from nsa_train.config import TrainTable
 from nsa_train.errors import GuardError
-from nsa_train.guards import Cause, GradientWatch, StepGuard, StepNumbers, opening_lengths
+from nsa_train.guards import GradientWatch, StepGuard, StepNumbers, opening_lengths
 from nsa_train.model.decoder import build_model
+from nsa_train.telemetry.records import Cause
 
 
 class Halves(nn.Module):

@@ -1,6 +1,7 @@
 """Preflight judges every rule and writes nothing."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from nsa_core import (
     BranchRequest,
     Capability,
     LayerTelemetry,
+    Layout,
     NativeSparseAttention,
     Operation,
     default_registry,
@@ -108,6 +110,81 @@ def test_a_backend_that_cannot_serve_is_named_with_its_own_reasons(tiny_config, 
         "nsa.backends.slc='gpu' cannot serve this run (gpu: incapable: device cpu (needs cuda), "
         "incapable: head dimension 16 (at most 8)); use 'auto'"
     )
+
+
+class Third:
+    """A third party's backend of one operation, with a reason against what it is told not to take."""
+
+    name = "third"
+
+    def __init__(self, operation: Operation, refuse: Callable[[BranchRequest], Reason | None]) -> None:
+        self.operation, self.capability, self.refuse = operation, Capability(), refuse
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        found = self.refuse(request)
+        return () if found is None else (found,)
+
+    def preference(self, request: BranchRequest) -> int:
+        return -1
+
+    def __call__(self, *tensors, geometry, scale, placement):
+        raise AssertionError("routing alone calls no backend")
+
+
+@pytest.fixture
+def third_party(monkeypatch) -> Callable[..., None]:
+    """A function that installs a third party's backend of some operations beside the reference, which has no `nsa`."""
+
+    def install(refuse: Callable[[BranchRequest], Reason | None], *operations: Operation) -> None:
+        built_in = [backend for backend in default_registry().backends if backend.name == "sdpa"]
+        registry = BackendRegistry((*built_in, *(Third(operation, refuse) for operation in operations)))
+        monkeypatch.setattr("nsa_train.routing.explain_routing", functools.partial(explain_routing, registry=registry))
+        monkeypatch.setattr("nsa_train.routing.default_registry", lambda: registry)
+
+    return install
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_a_named_backend_that_cannot_serve_fails_for_every_operation(tiny_config, tmp_path: Path, third_party, operation) -> None:
+    third_party(lambda _: Reason.incapable("too warm"), *Operation)
+    [failure] = run_preflight(tiny_config(f"nsa.backends.{operation}=third"), tmp_path / "out").failed
+    assert failure == f"nsa.backends.{operation}='third' cannot serve this run (third: incapable: too warm); use 'auto'"
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_a_name_that_no_plug_in_has_fails_for_every_operation(tiny_config, tmp_path: Path, third_party, operation) -> None:
+    third_party(lambda _: None)
+    there = "none" if operation is Operation.NSA else "sdpa"
+    for branches in ("['cmp','slc','win']", "['cmp']"):
+        config = tiny_config(f"nsa.backends.{operation}=nosuch", f"nsa.branches={branches}")
+        [failure] = run_preflight(config, tmp_path / "out").failed
+        assert failure == f"nsa.backends.{operation}='nosuch' is not installed (there is {there}); use 'auto'"
+
+
+def test_a_backend_that_cannot_serve_the_samples_of_a_run_fails(tiny_config, tmp_path: Path, third_party) -> None:
+    third_party(lambda request: Reason.incapable("no cache") if request.layout is Layout.CACHED else None, *Operation)
+    [failure] = run_preflight(tiny_config("nsa.backends.slc=third"), tmp_path / "out").failed
+    assert failure == "nsa.backends.slc='third' cannot serve the samples of this run (third: incapable: no cache); use 'auto'"
+    # a cache takes the branches one by one
+    assert run_preflight(tiny_config("nsa.backends.nsa=third"), tmp_path / "out").failed == []
+
+
+def test_policy_against_a_named_backend_is_a_warning(tiny_config, tmp_path: Path, third_party) -> None:
+    third_party(lambda _: Reason.policy("slow here"), *Operation)
+    findings = run_preflight(tiny_config("nsa.backends.slc=third"), tmp_path / "out")
+    assert findings.failed == []
+    assert "route: slc -> third" in findings.passed
+    [warning] = [line for line in findings.warned if line.startswith("route")]
+    assert warning == "route: slc -> third, because nsa.backends.slc names it, against policy: slow here"
+
+
+def test_a_backend_named_for_what_is_not_run_is_a_warning(tiny_config, tmp_path: Path, third_party) -> None:
+    third_party(lambda _: Reason.incapable("too warm"), *Operation)
+    findings = run_preflight(tiny_config("nsa.backends={slc='third',nsa='third'}", "nsa.branches=['win']"), tmp_path / "out")
+    assert findings.failed == []
+    assert [line for line in findings.warned if line.startswith("route")] == [
+        f"route: nsa.backends.{name}='third' is not used (nsa.branches=['win'] runs no {name})" for name in ("slc", "nsa")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,69 @@ def test_an_override_reaches_nested_tables() -> None:
     assert tables == {"nsa": {"backends": {"win": "sdpa", "cmp": "sdpa"}}}
 
 
-@pytest.mark.parametrize("override", ["steps", "steps=3", "train.=3", ".steps=3", "train.steps"])
+@pytest.mark.parametrize("override", ["zzz", "zzz=3", "train.=3", "model=3"])
 def test_a_malformed_override_is_named(override: str) -> None:
-    with pytest.raises(ConfigError, match="is not of the form table.key=value; use --set train.steps=100"):
+    with pytest.raises(ConfigError, match=f"--set '{override}' is not of the form table.key=value; use --set train.steps=100"):
         apply_override({}, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("lr=3", "train.lr=3"),
+        ("lrr = 3", "train.lr=3"),
+        ("window_size=64", "nsa.window_size=64"),
+        ("n_layer=2", "model.n_layers=2"),
+        (".path=a.txt", "data.path=a.txt"),
+        ("steps", "train.steps=VALUE"),
+        ("train.steps", "train.steps=VALUE"),
+    ],
+)
+def test_a_key_without_its_table_is_offered_with_it(override: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_override({}, override)
+    assert str(caught.value) == f"--set {override!r} is not of the form table.key=value; did you mean --set {advice}?"
+
+
+@pytest.mark.parametrize(("override", "key"), [("train.dimm=3", "model.dim"), ("train.window_size=3", "nsa.window_size")])
+def test_a_key_of_another_table_is_offered(tiny_recipe: Path, override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"is unknown \(every key is read or refused\); did you mean {key}\?"):
+        load_config(str(tiny_recipe), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "own"),
+    [
+        ("train.steps=abc", "5"),
+        ("train.steps=0", "5"),
+        ("train.lr=abc", "0.01"),
+        # what the recipe does not say has a default
+        ("train.grad_clip=abc", "1.0"),
+        ("train.compile=maybe", "true"),
+        ("data.source=qqq", "'text'"),
+        ("nsa.window_size=abc", "8"),
+        ("nsa.num_initial_blocks=-1", "1"),
+        ("nsa.gate=qqq", "'sigmoid'"),
+    ],
+)
+def test_a_value_that_breaks_a_rule_is_answered_with_the_recipes_own(tiny_recipe: Path, override: str, own: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tiny_recipe), ["train.seq_len=64", override])
+    [line] = str(caught.value).splitlines()
+    assert line.endswith(f"; use {own}")
+
+
+def test_each_of_several_values_is_answered_with_the_recipes_own(tiny_recipe: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tiny_recipe), ["train.steps=abc", "train.batch_size=-1", "model.dim=x"])
+    assert sorted(line.rpartition("; use ")[2] for line in str(caught.value).splitlines()) == ["2", "32", "5"]
+
+
+def test_a_value_that_the_recipe_itself_has_wrong_is_not_offered(tmp_path: Path, tiny_recipe: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(tiny_recipe.read_text().replace("steps = 5", "steps = -5", 1))
+    with pytest.raises(ConfigError, match="train.steps='abc' is not an integer from 1 to 1,000,000,000; use 600"):
+        load_config(str(path), ["train.steps=abc"])
 
 
 def test_an_override_cannot_enter_a_value() -> None:

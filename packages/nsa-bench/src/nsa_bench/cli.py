@@ -13,6 +13,12 @@ from rich.console import Console
 
 from nsa_bench.__about__ import __version__
 from nsa_bench.errors import BenchError, OptionError
+from nsa_core.errors import NSAError
+from nsa_train.config import listed
+from nsa_train.errors import TrainError, exit_code_of, in_one_line
+from nsa_train.recipe import shipped_recipes
+from nsa_train.streams import discard, is_unread
+from nsa_train.versions import version_lines
 
 if TYPE_CHECKING:
     from nsa_bench.measurements import Measurement
@@ -21,8 +27,10 @@ app = App(
     name="nsa-bench",
     help="Measure and explain the attention of nsa-core on the machine at hand.",
     help_epilogue="Exit codes: 0 done, 1 error, 2 a bad option.",
-    version=__version__,
+    version=lambda: version_lines("nsa-bench", __version__),
+    version_format="plaintext",
 )
+app.register_install_completion_command(help="Install completion of commands and options for bash, zsh or fish.")
 TABLE_WIDTH = 110
 JSONFile = Annotated[Path | None, Parameter(name="--json", help="Write the result to this file as JSON.")]
 CSVFile = Annotated[Path | None, Parameter(name="--csv", help="Write the result to this file as CSV.")]
@@ -44,8 +52,8 @@ def backends(
     seq_len: Annotated[int, Parameter(help="Tokens of the sequence.")] = 8192,
     heads: Annotated[int, Parameter(help="Query heads.")] = 64,
     kv_heads: Annotated[int, Parameter(help="KV heads.")] = 4,
-    head_dim_qk: int = 192,
-    head_dim_v: int = 128,
+    head_dim_qk: Annotated[int, Parameter(help="D_k: of queries and keys.")] = 192,
+    head_dim_v: Annotated[int, Parameter(help="D_v: of values.")] = 128,
     layout: Annotated[
         Literal["dense", "packed", "cached", "paged"], Parameter(help="cached and paged are a decode step of one query.")
     ] = "dense",
@@ -102,6 +110,7 @@ def attention(
     """Time the operations, forward and backward, beside the best dense attention; what is wrong gets no time."""
     from nsa_bench.plans import AttentionOptions, make_plan
     from nsa_bench.reporting import Report, options_row, run_attention
+    from nsa_bench.routes import check_backend
 
     options = AttentionOptions(
         device=device,
@@ -118,6 +127,7 @@ def attention(
         preset=preset,
     )
     plan = make_plan(options)
+    check_backend(backend, ((operation, job.case) for job in plan.jobs for operation in job.operations), plan.device)
     report = Report.of(options_row(options, backend), commit, json_file, csv_file)
     return _exit_code(run_attention(plan, backend, report, _screen(), Console(stderr=True)))
 
@@ -139,8 +149,10 @@ def compare(
     """Time the whole operation beside other packages that are installed, with everybody's error."""
     from nsa_bench.plans import make_comparisons
     from nsa_bench.reporting import Report, run_comparison
+    from nsa_bench.routes import check_backend
 
     where, wanted = make_comparisons(device, dtype, lengths, shapes, geometry, backward=backward)
+    check_backend(backend, (("nsa", one.case) for one in wanted), where)
     given = {"device": device, "dtype": dtype, "lengths": lengths, "shapes": shapes, "geometry": geometry, "backward": backward}
     report = Report.of({**given, "backend": backend}, commit, json_file, csv_file)
     return _exit_code(run_comparison(where, wanted, backend, report, _screen(), Console(stderr=True)))
@@ -148,7 +160,9 @@ def compare(
 
 @app.command
 def train(
-    recipe: Annotated[str, Parameter(help="A recipe of nsa-train: a shipped name or a TOML file.")] = "125m",
+    recipe: Annotated[
+        str, Parameter(help=f"A shipped recipe of nsa-train ({listed(shipped_recipes())}) or the path of a TOML file.")
+    ] = "125m",
     /,
     *,
     json_file: JSONFile = None,
@@ -177,7 +191,7 @@ def train(
 
 @app.command
 def smoke(
-    run_dir: Annotated[Path, Parameter(name="RUN_DIR")],
+    run_dir: Annotated[Path, Parameter(name="RUN_DIR", help="The directory of a run, as `nsa-train run` printed it.")],
     /,
     *,
     json_file: JSONFile = None,
@@ -235,10 +249,17 @@ def run_command(tokens: Iterable[str]) -> int:
     except CycloptsError:
         # cyclopts has printed what is wrong
         return OptionError.exit_code
-    except BenchError as error:
+    except (BenchError, TrainError) as error:
         print(f"nsa-bench: {error}", file=sys.stderr)
         return error.exit_code
+    except NSAError as error:
+        print(f"nsa-bench: {in_one_line(error)}", file=sys.stderr)
+        return exit_code_of(error)
     except OSError as error:
+        if is_unread(sys.stdout):
+            # whoever read the output has seen enough
+            discard(sys.stdout)
+            return BenchError.exit_code
         print(f"nsa-bench: {error}; give a path that can be written", file=sys.stderr)
         return OptionError.exit_code
     return result or 0

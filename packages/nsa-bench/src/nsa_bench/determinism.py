@@ -7,13 +7,12 @@ from nsa_bench.smoke_records import Records, Verdict
 from nsa_core import BlockGeometry
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.checkpoint import load_model, open_checkpoint
-from nsa_train.checkpoint.layout import step_folders
 from nsa_train.errors import TrainError
 from nsa_train.model.decoder import Decoder
+from nsa_train.routing import refused_backends, uses_of_sample
 
 MOST_TOKENS = 512
 SEED = 0
-RULE = "selection repeats"
 
 
 class ChosenBlocks(LayerTelemetry):
@@ -29,25 +28,23 @@ class ChosenBlocks(LayerTelemetry):
         self.block_indices = block_indices
 
 
-def selection_verdict(records: Records) -> Verdict:
-    """Return whether the newest checkpoint of the run chooses the same blocks for the same tokens."""
-    if records.settings.get("model", {}).get("attention") == "dense":
-        return Verdict(rule=RULE, is_passed=None, found="the dense twin chooses none")
-    if not step_folders(records.paths.checkpoints):
-        return Verdict(rule=RULE, is_passed=None, found="the run holds no checkpoint to choose with")
+def selection_verdict(records: Records, rule: str) -> Verdict:
+    """Return whether the newest checkpoint of the run chooses the same blocks for the same tokens, as the verdict of `rule`."""
     try:
         checkpoint = open_checkpoint(records.paths.root)
+        if refused := refused_backends(checkpoint.config, uses_of_sample(checkpoint.config), advice="judge it where it can"):
+            return Verdict(rule=rule, is_passed=None, found=f"not judged: {next(iter(refused.values()))}")
         model = load_model(checkpoint)
     except TrainError as error:
-        return Verdict(rule=RULE, is_passed=False, found=str(error))
+        return Verdict(rule=rule, is_passed=False, found=str(error))
     generator = torch.Generator().manual_seed(SEED)
     length = min(checkpoint.config.train.seq_len, MOST_TOKENS)
     ids = torch.randint(0, len(model.embedding.weight), (2, length), generator=generator)
     first, second = chosen_blocks(model, ids), chosen_blocks(model, ids)
     if not first:
-        return Verdict(rule=RULE, is_passed=None, found="no layer has the selected branch")
+        return Verdict(rule=rule, is_passed=None, found="no layer has the selected branch")
     differing = sum(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    return Verdict(rule=RULE, is_passed=not differing, found=f"{len(first) - differing} of {len(first)} layers chose the same blocks twice")
+    return Verdict(rule=rule, is_passed=not differing, found=f"{len(first) - differing} of {len(first)} layers chose the same blocks twice")
 
 
 @torch.no_grad()

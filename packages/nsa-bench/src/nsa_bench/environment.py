@@ -3,7 +3,6 @@
 import os
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import nsa_core
 from nsa_bench.__about__ import __version__
 from nsa_train.__about__ import __version__ as nsa_train_version
 from nsa_train.telemetry.environment import commit_of
+from nsa_train.versions import version_of
 
 # these state their versions themselves, also in a checkout that is not installed
 OURS = {"nsa-core": nsa_core.__version__, "nsa-train": nsa_train_version, "nsa-bench": __version__}
@@ -38,10 +38,10 @@ def describe_environment() -> dict[str, Any]:
         "compute_capability": dotted(torch.cuda.get_device_capability(0)) if has_gpu else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "cuda": torch.version.cuda,
         "commit": commit_of(Path(__file__).parent),
-        "packages": OURS | {name: found for name in OTHERS if (found := _version(name))},
+        "packages": OURS | {name: found for name in OTHERS if (found := version_of(name))},
     }
 
 
@@ -57,10 +57,3 @@ def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,7 +1,4 @@
-"""The errors that end a command on purpose; each knows the exit code that the command line returns for it.
-
-They stand apart from `nsa_core.errors` so that a mistyped option is reported without importing torch.
-"""
+"""The errors that end a command on purpose; each knows the exit code that the command line returns for it. Imports no torch."""
 
 
 class BenchError(Exception):

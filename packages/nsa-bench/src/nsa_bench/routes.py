@@ -1,9 +1,14 @@
-"""A registry that notes which backend served what, so that a result names what ran and not what should have run."""
+"""Who serves: a registry that notes which backend ran, so that a result names what did, and what stands against a named one."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from nsa_bench.errors import BenchError
-from nsa_core import BackendRegistry, DuplicateBackendError, load_plugins
+import torch
+
+from nsa_bench.cases import Case
+from nsa_bench.errors import BenchError, OptionError
+from nsa_bench.measurements import OURS
+from nsa_core import BackendRegistry, BranchRequest, DuplicateBackendError, Layout, Operation, load_plugins
 
 
 class RouteRecorder(BackendRegistry):
@@ -42,3 +47,61 @@ class RouteRecorder(BackendRegistry):
         """Return who ran: "triton" where one did it all, else "cmp sdpa, slc triton"."""
         names = set(self._served.values())
         return names.pop() if len(names) == 1 else ", ".join(f"{operation} {name}" for operation, name in self._served.items())
+
+
+def check_backend(name: str, wanted: Iterable[tuple[str, Case]], device: torch.device) -> None:
+    """Let the `--backend` of a measurement pass that can serve something of it; `wanted`: operations (of OURS) and their cases.
+
+    What it cannot serve of the rest stands in the results, with the reason.
+
+    Raises:
+        OptionError: when no plug-in has it, or it can serve nothing of what is wanted, with all reasons.
+    """
+    if name == "auto":
+        return
+    registry = RouteRecorder.of_installed()
+    known = sorted({backend.name for backend in registry.backends})
+    if name not in known:
+        raise OptionError(f"--backend={name!r} is not installed (there is {', '.join(known)}); use --backend auto")
+    reasons: dict[str, None] = {}
+    for operation, case in wanted:
+        against = [_reasons_against(name, request, registry) for request in _requests(name, operation, case, device, registry)]
+        if not any(against):
+            return
+        reasons |= dict.fromkeys(reason for found in against for reason in found)
+    raise OptionError(f"--backend={name!r} cannot serve what is to be measured ({name}: {', '.join(reasons)}); use --backend auto")
+
+
+def _requests(name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry) -> list[BranchRequest]:
+    """Return what the forward pass of `operation` asks for; the whole operation runs part by part where `name` has it not in one."""
+    is_split = operation == "nsa" and not registry.has(Operation.NSA, name)
+    parts = [part for part in OURS if part != "nsa"] if is_split else [operation]
+    shape = case.shape
+    return [
+        BranchRequest(
+            operation=part,
+            geometry=case.geometry,
+            device_type=device.type,
+            compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            dtype=case.dtype,
+            kv_dtype=case.dtype,
+            num_sequences=len(case.sequence_lengths),
+            num_queries=case.seq_len,
+            num_keys=max(case.sequence_lengths),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim_qk=shape.head_dim_qk,
+            head_dim_v=shape.head_dim_qk if part == "select" else shape.head_dim_v,
+            layout=Layout.DENSE if case.lengths is None else Layout.PACKED,
+        )
+        for part in parts
+    ]
+
+
+def _reasons_against(name: str, request: BranchRequest, registry: BackendRegistry) -> list[str]:
+    """Return why `name` cannot serve `request`; empty where it can."""
+    decision = registry.explain(request, name)
+    if decision.chosen is not None:
+        return []
+    reasons = [str(reason) for candidate in decision.candidates if candidate.name == name for reason in candidate.reasons]
+    return reasons or [f"it has no {request.operation.value}"]

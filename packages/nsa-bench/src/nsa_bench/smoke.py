@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nsa_bench.determinism import selection_verdict
 from nsa_bench.errors import OptionError
 from nsa_bench.smoke_records import Records, Verdict, read_metrics
-from nsa_train.guards import Cause
+from nsa_train.checkpoint.layout import step_folders
 from nsa_train.telemetry.health import judge, steadiness
+from nsa_train.telemetry.records import Cause
 from nsa_train.telemetry.watch import ON_REQUEST, has_died, is_here
 
 FETCH_SHARE = 0.05
@@ -32,7 +32,7 @@ def check_run(records: Records) -> list[Verdict]:
     """Return the verdict of every rule on `records`."""
     rules: tuple[Callable[[Records], Verdict], ...] = (_ending, _numbers, _improvement, _throughput, _fetch)
     damage = [Verdict(rule="records", is_passed=None, found=line) for line in records.damaged]
-    return [*damage, *(rule(records) for rule in rules), *_health(records), selection_verdict(records)]
+    return [*damage, *(rule(records) for rule in rules), *_health(records), _selection(records)]
 
 
 def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[Verdict]:
@@ -123,6 +123,18 @@ def _health(records: Records) -> list[Verdict]:
         for check in judge(last)
     }
     return [judged.get(rule) or _unjudged(rule, last) for rule in HEALTH_RULES]
+
+
+def _selection(records: Records) -> Verdict:
+    rule = "selection repeats"
+    if records.settings.get("model", {}).get("attention") == "dense":
+        return Verdict(rule=rule, is_passed=None, found="the dense twin chooses none")
+    if not step_folders(records.paths.checkpoints):
+        return Verdict(rule=rule, is_passed=None, found="the run holds no checkpoint to choose with")
+    # a model is run, and only here: without one the command needs no torch
+    from nsa_bench.determinism import selection_verdict
+
+    return selection_verdict(records, rule)
 
 
 def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:

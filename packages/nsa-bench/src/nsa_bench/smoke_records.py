@@ -13,8 +13,7 @@ from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import RankWatch
 from nsa_train.telemetry.damage import damaged_records
-from nsa_train.telemetry.metrics import standing_skips
-from nsa_train.telemetry.records import read_events, read_json, read_rows
+from nsa_train.telemetry.records import read_events, read_json, read_rows, standing_skips
 
 
 @frozen(kw_only=True)

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nsa_bench.environment import describe_environment
 from nsa_bench.errors import OptionError
 from nsa_bench.results import write_csv, write_json
 from nsa_bench.smoke import check_baseline, check_run
@@ -35,6 +34,8 @@ def bench_smoke(
     screen.print(smoke_table(folder, verdicts))
     rows: list[dict[str, Any]] = [attrs.asdict(verdict) for verdict in verdicts]
     if json_file is not None:
+        from nsa_bench.environment import describe_environment
+
         write_json(json_file, {"environment": describe_environment(), "run": str(folder), "metrics": records.metrics, "verdicts": rows})
     if csv_file is not None:
         write_csv(csv_file, rows)

@@ -17,7 +17,6 @@ from attrs import frozen
 
 from nsa_bench.errors import BenchError
 from nsa_train.config import RunConfig
-from nsa_train.model.decoder import vocab_size_of
 from nsa_train.recipe import load_config
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.records import read_events, read_rows
@@ -119,6 +118,8 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
 
 def wrong_losses(losses: Sequence[float], config: RunConfig) -> str | None:
     """Return what is wrong with `losses` of a fresh model, None where nothing is."""
+    from nsa_train.model.decoder import vocab_size_of
+
     uniform = math.log(vocab_size_of(config))
     if not all(math.isfinite(loss) for loss in losses):
         return "a loss is not finite"

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nsa_bench.environment import describe_environment
 from nsa_bench.errors import OptionError
 from nsa_bench.results import write_csv, write_json
 from nsa_bench.training import TrainingResult, run_twin, twin_config
@@ -45,14 +44,26 @@ def bench_training(
     """Train the twins of `recipe`, print their table, write their files, and return the results.
 
     Raises:
-        OptionError: for too few steps, and for what the recipe or an override breaks.
+        OptionError: for too few steps, for what the recipe or an override breaks, and for a backend that cannot serve; before
+            anything is written.
     """
     if steps < LEAST_STEPS:
         raise OptionError(f"--steps={steps} leaves no steady step to time (the first ones warm up); use {LEAST_STEPS} or more")
     try:
-        twin_config(recipe, overrides, "dense", steps)
+        configs = [twin_config(recipe, overrides, attention, steps)[0] for attention in TWINS[twins]]
     except ConfigError as error:
         raise OptionError(str(error)) from None
+    # a mistyped key is refused without torch
+    from nsa_bench.environment import describe_environment
+    from nsa_train.machine import target_machine
+    from nsa_train.routing import overruled_backends, refused_backends, uses_of_run
+
+    for config in configs:
+        uses = uses_of_run(config, target_machine(config))
+        if refused := refused_backends(config, uses):
+            raise OptionError.of([*refused.values()])
+        for line in overruled_backends(config, uses).values():
+            progress.print(f"warn: route: {line}", markup=False, highlight=False, soft_wrap=True)
     environment = describe_environment()
     environment["commit"] = commit or environment["commit"]
     results: list[TrainingResult] = []

@@ -1,40 +1,66 @@
-"""Native Sparse Attention (arXiv 2502.11089): the attention, its reference on any device, and the seam for kernels."""
+"""Native Sparse Attention (arXiv 2502.11089): the attention, its reference on any device, and the seam for kernels.
+
+Public names are loaded when they are first used: `nsa_core.config` and `nsa_core.errors` alone need no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from nsa_core.__about__ import __version__
-from nsa_core.attention import (
-    compressed_attention,
-    nsa_attention,
-    select_blocks,
-    selected_attention,
-    sliding_window_attention,
-)
-from nsa_core.backends.base import (
-    BranchBackend,
-    BranchOutput,
-    BranchRequest,
-    Capability,
-    Layout,
-    Operation,
-    Placement,
-    Reason,
-    ReasonKind,
-)
-from nsa_core.backends.registry import BackendRegistry, RoutingDecision
-from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
-from nsa_core.dispatch import explain_routing
-from nsa_core.errors import (
-    BackendUnavailableError,
-    CacheOverflowError,
-    ConfigError,
-    DuplicateBackendError,
-    InputError,
-    NSAError,
-)
-from nsa_core.kv_cache import NSACache
-from nsa_core.module import NativeSparseAttention
-from nsa_core.plugins.manager import default_plugins, default_registry, load_plugins
-from nsa_core.serialization import config_from_dict, config_from_toml, config_to_dict, config_to_toml
-from nsa_core.telemetry import LayerTelemetry
+
+if TYPE_CHECKING:
+    from nsa_core.attention import (
+        compressed_attention,
+        nsa_attention,
+        select_blocks,
+        selected_attention,
+        sliding_window_attention,
+    )
+    from nsa_core.backends.base import (
+        BranchBackend,
+        BranchOutput,
+        BranchRequest,
+        Capability,
+        Layout,
+        Operation,
+        Placement,
+        Reason,
+        ReasonKind,
+    )
+    from nsa_core.backends.registry import BackendRegistry, RoutingDecision
+    from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
+    from nsa_core.dispatch import explain_routing
+    from nsa_core.errors import (
+        BackendUnavailableError,
+        CacheOverflowError,
+        ConfigError,
+        DuplicateBackendError,
+        InputError,
+        NSAError,
+    )
+    from nsa_core.kv_cache import NSACache
+    from nsa_core.module import NativeSparseAttention
+    from nsa_core.plugins.manager import default_plugins, default_registry, load_plugins
+    from nsa_core.serialization import config_from_dict, config_from_toml, config_to_dict, config_to_toml
+    from nsa_core.telemetry import LayerTelemetry
+
+_HOMES = {
+    "attention": ("compressed_attention", "nsa_attention", "select_blocks", "selected_attention", "sliding_window_attention"),
+    "backends.base": (
+        *("BranchBackend", "BranchOutput", "BranchRequest", "Capability", "Layout"),
+        *("Operation", "Placement", "Reason", "ReasonKind"),
+    ),
+    "backends.registry": ("BackendRegistry", "RoutingDecision"),
+    "config": ("BlockGeometry", "NSAConfig", "RopeScaling"),
+    "dispatch": ("explain_routing",),
+    "errors": ("BackendUnavailableError", "CacheOverflowError", "ConfigError", "DuplicateBackendError", "InputError", "NSAError"),
+    "kv_cache": ("NSACache",),
+    "module": ("NativeSparseAttention",),
+    "plugins.manager": ("default_plugins", "default_registry", "load_plugins"),
+    "serialization": ("config_from_dict", "config_from_toml", "config_to_dict", "config_to_toml"),
+    "telemetry": ("LayerTelemetry",),
+}
+"""Module -> the public names that it holds."""
 
 __all__ = [
     "BackendRegistry",
@@ -75,3 +101,16 @@ __all__ = [
     "selected_attention",
     "sliding_window_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            # kept, so that the next use finds it in the module itself
+            found = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

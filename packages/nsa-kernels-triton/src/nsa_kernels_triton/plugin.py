@@ -28,9 +28,7 @@ class TritonBackend:
 
     def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:
         """Compute the operation on the tensors that `Operation` lists for it."""
-        compute = _compute_of(self.operation)
-        policy.check_device_type(tensors[0].device.type)
-        return compute(*tensors, geometry, scale, placement)
+        return _compute_of(self.operation)(*tensors, geometry, scale, placement)
 
 
 def _compute_of(operation: Operation) -> Any:

@@ -4,7 +4,7 @@ The design target is compute capability 8.0 (A100). Newer majors are eligible as
 tied to one architecture, and a capability that the tables do not know gets the tiles of the smallest shared memory.
 """
 
-import sys
+import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from attrs import frozen
 
-from nsa_core import BackendUnavailableError, BranchRequest, Capability, Layout, Operation, Reason
-from nsa_core.tracing import constant_when_traced
+from nsa_core import BranchRequest, Capability, Layout, Operation, Reason
 
 CAPABILITY = Capability(
     device_types=("cuda", "cpu"),
@@ -45,6 +44,8 @@ SMALLEST = 99 * KIB
 
 NOT_INSTALLED = "triton is not installed (the kernels are written in it); pip install triton"
 NOT_INTERPRETING = "device cpu without Triton's interpreter (there is no compiler for it); start Python with TRITON_INTERPRET=1"
+TRUE_WORDS = ("1", "true", "yes", "on", "y")
+"""What Triton takes for true in a variable, in any case."""
 FOR_TESTS = "device cpu runs in Triton's interpreter only (TRITON_INTERPRET=1), which is for tests and thousands of times slower"
 
 
@@ -61,7 +62,7 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
     if request.device_type == "cuda":
         reasons += _reasons_against_gpu(request)
     elif request.device_type == "cpu":
-        reasons += (Reason.incapable(NOT_INTERPRETING) if _interprets() is False else Reason.policy(FOR_TESTS),)
+        reasons += (Reason.policy(FOR_TESTS) if interprets() else Reason.incapable(NOT_INTERPRETING),)
     return reasons
 
 
@@ -87,23 +88,12 @@ def preference(request: BranchRequest) -> int:
     return 100 if request.device_type == "cuda" else -100
 
 
-@constant_when_traced
-def check_device_type(device_type: str) -> bool:
-    """Return True where the loaded kernels run on `device_type`.
+def interprets() -> bool:
+    """Return True where Triton runs kernels in its interpreter, or will once it is loaded.
 
-    Raises:
-        BackendUnavailableError: on a CPU whose process does not interpret. Routing says so beforehand only where triton
-            was loaded by then, because loading it takes seconds and "auto" must not pay them.
+    Triton decides by the same variable when kernels are defined. Asking it would load a compiler, seconds long.
     """
-    if device_type == "cpu" and not _interprets():
-        raise BackendUnavailableError(f"backend 'triton' cannot serve this request: {NOT_INTERPRETING}, or use backend='auto'")
-    return True
-
-
-def _interprets() -> bool | None:
-    """Return whether Triton runs kernels in its interpreter; None where this process has not loaded it."""
-    triton = sys.modules.get("triton")
-    return None if triton is None else bool(triton.knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "").lower() in TRUE_WORDS  # noqa: TID251 - Triton's own switch, which has no other place
 
 
 @frozen

@@ -4,29 +4,41 @@ Torch is imported after the configuration was read, so that a mistyped key is re
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from datetime import datetime
+from io import StringIO
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
+from attrs import evolve
 from cyclopts import App, CycloptsError, Parameter
 
+from nsa_core.errors import NSAError
 from nsa_train.__about__ import __version__
-from nsa_train.config import RunConfig
+from nsa_train.config import RunConfig, listed
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
 from nsa_train.options import check_sampling, check_seconds
 from nsa_train.parallel.outcomes import Ending, ending_of, note_worker, reported
-from nsa_train.recipe import load_config, settled, to_toml
+from nsa_train.recipe import load_config, settled, shipped_recipes, to_toml
 from nsa_train.signals import ending_by_signals, last_words
-from nsa_train.streams import discard, is_unread, settle_streams, warn
+from nsa_train.streams import Answer, as_object, discard, is_unread, settle_streams, warn
+from nsa_train.versions import version_lines
 
 app = App(
     name="nsa-train",
     help="Train, sample and inspect language models built on Native Sparse Attention.",
     help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted by .HALT, 4 anomaly, 75 SIGTERM or SIGHUP, 130 Ctrl-C.",
-    version=__version__,
+    version=lambda: version_lines("nsa-train", __version__),
+    version_format="plaintext",
     suppress_keyboard_interrupt=False,
 )
+app.register_install_completion_command(help="Install completion of commands and options for bash, zsh or fish.")
+Recipe = Annotated[str, Parameter(help=f"A shipped recipe ({listed(shipped_recipes())}) or the path of a TOML file.")]
+RunFolder = Annotated[Path, Parameter(name="DIR", help="The directory of a run, as `nsa-train run` printed it.")]
+CHECKPOINT = "The directory of a run, whose newest checkpoint counts, or of one checkpoint: checkpoints/step-N."
+# `run_command` reads it, so that a failure is an object as well
+AsJSON = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object in place of lines, also of a failure.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
 SyntheticOnFail = Annotated[
     bool, Parameter(negative="", help="Use random ids where the data cannot be had; the run is renamed and every record says so.")
@@ -36,7 +48,7 @@ SyntheticOnFail = Annotated[
 @app.command
 @ending_by_signals()
 def run(
-    recipe: str,
+    recipe: Recipe,
     /,
     *,
     out: Annotated[Path | None, Parameter(help="Directory of the results; runs/RECIPE-TIME by default.")] = None,
@@ -52,8 +64,8 @@ def run(
     rdzv_id: Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")] = "nsa-train",
     max_restarts: Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")] = 0,
     synthetic_on_fail: SyntheticOnFail = False,
-) -> int:
-    """Train what RECIPE describes: a shipped name (demo, showcase) or the path of a TOML file."""
+) -> int | Answer:
+    """Train what RECIPE describes."""
     overrides = settled([*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])], say=warn)
     config = load_config(recipe, overrides)
     if print_config:
@@ -93,20 +105,21 @@ def run(
 
 @app.command
 def preflight(
-    recipe: str,
+    recipe: Recipe,
     /,
     *,
     out: Annotated[Path | None, Parameter(help="The directory that the run would write to.")] = None,
     set_: Overrides = None,
     machine: Annotated[str | None, Parameter(help="Judge for a machine that is not here: cpu, a100, h100, h200, ...")] = None,
     nnodes: Annotated[str | None, Parameter(help="Hosts like that, or LEAST:MOST; by default as many as give WORLD_SIZE, or 1.")] = None,
-) -> int:
+    json_: AsJSON = False,
+) -> Answer:
     """Judge every rule that a run of RECIPE must meet, without running it."""
     return _judge(load_config(recipe, settled(set_ or (), say=warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
 
 
-def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> int:
-    """Print what stands for and against running `config` into `out`, or going on there from step `resume`; return the exit code."""
+def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> Answer:
+    """Print what stands for and against running `config` into `out`, or going on there from step `resume`, and return it."""
     from nsa_train.machine import described_machine, target_machine
     from nsa_train.parallel.launch import Hosts
     from nsa_train.parallel.world import asked_world_size
@@ -118,11 +131,9 @@ def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: 
     findings = run_preflight(config, out, resuming=resume is not None, machine=where, world_sizes=sizes)
     for line in findings.lines():
         print(line, file=sys.stderr if line.startswith("FAIL") else sys.stdout)
-    if findings.failed:
-        return ConfigError.exit_code
-    if resume is not None:
+    if not findings.failed and resume is not None:
         _judge_resume(config, out, resume)
-    return 0
+    return Answer(ConfigError.exit_code if findings.failed else 0, {"out": str(out), **findings.content()})
 
 
 def _judge_resume(config: RunConfig, out: Path, step: int) -> None:
@@ -141,13 +152,14 @@ def _judge_resume(config: RunConfig, out: Path, step: int) -> None:
 
 @app.command(name="loader-check")
 def loader_check(
-    recipe: str,
+    recipe: Recipe,
     /,
     *,
     timeout: Annotated[float, Parameter(help="Seconds until the first batch, at most.")] = 60,
     set_: Overrides = None,
     synthetic_on_fail: SyntheticOnFail = False,
-) -> int:
+    json_: AsJSON = False,
+) -> Answer:
     """Read batches of RECIPE without a model: time to the first, shape, tokens/s, waits, first tokens. Exit 2 with the cause."""
     check_seconds("--timeout", timeout, example=60)
     config = load_config(recipe, settled(set_ or (), say=warn))
@@ -157,47 +169,77 @@ def loader_check(
     if synthetic_on_fail:
         config, *_, note = or_synthetic(Start(config, recipe, [], Path(recipe)))
         print(note, end="\n" if note else "", file=sys.stderr)
-    for line in check_loader(config, timeout_s=timeout).lines():
+    figures = check_loader(config, timeout_s=timeout)
+    for line in figures.lines():
         print(line)
-    return 0
+    return Answer(0, figures.content())
 
 
 @app.command
 def watch(
-    directory: Annotated[Path, Parameter(name="DIR")],
+    directory: RunFolder,
     /,
     *,
     halt: Annotated[bool, Parameter(negative="", help="Write .HALT where something is wrong: all ranks save and stop.")] = False,
     once: Annotated[bool, Parameter(negative="", help="Look once, and on only while clocks leave open whether a rank lives.")] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
-) -> int:
+    json_: AsJSON = False,
+) -> Answer:
     """Look at the heartbeats of the run in DIR until it ends (0; by an error: 1) or something is wrong (4)."""
     from nsa_train.run_dir import RunDirectory
+    from nsa_train.telemetry.watch import content
     from nsa_train.telemetry.watch import watch as look
 
     check_seconds("--interval", interval, example=5)
-    return look(RunDirectory(directory), is_halting=halt, is_once=once, interval_s=interval, say=lambda line: print(line, flush=True))
+    if json_ and not once:
+        raise ConfigError("--json without --once has no end to report (it prints one object); use --once --json")
+    found, lines = dict[str, Any](), list[str]()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    code = look(
+        RunDirectory(directory),
+        is_halting=halt,
+        is_once=once,
+        interval_s=interval,
+        say=say,
+        show=lambda watcher, findings: found.update(content(watcher, findings)),
+    )
+    return Answer(code, {**found, "lines": lines})
 
 
 @app.command
 def sample(
-    ckpt: Path,
+    ckpt: Annotated[Path, Parameter(help=CHECKPOINT)],
     /,
     *,
     prompt: Annotated[str, Parameter(help="What the text begins with; at least one character.")],
     tokens: Annotated[int, Parameter(help="Tokens to add, at most.")] = 200,
     temperature: Annotated[float, Parameter(help="0 takes the likeliest token.")] = 0.8,
-    seed: int = 0,
+    seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
+    backend: Annotated[
+        str | None, Parameter(help="Backend of every attention operation, or auto, in place of what the checkpoint's nsa.backends names.")
+    ] = None,
 ) -> int:
-    """Print PROMPT and what the model of CKPT writes after it: a run's directory or a checkpoints/step-N."""
+    """Print PROMPT and what the model of CKPT writes after it."""
     check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed)
-    from nsa_train.checkpoint import load_model, open_checkpoint
-    from nsa_train.data import build_tokenizer
-    from nsa_train.model.generate import generate
+    from nsa_train.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(ckpt)
     for line in checkpoint.refused:
         warn(line)
+    from nsa_train.checkpoint import load_model
+    from nsa_train.data import build_tokenizer
+    from nsa_train.model.generate import generate
+    from nsa_train.routing import refused_backends, uses_of_sample, with_backend
+
+    if backend is not None:
+        checkpoint = evolve(checkpoint, config=with_backend(checkpoint.config, backend))
+    if problems := refused_backends(checkpoint.config, uses_of_sample(checkpoint.config), advice="use --backend auto"):
+        asked = f"CKPT={str(ckpt)!r}" if backend is None else f"--backend={backend!r}"
+        raise ConfigError(f"{asked}: {next(iter(problems.values()))}")
     tokenizer = build_tokenizer(checkpoint.config.data)
     ids = tokenizer.encode(prompt.encode())
     [drawn] = generate(load_model(checkpoint), [ids], tokenizer=tokenizer, num_tokens=tokens, temperature=temperature, seed=seed)
@@ -210,7 +252,7 @@ def sample(
 
 
 @app.command
-def report(directory: Annotated[Path, Parameter(name="DIR")], /) -> int:
+def report(directory: RunFolder, /) -> int:
     """Draw curves.png and report.html of the run in DIR anew, from its records."""
     from nsa_train.run_dir import RunDirectory
     from nsa_train.telemetry.damage import damaged_records
@@ -229,41 +271,48 @@ app.command(ckpt)
 
 
 @ckpt.command
-def ls(directory: Annotated[Path, Parameter(name="DIR")], /) -> int:
+def ls(directory: RunFolder, /, *, json_: AsJSON = False) -> Answer:
     """List the checkpoints of the run in DIR: step, date, size, and where `latest` points."""
-    from nsa_train.checkpoint.commands import listing, lost_latest
+    from nsa_train.checkpoint.commands import listed_line, listed_object, listing, lost_latest
 
-    for line in listing(directory):
-        print(line)
-    if line := lost_latest(directory):
-        warn(line)
-    return 0
+    found = listing(directory)
+    for entry in found:
+        print(listed_line(entry))
+    if lost := lost_latest(directory):
+        warn(lost)
+    return Answer(0, {"checkpoints": [listed_object(entry) for entry in found], "warnings": [lost] if lost else []})
 
 
 @ckpt.command
-def verify(path: Annotated[Path, Parameter(name="PATH")], /) -> int:
-    """Read every byte of the checkpoints at PATH, a step-N or a run's directory; exit 1 if one is damaged."""
-    from nsa_train.checkpoint.commands import lost_latest, verification
+def verify(
+    path: Annotated[Path, Parameter(name="PATH", help="The directory of a run, all of whose checkpoints are read, or of one checkpoint.")],
+    /,
+    *,
+    json_: AsJSON = False,
+) -> Answer:
+    """Read every byte of the checkpoints at PATH; exit 1 if one is damaged."""
+    from nsa_train.checkpoint.commands import lost_latest, verification, verified_object
 
-    lines = verification(path)
-    for line, is_whole in lines.items():
-        print(f"ok    {line}" if is_whole else f"FAIL  {line}", file=sys.stdout if is_whole else sys.stderr)
-    if line := lost_latest(path):
-        warn(line)
-    return 0 if all(lines.values()) else TrainError.exit_code
+    found = verification(path)
+    for entry in found:
+        print(f"{'FAIL' if entry.problem else 'ok':4}  {entry}", file=sys.stderr if entry.problem else sys.stdout)
+    if lost := lost_latest(path):
+        warn(lost)
+    code = TrainError.exit_code if any(entry.problem for entry in found) else 0
+    return Answer(code, {"checkpoints": [verified_object(entry) for entry in found], "warnings": [lost] if lost else []})
 
 
 @ckpt.command
 def export(
-    source: Annotated[Path, Parameter(name="CKPT")],
-    out: Path,
+    source: Annotated[Path, Parameter(name="CKPT", help=CHECKPOINT)],
+    out: Annotated[Path, Parameter(help="The file or folder to write, which must not exist.")],
     /,
     *,
     format_: Annotated[
         str, Parameter(name="--format", help="safetensors (one file) or hf (a folder in Hugging Face's layout).")
     ] = "safetensors",
 ) -> int:
-    """Write the weights of CKPT to OUT, which must not exist."""
+    """Write the weights of CKPT to OUT."""
     from nsa_train.checkpoint import export as export_weights
 
     print(export_weights(source, out, format_, say=warn))
@@ -281,31 +330,48 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
 
 def run_command(tokens: Iterable[str]) -> int:
     """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
-    ending = _run_app(list(tokens))
+    words = list(tokens)
+    ending = _run_as_json(words) if "--json" in words else _run_app(words)[0]
     if ending.line:
         warn(ending.line)
     return reported(ending.code, is_own=ending.is_own)
 
 
-def _run_app(tokens: list[str]) -> Ending:
+def _run_as_json(tokens: list[str]) -> Ending:
+    """Run `tokens`, whose command has `--json`, and print one object, of a failure as well."""
+    # the lines that the command prints without the option, and whatever else prints on the way
+    with redirect_stdout(StringIO()):
+        ending, content = _run_app(tokens)
+    command = " ".join(app.parse_commands(tokens)[0])
+    written = _ending_of(lambda: print(as_object(command, ending.code, ending.line.splitlines(), content)))[0]
+    return ending if written.code == 0 else written
+
+
+def _run_app(tokens: list[str]) -> tuple[Ending, Mapping[str, Any]]:
+    """Return how the command `tokens` ends, and what it found where it says that in JSON too."""
+    return _ending_of(lambda: app(_with_steps(tokens), exit_on_error=False, result_action="return_value"))
+
+
+def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[str, Any]]:
     try:
-        result: int | None = app(_with_steps(tokens), exit_on_error=False, result_action="return_value")
+        result = job()
         # a reader that is gone shows here, not when the process has ended
         print(end="", flush=True)
-    except CycloptsError:
+    except CycloptsError as error:
         # cyclopts has printed what is wrong
-        return Ending(ConfigError.exit_code)
-    except (TrainError, SignalledError) as error:
-        return ending_of(error)
+        return Ending(ConfigError.exit_code), {"errors": str(error).splitlines()}
+    except (TrainError, NSAError, SignalledError) as error:
+        return ending_of(error), {}
     except OSError as error:
         if sys.stdout is not None and is_unread(sys.stdout):
             # whoever read the output has seen enough
             discard(sys.stdout)
-            return Ending(TrainError.exit_code)
-        return Ending(TrainError.exit_code, f"{error}; mend it and start again")
+            return Ending(TrainError.exit_code), {}
+        return Ending(TrainError.exit_code, f"{error}; fix it and start again"), {}
     except KeyboardInterrupt:
-        return Ending(INTERRUPTED, "interrupted by Ctrl-C")
-    return Ending(result or 0)
+        return Ending(INTERRUPTED, "interrupted by Ctrl-C"), {}
+    answer = result if isinstance(result, Answer) else Answer(result or 0, {})
+    return Ending(answer.code), answer.content
 
 
 def _with_steps(tokens: list[str]) -> list[str]:

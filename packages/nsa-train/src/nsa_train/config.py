@@ -5,7 +5,7 @@ nearest known one. The values of `nsa` are judged by `nsa_core.NSAConfig`, which
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -19,6 +19,7 @@ from nsa_train.rules import (
     MOST_ROWS,
     MOST_SEED,
     MOST_STEPS,
+    Rule,
     Table,
     flag,
     integer,
@@ -83,7 +84,7 @@ _ADVICE = {
 
 
 def _broken_scaling(table: Mapping[str, Any]) -> list[str]:
-    """Return what stands against the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none. Imports torch."""
+    """Return what stands against the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
     from nsa_core import RopeScaling
     from nsa_core.config import SCALING_ALIASES
 
@@ -226,7 +227,7 @@ class RunConfig:
             )
 
     def nsa_config(self) -> "NSAConfig":
-        """Return the attention layer's configuration. Imports torch.
+        """Return the attention layer's configuration. Imports no torch.
 
         Raises:
             ConfigError: when core refuses a value of table `nsa`.
@@ -322,10 +323,37 @@ def _describe(error: BaseException, _: type | None) -> str:
 
 def _unknown_key(name: str, owner: type) -> str:
     known = [attribute.name for attribute in fields(owner)]
-    elsewhere = [f"{table}.{item.name}" for table, kind in TABLES.items() for item in fields(kind) if item.name == name]
-    near = elsewhere or [f"<prefix>{match}" for match in difflib.get_close_matches(name, known, n=1)]
+    here = [f"<prefix>{match}" for match in difflib.get_close_matches(name, known, n=1)]
+    near = [key for key in keys_like(name) if key.endswith(f".{name}")] or here or keys_like(name)
     advice = f"did you mean {near[0]}?" if near else f"use one of {listed(known)}"
     return f"<prefix>{name} is unknown (every key is read or refused); {advice}"
+
+
+def keys_like(name: str) -> list[str]:
+    """Return the keys `table.key` whose key is `name`, or where there is none the one that is most like it; empty: none is."""
+    keys = [(table, item.name) for table, kind in TABLES.items() for item in fields(kind)]
+    near = [name] if any(key == name for _, key in keys) else difflib.get_close_matches(name, [key for _, key in keys], n=1)
+    return [f"{table}.{key}" for table, key in keys if key in near]
+
+
+def refusal(problems: Sequence[str], key: str, value: object, own: object) -> tuple[str, str]:
+    """Return the line of `problems` that says what stands against `value` of `key`, and the same with the recipe's `own` as the advice.
+
+    Without an own value the key's default counts. Both lines are empty where no rule of that key alone stands against `value`.
+    """
+    table, _, name = key.partition(".")
+    attribute = next((item for item in fields(TABLES[table]) if item.name == name), None) if table in TABLES else None
+    if attribute is None:
+        return "", ""
+    if own is None and attribute.default is not attrs.NOTHING:
+        own = attribute.default
+    rule: Rule | None = attribute.metadata.get("rule")
+    if rule is not None and not rule.holds(value):
+        return rule.refusal(key, value), rule.refusal(key, value, instead=own)
+    # nsa-core judges the table `nsa`, and says which rule of one key is broken
+    is_core = table == "nsa"
+    said = next((line for line in problems if is_core and line.startswith(f"{key}={value!r} ") and "(the rule: " in line), "")
+    return said, f"{said.rpartition('; use ')[0]}; use {own!r}" if said and isinstance(own, str | int | float) else said
 
 
 def _example(name: str) -> str:

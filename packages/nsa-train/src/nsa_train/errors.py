@@ -1,7 +1,7 @@
-"""The errors that end a command on purpose; each knows the exit code that the command line returns for it.
+"""The errors that end a command on purpose; each knows the exit code that the command line returns for it. Imports no torch."""
 
-They stand apart from `nsa_core.errors` so that a mistyped key is reported without importing torch.
-"""
+from nsa_core.errors import BackendUnavailableError, DuplicateBackendError
+from nsa_core.errors import ConfigError as CoreConfigError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, by the shells' custom: 128 and the number of SIGINT."""
@@ -79,3 +79,16 @@ class PeerError(TrainError):
     def __init__(self, message: str, *, exit_code: int = TrainError.exit_code) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that `error` ends: its own, 2 where nsa-core refuses a configuration, else 1."""
+    if isinstance(error, TrainError | SignalledError):
+        return error.exit_code
+    is_configured = isinstance(error, CoreConfigError | BackendUnavailableError | DuplicateBackendError)
+    return ConfigError.exit_code if is_configured else TrainError.exit_code
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return what `error` says as one line; nsa-core lists a backend's reasons below one another."""
+    return "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")

@@ -5,7 +5,6 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 from attrs import frozen
@@ -17,6 +16,7 @@ from nsa_train.errors import GuardError
 from nsa_train.finite import some
 from nsa_train.parallel.strategy import local_part
 from nsa_train.parallel.world import World
+from nsa_train.telemetry.records import Cause
 
 FIRST_STEPS = 20
 """By this step every parameter has had a gradient that is not zero."""
@@ -41,18 +41,6 @@ class StepNumbers:
     def as_row(self) -> tuple[float, float, float]:
         """Return the numbers as they travel between ranks."""
         return self.loss, float(self.bad_batch), self.grad_norm
-
-
-class Cause(StrEnum):
-    """What speaks against a step."""
-
-    LOSS = "loss"
-    """That of a micro-batch is not finite."""
-    GRADIENT = "gradient"
-    """It is not finite, though every loss is."""
-    OVERFLOW = "overflow"
-    """The same where float16 ran over: that is how the scale of the loss finds its place."""
-    SPIKE = "spike"
 
 
 class Skip(NamedTuple):

@@ -1,15 +1,16 @@
 """From a recipe's name or path and `--set` overrides to a `RunConfig`, and back to TOML text."""
 
+import copy
 import difflib
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nsa_train.config import RunConfig, listed, structure, unstructure
+from nsa_train.config import RunConfig, keys_like, listed, refusal, structure, unstructure
 from nsa_train.errors import ConfigError
 from nsa_train.rules import is_utf_8
 
@@ -24,13 +25,17 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` (a shipped name or a TOML path) with `overrides` (`table.key=value`).
 
     Raises:
-        ConfigError: one line per problem. Keys and pairs are judged before torch is imported, table `nsa` after.
+        ConfigError: one line per problem. All but the size of the vocabulary is judged before torch is imported.
     """
     tables = read_toml(find_recipe(recipe))
+    own = copy.deepcopy(tables)
     for override in overrides:
         apply_override(tables, override)
-    config = structure(tables)
-    config.nsa_config()
+    try:
+        config = structure(tables)
+        config.nsa_config()
+    except ConfigError as error:
+        raise ConfigError.of(_advised(str(error).splitlines(), tables, own, overrides)) from None
     from nsa_train.model.decoder import vocab_size_of
 
     vocab_size_of(config)
@@ -92,7 +97,9 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     names = [name.strip() for name in key.split(".")]
     if not equals or len(names) < 2 or not all(names):
-        raise ConfigError(f"--set {override!r} is not of the form table.key=value; use --set train.steps=100")
+        near = keys_like(names[-1])
+        advice = f"did you mean --set {near[0]}={text.strip() or 'VALUE'}?" if near else "use --set train.steps=100"
+        raise ConfigError(f"--set {override!r} is not of the form table.key=value; {advice}")
     table = tables
     for name in names[:-1]:
         table = table.setdefault(name, {})
@@ -118,6 +125,18 @@ def to_toml(config: RunConfig) -> str:
         nested = {f"{name}.{key}": value for key, value in table.items() if isinstance(value, dict) and value}
         sections += [_section(title, items) for title, items in {name: plain, **nested}.items()]
     return "\n".join(sections)
+
+
+def _advised(problems: Sequence[str], tables: Mapping[str, Any], own: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Return `problems` of `tables` with the value of `own`, the recipe alone, as the advice for a key that `overrides` spoiled."""
+    advice = {}
+    for table, _, name in (_key_of(override).partition(".") for override in overrides):
+        values, before = tables.get(table), own.get(table)
+        if isinstance(values, Mapping) and name in values:
+            known = before.get(name) if isinstance(before, Mapping) else None
+            said, better = refusal(problems, f"{table}.{name}", values[name], known)
+            advice[said] = better
+    return [advice.get(line, line) for line in problems]
 
 
 def _key_of(override: str) -> str:

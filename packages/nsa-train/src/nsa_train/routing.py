@@ -1,36 +1,144 @@
 """Which backend serves each attention operation of a run, known before it starts, also for a machine that is not here."""
 
-import torch
+from collections.abc import Callable, Iterable, Mapping
 
-from nsa_core import BranchRequest, Layout, Operation, RoutingDecision, default_registry, explain_routing
-from nsa_train.config import RunConfig
+import torch
+from attrs import evolve
+
+from nsa_core import BranchRequest, Layout, Operation, RoutingDecision, default_plugins, default_registry, explain_routing
+from nsa_train.config import RunConfig, listed
 from nsa_train.machine import Machine, machine_of, processes_of
 
 NEEDED_BY = {Operation.CMP: {"cmp", "slc"}, Operation.SELECT: {"slc"}, Operation.SLC: {"slc"}, Operation.WIN: {"win"}}
 """The branches that run each operation."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By train.precision: what the attention computes in."""
+SAMPLER = Machine(device_type="cpu", name="cpu")
+"""Where `nsa-train sample` computes."""
+AUTO = "auto"
+
+Uses = Mapping[str, tuple[BranchRequest, ...]]
+"""What asks for an operation, as a message names it -> what it asks for."""
 
 
 def routing_decisions(config: RunConfig, where: torch.device | Machine) -> dict[str, RoutingDecision]:
     """Return operation -> decision for the training batches of `config`; empty for the dense twin.
 
-    `nsa`, all of Eq. 5 in one, is among them where a backend of it is installed and all branches are trained.
+    `nsa`, all of Eq. 5 in one, is among them where all branches are trained and a backend of it is installed or named.
     """
     if config.model.attention == "dense":
         return {}
-    nsa, machine = config.nsa_config(), where if isinstance(where, Machine) else machine_of(where)
-    # blocks are chosen by compressed scores, so the selected branch brings both operations along
-    operations = [operation for operation, branches in NEEDED_BY.items() if branches & set(nsa.branches)]
-    if len(nsa.branches) == 3 and any(backend.operation is Operation.NSA for backend in default_registry().backends):
-        operations.append(Operation.NSA)
+    machine = where if isinstance(where, Machine) else machine_of(where)
     return {
-        operation.value: explain_routing(_request(config, operation, machine), nsa.backends.get(operation.value, "auto"))
-        for operation in operations
+        operation.value: explain_routing(_training_request(config, operation, machine), backend_of(config, operation))
+        for operation in _operations(config)
     }
 
 
-def _request(config: RunConfig, operation: Operation, machine: Machine) -> BranchRequest:
+def backend_of(config: RunConfig, operation: str) -> str:
+    """Return what `config` asks for `operation`: a backend's name, or "auto"."""
+    return config.nsa_config().backends.get(operation, AUTO)
+
+
+def named_backends(config: RunConfig) -> dict[Operation, str]:
+    """Return operation -> backend of those that `config` names; none for the dense twin, which runs no such operation."""
+    if config.model.attention == "dense":
+        return {}
+    return {Operation(operation): name for operation, name in config.nsa_config().backends.items() if name != AUTO}
+
+
+def refused_backends(config: RunConfig, uses: Callable[[Operation], Uses], *, advice: str = "use 'auto'") -> dict[str, str]:
+    """Return operation -> why the backend that `config` names for it cannot serve; `uses` gives what asks for an operation.
+
+    A name that no plug-in has is refused for an operation that is not run as well: it is mistyped, or its package is missing.
+    """
+    found = {}
+    for operation, name in named_backends(config).items():
+        key = f"nsa.backends.{operation.value}={name!r}"
+        for use, requests in uses(operation).items():
+            decisions = [explain_routing(request, name) for request in requests]
+            known = [candidate.name for candidate in decisions[0].candidates]
+            if name not in known:
+                found[operation.value] = f"{key} is not installed (there is {listed(known) or 'none'}{_broken_plugins()}); {advice}"
+                break
+            reasons = _reasons_against(name, (decision for decision in decisions if decision.chosen is None))
+            if reasons and operation in _operations(config):
+                found[operation.value] = f"{key} cannot serve {use} ({name}: {reasons}); {advice}"
+                break
+    return found
+
+
+def overruled_backends(config: RunConfig, uses: Callable[[Operation], Uses]) -> dict[str, str]:
+    """Return operation -> what to say of a backend that `config` names against policy; refused ones are none of them."""
+    found = {}
+    for operation, name in named_backends(config).items():
+        decisions = [explain_routing(request, name) for requests in uses(operation).values() for request in requests]
+        reasons = _reasons_against(name, decisions)
+        if reasons and all(decision.chosen for decision in decisions) and operation in _operations(config):
+            key = f"nsa.backends.{operation.value}"
+            found[operation.value] = f"{operation.value} -> {name}, because {key} names it, against {reasons}"
+    return found
+
+
+def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Uses]:
+    """Return what a run of `config` on `machine` asks of an operation: training, evaluation, and the samples that it draws."""
+
+    def uses(operation: Operation) -> Uses:
+        training = _training_request(config, operation, machine)
+        found = {"this run": (training, evolve(training, needs_grad=False))}
+        # a step of a cache runs the branches one by one
+        return found if operation is Operation.NSA else found | {"the samples of this run": _sampling_requests(training)}
+
+    return uses
+
+
+def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
+    """Return what drawing a sample with the model of `config` asks of an operation, on a CPU in float32."""
+
+    def uses(operation: Operation) -> Uses:
+        training = _training_request(config, operation, SAMPLER)
+        return {"a sample": _sampling_requests(evolve(training, dtype=torch.float32, kv_dtype=torch.float32))}
+
+    return uses
+
+
+def with_backend(config: RunConfig, backend: str) -> RunConfig:
+    """Return `config` with `backend` for every operation that a sample runs; "auto": with no backend named."""
+    return evolve(config, nsa=evolve(config.nsa, backends={} if backend == AUTO else {name.value: backend for name in NEEDED_BY}))
+
+
+def ignored_backends(config: RunConfig) -> dict[str, str]:
+    """Return operation -> what to say of the backend that `config` names for it, though it does not run that operation."""
+    running, branches = _operations(config), list(config.nsa_config().branches)
+    return {
+        operation.value: f"nsa.backends.{operation.value}={name!r} is not used (nsa.branches={branches} runs no {operation.value})"
+        for operation, name in named_backends(config).items()
+        if operation not in running
+    }
+
+
+def _operations(config: RunConfig) -> list[Operation]:
+    """Return the operations that a training step of `config` runs, or may run in one."""
+    # blocks are chosen by compressed scores, so the selected branch brings both operations along
+    branches = set(config.nsa_config().branches)
+    operations = [operation for operation, owners in NEEDED_BY.items() if owners & branches]
+    is_offered = any(backend.operation is Operation.NSA for backend in default_registry().backends)
+    if len(branches) == 3 and (is_offered or Operation.NSA in named_backends(config)):
+        operations.append(Operation.NSA)
+    return operations
+
+
+def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
+    """Return every reason against the backend `name` in `decisions`, each once; empty where nothing stands against it."""
+    candidates = (candidate for decision in decisions for candidate in decision.candidates if candidate.name == name)
+    return ", ".join(dict.fromkeys(str(reason) for candidate in candidates for reason in candidate.reasons))
+
+
+def _broken_plugins() -> str:
+    return "".join(f"; plug-in {plugin.name!r} is broken: {plugin.error}" for plugin in default_plugins().broken)
+
+
+def _training_request(config: RunConfig, operation: Operation, machine: Machine) -> BranchRequest:
     train, model = config.train, config.model
     dtype = DTYPES[train.precision]
     rows = max(1, train.batch_size // processes_of(config, machine))
@@ -53,3 +161,9 @@ def _request(config: RunConfig, operation: Operation, machine: Machine) -> Branc
         needs_grad=operation is not Operation.SELECT,
         deterministic=train.deterministic,
     )
+
+
+def _sampling_requests(training: BranchRequest) -> tuple[BranchRequest, ...]:
+    """Return what a prompt and what each token after it ask for, where a training step asks for `training`."""
+    prompt = evolve(training, layout=Layout.CACHED, needs_grad=False, num_sequences=1, num_queries=training.num_keys)
+    return prompt, evolve(prompt, num_queries=1)

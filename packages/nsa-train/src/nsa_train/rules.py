@@ -19,9 +19,17 @@ class Rule:
     text: str
     example: str
 
-    def suggestion(self, value: object) -> str:
-        """Return a value to put in place of `value`."""
-        return self.example
+    def suggestion(self, value: object, *, instead: object = None) -> str:
+        """Return a value to put in place of `value`: `instead`, such as the recipe's own, where it holds and says more than true or false."""
+        return (
+            repr(instead)
+            if isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)
+            else self.example
+        )
+
+    def refusal(self, key: str, value: object, *, instead: object = None) -> str:
+        """Return what stands against `value` of `key`, and what to use: of `instead` and the example the first that holds."""
+        return f"{key}={value!r} is not {self.text}; use {self.suggestion(value, instead=instead)}"
 
 
 @frozen
@@ -30,9 +38,10 @@ class Choice(Rule):
 
     names: tuple[str, ...] = ()
 
-    def suggestion(self, value: object) -> str:
-        """Return the name most like `value`, quoted."""
-        return repr((difflib.get_close_matches(str(value).lower(), self.names, n=1) or self.names)[0])
+    def suggestion(self, value: object, *, instead: object = None) -> str:
+        """Return the name most like `value`, quoted; where none is like it, `instead` or the first."""
+        near = difflib.get_close_matches(str(value).lower(), self.names, n=1)
+        return repr(near[0]) if near else super().suggestion(value, instead=instead)
 
 
 MOST_STEPS = 10**9
@@ -159,5 +168,5 @@ class Table:
             rule, value = attribute.metadata.get("rule"), getattr(self, attribute.name)
             if rule is not None and not rule.holds(value):
                 key = f"{self.table}.{attribute.name}"
-                found.append(f"{key}={value!r} is not {rule.text}; use {rule.suggestion(value)}")
+                found.append(rule.refusal(key, value))
         return found

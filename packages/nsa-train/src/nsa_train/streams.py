@@ -1,11 +1,22 @@
 """What a command prints to: streams whose reader may be gone, and that cannot spell every character."""
 
 import io
+import json
+import math
 import os
 import select
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
+
+
+class Answer(NamedTuple):
+    """What a command with `--json` has found, to be printed as one object."""
+
+    code: int
+    """The exit code."""
+    content: Mapping[str, Any]
 
 
 def settle_streams() -> None:
@@ -19,6 +30,19 @@ def warn(line: str) -> None:
     # there may be none
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"nsa-train: {line}\n")
+
+
+def as_object(command: str, code: int, errors: list[str], content: Mapping[str, Any]) -> str:
+    """Return what a command with `--json` has to say as one line of JSON; a figure that JSON has no number for becomes null."""
+    return json.dumps({"command": command, "exit_code": code, "errors": errors, **_spelled(content)}, allow_nan=False)
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _spelled(item) for name, item in value.items()}
+    return [_spelled(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def is_unread(stream: TextIO) -> bool:

@@ -13,10 +13,10 @@ from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, gather_j
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.config import RunConfig
 from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
-from nsa_train.errors import DataError, GuardError, PeerError, TrainError
+from nsa_train.errors import DataError, GuardError, PeerError, TrainError, exit_code_of
 from nsa_train.feed import Feed, Fetched
 from nsa_train.finite import gradients_of, not_finite, require_finite_state, some
-from nsa_train.guards import Cause, GradientWatch, Skip, StepGuard, StepNumbers
+from nsa_train.guards import GradientWatch, Skip, StepGuard, StepNumbers
 from nsa_train.model.decoder import build_model
 from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
 from nsa_train.parallel.contact import contact_kept
@@ -26,9 +26,10 @@ from nsa_train.patience import Patience
 from nsa_train.routing import DTYPES
 from nsa_train.run_dir import RunDirectory
 from nsa_train.stopping import Stop, StopRequests
-from nsa_train.telemetry.health import of_layers
+from nsa_train.telemetry.layers import of_layers
 from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
 from nsa_train.telemetry.recorder import Observed, Recorder
+from nsa_train.telemetry.records import Cause
 from nsa_train.telemetry.samples import write_samples
 
 FAILED = -1
@@ -112,7 +113,7 @@ class Trainer:
                 return self._run()
         except BaseException as error:
             anomaly = "guard" if isinstance(error, GuardError) else None
-            self.recorder.halted(str(error) or type(error).__name__, code=getattr(error, "exit_code", 1), anomaly=anomaly)
+            self.recorder.halted(str(error) or type(error).__name__, code=exit_code_of(error), anomaly=anomaly)
             raise
         finally:
             torch.use_deterministic_algorithms(deterministic_before)

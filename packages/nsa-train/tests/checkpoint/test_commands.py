@@ -111,7 +111,7 @@ def test_a_failed_export_leaves_no_debris(root: Path, tmp_path: Path, monkeypatc
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nsa_train.checkpoint.formats.write_tensors", full)
+    monkeypatch.setattr("nsa_train.checkpoint.tensors.write_tensors", full)
     with pytest.raises(OSError, match="No space left"):
         export(root, tmp_path / "out/model", kind)
     assert list((tmp_path / "out").iterdir()) == []

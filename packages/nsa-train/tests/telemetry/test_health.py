@@ -7,7 +7,8 @@ import torch
 
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.model.decoder import build_model
-from nsa_train.telemetry.health import combine, heartbeat_fields, judge, merged, of_layers, routes_of, steadiness, watched
+from nsa_train.telemetry.health import combine, heartbeat_fields, judge, merged, steadiness
+from nsa_train.telemetry.layers import of_layers, routes_of, watched
 
 
 def test_telemetry_is_attached_only_while_watched(tiny_config) -> None:

@@ -1,14 +1,28 @@
-"""What `nsa-train ckpt ls` and `ckpt verify` say, line by line."""
+"""What `nsa-train ckpt ls` and `ckpt verify` find, and how it is said."""
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from nsa_train.checkpoint.layout import LATEST, latest_folder, locate_root, step_folders
 from nsa_train.checkpoint.store import Listed, list_checkpoints, verify
 from nsa_train.errors import CheckpointError, ConfigError
 
 
-def listing(path: Path) -> list[str]:
-    """Return a line per checkpoint of the run at `path`, its directory or its checkpoints'; manifests alone are read.
+class Verified(NamedTuple):
+    """A checkpoint, every byte of which was read."""
+
+    path: Path
+    size_bytes: int | None
+    """None where it is damaged"""
+    problem: str = ""
+    """What is damaged; empty where nothing is"""
+
+    def __str__(self) -> str:
+        return self.problem or f"{self.path.name}  {_mib(self.size_bytes or 0)} MiB verified"
+
+
+def listing(path: Path) -> list[Listed]:
+    """Return the checkpoints of the run at `path`, its directory or its checkpoints'; manifests alone are read.
 
     Raises:
         ConfigError: when there is none.
@@ -16,25 +30,58 @@ def listing(path: Path) -> list[str]:
     found = list_checkpoints(locate_root(path))
     if not found:
         raise _none_at(path)
-    return [_line(entry) for entry in found]
+    return found
 
 
-def verification(path: Path) -> dict[str, bool]:
-    """Return a line per checkpoint at `path` (one, or all of a run), and whether it is whole; every byte is read.
+def verification(path: Path) -> list[Verified]:
+    """Return the checkpoints at `path` (one, or all of a run), all of which were read whole.
 
     Raises:
         ConfigError: when there is none.
     """
     folders = [path] if not step_folders(locate_root(path)) and path.is_dir() else list(step_folders(locate_root(path)).values())
-    lines = {}
+    found = []
     for folder in folders:
         try:
-            lines[f"{folder.resolve().name}  {_mib(verify(folder))} MiB verified"] = True
+            found.append(Verified(folder.resolve(), verify(folder)))
         except CheckpointError as error:
-            lines[str(error)] = False
-    if not lines:
+            found.append(Verified(folder.resolve(), None, str(error)))
+    if not found:
         raise _none_at(path)
-    return lines
+    return found
+
+
+def listed_line(entry: Listed) -> str:
+    """Return what `ckpt ls` prints of a checkpoint."""
+    if entry.problem:
+        return f"{entry.path.name:12}  damaged: {entry.problem}"
+    mark = "  <- latest" if entry.is_latest else ""
+    return f"{entry.path.name:12}  {entry.created}  {_mib(entry.size_bytes):>10} MiB{mark}"
+
+
+def listed_object(entry: Listed) -> dict[str, Any]:
+    """Return what `ckpt ls --json` prints of a checkpoint; of one that is damaged, date and size are null."""
+    return {
+        "name": entry.path.name,
+        "path": str(entry.path),
+        "step": entry.step,
+        "is_latest": entry.is_latest,
+        "created": entry.created or None,
+        "size_bytes": None if entry.problem else entry.size_bytes,
+        "problem": entry.problem or None,
+    }
+
+
+def verified_object(entry: Verified) -> dict[str, Any]:
+    """Return what `ckpt verify --json` prints of a checkpoint; of one that is damaged, the size is null."""
+    is_whole = not entry.problem
+    return {
+        "name": entry.path.name,
+        "path": str(entry.path),
+        "is_whole": is_whole,
+        "size_bytes": entry.size_bytes,
+        "problem": entry.problem or None,
+    }
 
 
 def lost_latest(path: Path) -> str:
@@ -44,13 +91,6 @@ def lost_latest(path: Path) -> str:
     if latest is None or latest.is_dir():
         return ""
     return f"{root / LATEST} names {latest.name}, which is not there; a resume takes the newest whole one"
-
-
-def _line(entry: Listed) -> str:
-    if entry.problem:
-        return f"{entry.path.name:12}  damaged: {entry.problem}"
-    mark = "  <- latest" if entry.is_latest else ""
-    return f"{entry.path.name:12}  {entry.created}  {_mib(entry.size_bytes):>10} MiB{mark}"
 
 
 def _mib(size_bytes: int) -> str:

@@ -5,16 +5,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
-from torch import Tensor
 
 from nsa_train.checkpoint.layout import MODEL
 from nsa_train.checkpoint.store import Checkpoint, open_checkpoint
-from nsa_train.checkpoint.tensors import read_tensors, write_tensors
 from nsa_train.errors import ConfigError
 from nsa_train.recipe import to_toml
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMATS = ("safetensors", "hf")
 MODEL_TYPE = "nsa"
@@ -44,13 +45,16 @@ def export(
     checkpoint = open_checkpoint(path)
     for line in checkpoint.refused:
         say(line)
+    # a path that is wrong is refused without torch
+    from nsa_train.checkpoint.tensors import read_tensors, write_tensors
+
     tensors = read_tensors(checkpoint.path / MODEL)
     if format == "hf":
         return _whole(out, lambda aside: _write_folder(aside, checkpoint, tensors))
     return _whole(out, lambda aside: write_tensors(aside, tensors, step=str(checkpoint.step), config=to_toml(checkpoint.config)))
 
 
-def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def hugging_face_config(checkpoint: Checkpoint, tensors: "dict[str, Tensor]") -> dict[str, Any]:
     """Return the content of config.json: Hugging Face's names where it has one, table `nsa` of the recipe under "nsa"."""
     model, train = checkpoint.config.model, checkpoint.config.train
     vocab_size, hidden_size = tensors["embedding.weight"].shape
@@ -75,7 +79,9 @@ def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> d
     }
 
 
-def _write_folder(folder: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+def _write_folder(folder: Path, checkpoint: Checkpoint, tensors: "dict[str, Tensor]") -> None:
+    from nsa_train.checkpoint.tensors import write_tensors
+
     folder.mkdir()
     write_tensors(folder / "model.safetensors", tensors)
     text = json.dumps(hugging_face_config(checkpoint, tensors), indent=2) + "\n"

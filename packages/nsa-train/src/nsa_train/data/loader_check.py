@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -49,6 +49,11 @@ class LoaderFigures(NamedTuple):
         yield f"bad records   {self.stream['data_bad_records']} skipped"
         yield f"consumed      {self.stream['data_documents']} documents, hash {self.stream['data_consumed_hash']}"
         yield f"first tokens  {self.text!r}"
+
+    def content(self) -> dict[str, Any]:
+        """Return the figures as `loader-check --json` prints them, those of the stream among them."""
+        own = {name: value for name, value in self._asdict().items() if name not in ("text", "stream")}
+        return {**own, "first_tokens": self.text, **self.stream}
 
 
 def check_loader(config: RunConfig, *, timeout_s: float) -> LoaderFigures:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from nsa_core.errors import NSAError
 from nsa_train.errors import (
     INTERRUPTED,
     ConfigError,
@@ -13,6 +14,8 @@ from nsa_train.errors import (
     SignalledError,
     TerminatedError,
     TrainError,
+    exit_code_of,
+    in_one_line,
 )
 
 FOLDER = "NSA_TRAIN_OUTCOMES"
@@ -35,17 +38,19 @@ class Ending(NamedTuple):
     """False: the echo of another rank's end"""
 
 
-def ending_of(error: TrainError | SignalledError) -> Ending:
+def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
     """Return how `error`, raised in this process, ends its command."""
     if isinstance(error, SignalledError):
-        if isinstance(error.__context__, TrainError):
+        if isinstance(error.__context__, TrainError | NSAError):
             # torchrun ends with SIGTERM whoever is still on the way out of an error
             error = error.__context__
         elif error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
             # no end of the run: torchrun is to end the others, or has a failure of another to tell
             return Ending(TrainError.exit_code, is_own=False)
     is_said_here = os.environ.get("RANK", "0") == "0" or not isinstance(error, SHARED_ERRORS)
-    return Ending(error.exit_code, str(error) if is_said_here else "", is_own=not isinstance(error, PeerError))
+    # an error of ours has a line for each problem
+    text = in_one_line(error) if isinstance(error, NSAError) else str(error)
+    return Ending(exit_code_of(error), text if is_said_here else "", is_own=not isinstance(error, PeerError))
 
 
 def note_worker() -> bool:

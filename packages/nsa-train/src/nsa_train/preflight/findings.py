@@ -1,6 +1,7 @@
 """The findings of preflight: one line per rule."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from attrs import field, mutable
 
@@ -17,6 +18,10 @@ class Preflight:
     failed: list[str] = field(factory=list)
     needs: list[str] = field(factory=list)
     """What the run takes: GPUs, memory, disk; of use where they are missing."""
+    routes: dict[str, str] = field(factory=dict)
+    """Operation -> the backend that serves it in training."""
+    memory_gib: float = 0.0
+    """The estimated peak of a process."""
     dataset: Dataset | None = None
     """What was read, so that a run need not read it again; None where that failed."""
 
@@ -25,6 +30,17 @@ class Preflight:
         for mark, found in (("ok", self.passed), ("needs", self.needs), ("warn", self.warned), ("FAIL", self.failed)):
             for line in found:
                 yield f"{mark:5} {line}"
+
+    def content(self) -> dict[str, Any]:
+        """Return the findings as `preflight --json` prints them."""
+        return {
+            "passed": self.passed,
+            "needs": self.needs,
+            "warned": self.warned,
+            "failed": self.failed,
+            "routes": self.routes,
+            "memory_estimate_gib": round(self.memory_gib, 3),
+        }
 
     def require(self) -> Dataset:
         """Return the opened data of a run that may start.

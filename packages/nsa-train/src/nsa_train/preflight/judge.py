@@ -35,6 +35,7 @@ def run_preflight(
     parameters = counts.dense if config.model.attention == "dense" else counts.nsa
     # where hosts may leave, the fewest processes have the most to hold
     memory = estimate_memory(config, parameters, min(sizes))
+    findings.memory_gib = memory.total_gib
     findings.passed.append(f"model: {config.model.attention} attention; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense")
     check_out_dir(findings, out_dir, resuming=resuming)
     check_schedule(findings, config, where, parameters, sizes)

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from nsa_train.config import RunConfig, listed
+from nsa_train.config import RunConfig
 from nsa_train.machine import Machine, processes_of
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.memory import MemoryEstimate
 from nsa_train.preflight.mends import MemoryMends
-from nsa_train.routing import routing_decisions
+from nsa_train.routing import backend_of, ignored_backends, overruled_backends, refused_backends, routing_decisions, uses_of_run
 
 if TYPE_CHECKING:
     from nsa_core import RoutingDecision
@@ -54,16 +54,24 @@ def check_machine(findings: Preflight, config: RunConfig, machine: Machine, memo
 
 
 def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> None:
-    """Judge that a backend serves every operation of the training batches on `machine`."""
+    """Judge that a backend serves every operation of the run on `machine`; one that is named serves all that asks for it, or fails."""
+    uses = uses_of_run(config, machine)
+    refused = refused_backends(config, uses)
+    findings.failed += refused.values()
     for operation, decision in routing_decisions(config, machine).items():
-        asked = config.nsa.backends.get(operation, "auto")
+        asked = backend_of(config, operation)
+        if operation in refused:
+            continue
         if decision.chosen is not None:
+            findings.routes[operation] = decision.chosen
             findings.passed.append(f"route: {operation} -> {decision.chosen}")
             if machine.device_type == "cuda" and decision.chosen == "sdpa" and asked == "auto":
                 findings.warned.append(f"route: {operation} -> sdpa, the reference, which is slow on a GPU; {_why_no_kernel(decision)}")
-        elif operation != "nsa" or asked != "auto":
+        elif operation != "nsa":
             # all of Eq. 5 in one is optional
-            findings.failed.append(_unserved(operation, asked, decision))
+            findings.failed.append(_unserved(operation, decision))
+    findings.warned += (f"route: {line}" for line in overruled_backends(config, uses).values())
+    findings.warned += (f"route: {line}" for operation, line in ignored_backends(config).items() if operation not in refused)
 
 
 def check_memory(findings: Preflight, machine: Machine, estimate: MemoryEstimate, mends: MemoryMends) -> None:
@@ -88,14 +96,14 @@ def _there(machine: Machine, *, is_asked_for: bool) -> str:
 
 
 def _why_no_kernel(decision: "RoutingDecision") -> str:
-    reasons = [f"{one.name}: {', '.join(map(str, one.reasons))}" for one in decision.candidates if one.name != "sdpa"]
+    reasons = [f"{one.name}: {_reasons(decision, one.name)}" for one in decision.candidates if one.name != "sdpa"]
     return "; ".join(reasons) or "nsa-kernels-triton is not installed; in a checkout: pip install ./packages/nsa-kernels-triton"
 
 
-def _unserved(operation: str, asked: str, decision: "RoutingDecision") -> str:
-    reasons = {candidate.name: ", ".join(map(str, candidate.reasons)) for candidate in decision.candidates}
-    if asked not in ("auto", *reasons):
-        return f"nsa.backends.{operation}={asked!r} is not installed (there is {listed(reasons) or 'none'}); use 'auto'"
-    against = reasons if asked == "auto" else {asked: reasons[asked]}
-    text = "; ".join(f"{name}: {reason}" for name, reason in against.items())
-    return f"nsa.backends.{operation}={asked!r} cannot serve this run ({text or 'none is installed'}); use {'sdpa' if asked == 'auto' else 'auto'!r}"
+def _unserved(operation: str, decision: "RoutingDecision") -> str:
+    text = "; ".join(f"{candidate.name}: {_reasons(decision, candidate.name)}" for candidate in decision.candidates)
+    return f"nsa.backends.{operation}='auto' cannot serve this run ({text or 'none is installed'}); use 'sdpa'"
+
+
+def _reasons(decision: "RoutingDecision", name: str) -> str:
+    return ", ".join(str(reason) for candidate in decision.candidates if candidate.name == name for reason in candidate.reasons)

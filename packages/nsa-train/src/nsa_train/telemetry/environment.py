@@ -4,11 +4,12 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from nsa_train.versions import version_of
 
 PACKAGES = (
     *("nsa-core", "nsa-train", "nsa-kernels-triton", "nsa-kernels-cuda", "torch", "torchdata", "triton", "datasets", "numpy"),
@@ -22,7 +23,7 @@ def describe_environment(device: torch.device, routing: dict[str, Any], **more: 
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
         "host": platform.node(),
@@ -31,7 +32,7 @@ def describe_environment(device: torch.device, routing: dict[str, Any], **more: 
         "threads": torch.get_num_threads(),
         **_gpu(device),
         "commit": commit_of(Path(__file__).parent),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := version_of(name))},
         "routing": routing,
         **more,
     }
@@ -77,10 +78,3 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         return {"gpu": None, "compute_capability": None}
     properties = torch.cuda.get_device_properties(device)
     return {"gpu": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -84,7 +84,11 @@ def read_history(paths: RunDirectory) -> History:
 
 def draw_curves(history: History, path: Path) -> None:
     """Draw the curves of `history` to the PNG `path`."""
-    figure_of(history).savefig(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure_of(history))
+    # savefig would draw twice, the first time for the extents alone
+    canvas.print_png(path)
 
 
 def figure_of(history: History) -> "Figure":

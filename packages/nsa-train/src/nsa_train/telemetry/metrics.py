@@ -12,7 +12,7 @@ from nsa_train.model.decoder import count_parameters
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.chips import chip_of, reason_without_peak
 from nsa_train.telemetry.environment import peak_memory_mib
-from nsa_train.telemetry.records import read_events, read_rows, seconds_between
+from nsa_train.telemetry.records import read_events, read_rows, seconds_between, standing_skips
 
 
 def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, world_size: int) -> dict[str, Any]:
@@ -61,17 +61,6 @@ def data_marks(config: RunConfig) -> dict[str, Any]:
 def tokens_per_step(config: RunConfig) -> int:
     """Return the tokens of one optimizer step of full rows, of all ranks together."""
     return config.train.batch_size * config.train.accumulate * config.train.seq_len
-
-
-def standing_skips(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events of skipped steps that are part of the run: what a resume went back before was taken again."""
-    found: list[dict[str, Any]] = []
-    for event in events:
-        if event["msg"] == "boot":
-            found = [skip for skip in found if skip["step"] <= (event.get("resumed_at") or 0)]
-        elif event["msg"] == "skip":
-            found.append(event)
-    return found
 
 
 def seconds_alive(events: Iterable[dict[str, Any]]) -> float:

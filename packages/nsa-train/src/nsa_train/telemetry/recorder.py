@@ -28,6 +28,7 @@ from nsa_train.telemetry.chips import chip_of
 from nsa_train.telemetry.environment import describe_environment, gpu_memory
 from nsa_train.telemetry.fallbacks import CountingRegistry, FallbackCounts, attach
 from nsa_train.telemetry.flops import model_flops
+from nsa_train.telemetry.layers import RunTelemetry, routes_of, watched
 from nsa_train.telemetry.metrics import data_marks, summarise, tokens_per_step
 from nsa_train.telemetry.progress import StepFigures
 from nsa_train.telemetry.records import (
@@ -51,7 +52,7 @@ from nsa_train.telemetry.timing import BranchTimes, MarkedBackend, marked_range
 class Observed(NamedTuple):
     """What the NSA layers did in a step that was watched; empty for one that was not."""
 
-    telemetry: Sequence[health.RunTelemetry] = ()
+    telemetry: Sequence[RunTelemetry] = ()
     times: BranchTimes | None = None
 
     def end_pass(self) -> None:
@@ -122,7 +123,7 @@ class Recorder:
             backends = (MarkedBackend(backend, times=times) for backend in default_registry().backends)
             attach(self._layers, CountingRegistry(backends, self.fallbacks))
         try:
-            with health.watched(self._layers) as collected:
+            with watched(self._layers) as collected:
                 yield Observed(collected, times)
         finally:
             attach(self._layers, self._registry)
@@ -165,7 +166,7 @@ class Recorder:
     ) -> None:
         """Record an optimizer step.
 
-        `fetches`: recent waits for data in ms; `layers`: `health.of_layers` of all ranks, and `observed`, of `observing`, for a
+        `fetches`: recent waits for data in ms; `layers`: `layers.of_layers` of all ranks, and `observed`, of `observing`, for a
         logged step; `data`: figures of the training stream, such as bad records skipped, which go into every event as they are.
         """
         self.step = figures.step
@@ -187,7 +188,7 @@ class Recorder:
         summary: dict[str, float] = {}
         if observed is not None and layers:
             summary = health.combine(layers)
-            routes = health.routes_of(observed.telemetry)
+            routes = routes_of(observed.telemetry)
             self.heartbeat.beat("progress", figures.step, **fields, **self._health_fields(summary, observed), routes=routes)
         self.heartbeat.beat("step_end", figures.step, **fields)
         if self._tables is not None:
@@ -205,7 +206,7 @@ class Recorder:
         self.heartbeat.beat("save", step, checkpoint=path.name)
 
     def skipped(self, step: int, reason: str, batch: str, *, cause: str) -> None:
-        """Record a step whose update was left out, the `batch` that it was for, and the `cause` in one word, of `guards.Cause`."""
+        """Record a step whose update was left out, the `batch` that it was for, and the `cause` in one word, of `records.Cause`."""
         self.step = step
         self.heartbeat.beat("skip", step, cause=cause, reason=reason, batch=batch)
 

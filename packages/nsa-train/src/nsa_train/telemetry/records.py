@@ -5,8 +5,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,18 @@ EXACT = ("loss", "val_loss", "first_loss", "last_loss", "first_val_loss", "grad_
 """Figures that are kept to nine significant digits, which tell any two of float32 apart; the others to six."""
 MOST = 2**53
 """Beyond it lies no count and no second."""
+
+
+class Cause(StrEnum):
+    """Why a step was skipped: the field `cause` of its event."""
+
+    LOSS = "loss"
+    """That of a micro-batch is not finite."""
+    GRADIENT = "gradient"
+    """It is not finite, though every loss is."""
+    OVERFLOW = "overflow"
+    """The same where float16 ran over: that is how the scale of the loss finds its place."""
+    SPIKE = "spike"
 
 
 def perplexity(loss: float) -> float:
@@ -128,6 +141,17 @@ def as_event(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and _is_event(event) else None
+
+
+def standing_skips(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of skipped steps that are part of the run: what a resume went back before was taken again."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event["msg"] == "boot":
+            found = [skip for skip in found if skip["step"] <= (event.get("resumed_at") or 0)]
+        elif event["msg"] == "skip":
+            found.append(event)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

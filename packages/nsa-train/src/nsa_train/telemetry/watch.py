@@ -133,12 +133,13 @@ def watch(
     is_once: bool,
     interval_s: float,
     say: Callable[[str], None],
+    show: Callable[[Watcher, list[Finding]], None] = lambda watcher, found: None,
     clocks: Clocks = THIS_MACHINE,
 ) -> int:
     """Look until the run ends (0; by an error: 1) or something is wrong (4).
 
     Then `.anomaly_type` is written, and `.HALT` if `is_halting`; a stalled rank is asked for a stack dump. `is_once`: look once, and
-    again only while the clocks leave it open whether a rank lives.
+    again only while the clocks leave it open whether a rank lives. `show` gets the watcher and what is wrong after the last look.
     """
     watcher = Watcher(paths, wall=clocks.wall)
     pause_s = min(interval_s, RECHECK_S) if is_once else interval_s
@@ -146,15 +147,34 @@ def watch(
     while True:
         found = watcher.look(watched_s)
         if found:
+            show(watcher, found)
             return _act(watcher, found, is_halting=is_halting, say=say)
         doubts = watcher.doubts(watched_s)
         for doubt in doubts if is_first else ():
             say(f"watch: {doubt}")
         if watcher.has_ended or (is_once and not doubts):
+            show(watcher, [])
             return _conclude(watcher, watched_s, say)
         clocks.sleep(pause_s)
         before, looked_at, is_first = looked_at, clocks.monotonic(), False
         watched_s += min(looked_at - before, LONGEST_GAP * pause_s)
+
+
+def content(watcher: Watcher, found: list[Finding]) -> dict[str, Any]:
+    """Return what `watch --once --json` prints of a look: where the run stands, and what is `found` to be wrong."""
+    members = watcher.members
+    return {
+        "step": max((rank.step for rank in members), default=None),
+        "num_ranks": len(members),
+        "has_ended": watcher.has_ended,
+        "anomalies": [{"kind": one.kind, "rank": one.rank, "step": one.step, "detail": one.detail} for one in found],
+        "unhealthy": [{"figure": check.name, "found": check.found, "healthy": check.band} for check in watcher.unhealthy()],
+        "halts": [
+            {"rank": rank.rank, "exit_code": rank.last.get("code"), "reason": rank.last.get("reason")}
+            for rank in members
+            if rank.last.get("msg") == "halt"
+        ],
+    }
 
 
 def request_stack_dump(rank: RankWatch) -> str:
