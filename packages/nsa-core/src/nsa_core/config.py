@@ -12,6 +12,9 @@ from nsa_core.errors import ConfigError
 
 Compressor = Literal["mlp", "conv", "mean"]
 GateKind = Literal["sigmoid", "softmax"]
+COLLAPSE_ENTROPY = 0.1
+COLLAPSE_SHARE = 0.95
+"""A gate is collapsed where its shares have an entropy below the one, in nats, and the largest share is above the other."""
 CompressedRope = Literal["block_end", "tokens"]
 RopeScalingKind = Literal["linear", "yarn"]
 BRANCHES = ("cmp", "slc", "win")

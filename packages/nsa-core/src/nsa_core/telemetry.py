@@ -9,10 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_core.config import BlockGeometry
-
-COLLAPSE_ENTROPY = 0.1
-COLLAPSE_SHARE = 0.95
+from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE, BlockGeometry
 
 
 class Reads(NamedTuple):

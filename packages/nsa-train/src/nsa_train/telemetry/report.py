@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nsa_core.telemetry import COLLAPSE_ENTROPY, COLLAPSE_SHARE
+from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE
 from nsa_train.errors import ConfigError
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
