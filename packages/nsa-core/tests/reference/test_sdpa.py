@@ -22,7 +22,7 @@ from nsa_core import (
 )
 from nsa_core.compression import build_compressor
 from nsa_core.errors import InputError
-from nsa_core.gating import gates_from_logits
+from nsa_core.gating import gated_sum, gates_from_logits
 from nsa_core.reference import branches, naive, padded, sdpa, tiles
 from nsa_core.reference.causal import causal_attention
 from nsa_core.testing import masks
@@ -83,6 +83,13 @@ def test_the_branches_pass_opcheck(branch: str, shape: Shape) -> None:
     results = torch.library.opcheck(sdpa.sdpa_attention, operands(branch, shape))
     assert set(results.values()) == {"SUCCESS"}
     assert len(results) == 4
+
+
+@pytest.mark.parametrize("absent", [None, 0, 1, 2])
+def test_the_gated_sum_passes_opcheck(absent: int | None) -> None:
+    outputs = [None if place == absent else torch.randn(1, 5, 2, 3, requires_grad=True) for place in range(3)]
+    results = torch.library.opcheck(gated_sum, (torch.rand(1, 5, 2, 3, requires_grad=True), *outputs))
+    assert set(results.values()) == {"SUCCESS"}
 
 
 def test_the_choice_passes_opcheck() -> None:
@@ -278,6 +285,34 @@ def test_nan_shows_in_the_rows_that_see_it_and_in_no_other_sequence(dtype: torch
         assert out[1].isfinite().all()
 
 
+@pytest.mark.parametrize("place", range(3), ids=["q", "k", "v"])
+@pytest.mark.parametrize("head_dim_v", [8, 6], ids=["fused", "separate products"])
+@pytest.mark.parametrize("rubbish", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_rows_and_keys_that_see_it_alone(rubbish: float, head_dim_v: int, place: int) -> None:
+    inputs = make_inputs(Shape(num_queries=40, head_dim_v=head_dim_v), torch.float32)
+    token, size = 21, SMALL.window_size
+    results = []
+    for value in (None, rubbish):
+        leaves = [x.detach().clone() for x in (inputs.q, inputs.k_win, inputs.v_win)]
+        if value is not None:
+            # of the first KV head, whose query heads are the first two
+            leaves[place][0, token, 0] = value
+        leaves = [x.requires_grad_() for x in leaves]
+        out = sliding_window_attention(*leaves, geometry=SMALL).out
+        results.append((out.detach(), *torch.autograd.grad(out.sum(), leaves)))
+    rows = range(token, token + size) if place else [token]
+    keys = range(token - size + 1, token + (size if place else 1))
+    heads = [0] if place == 0 else [0, 1]
+    for name, reached, per_head, plain, broken in zip(
+        ("out", "dq", "dk", "dv"), (rows, rows, keys, keys), (heads, heads, [0], [0]), *results, strict=True
+    ):
+        differs = torch.zeros(plain.shape[1:3], dtype=torch.bool)
+        for head in per_head:
+            differs[list(reached), head] = True
+        assert torch.equal(plain[0][~differs], broken[0][~differs]), name
+        assert broken[0][differs].isnan().any(-1).all(), name
+
+
 def test_rows_beyond_the_count_may_hold_nan() -> None:
     inputs = make_inputs(Shape(num_queries=24)).with_grad()
     count = torch.tensor([17], dtype=torch.int32)
@@ -286,7 +321,7 @@ def test_rows_beyond_the_count_may_hold_nan() -> None:
     out = nsa_attention(*inputs.tensors, geometry=SMALL, query_count=count)
     assert not out[:, 17:].any()
     out.sum().backward()
-    for x in inputs.tensors[1:7]:
+    for x in inputs.tensors:
         assert x.grad is not None
         assert x.grad.isfinite().all()
 
@@ -310,17 +345,23 @@ def test_nan_in_one_packed_sequence_stays_out_of_the_others(dtype: torch.dtype, 
             assert x[:, own.stop :].isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["strided", "expanded"])
 @pytest.mark.parametrize("operand", range(4), ids=["q", "k", "v", "dout"])
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
-def test_rows_whose_numbers_are_not_side_by_side_give_the_same(branch: str, operand: int) -> None:
+def test_rows_whose_numbers_are_not_side_by_side_give_the_same(branch: str, operand: int, kind: str) -> None:
     name, q, k, v, *rest = operands(branch, Shape(num_queries=40, head_dim_v=8))
-    tensors = [q, k, v, torch.randn(q.shape)]
+    tensors = [x.detach() for x in (q, k, v, torch.randn(q.shape))]
+    if kind == "expanded":
+        tensors[operand] = tensors[operand][..., :1].expand_as(tensors[operand])
     results = []
-    for is_strided in (False, True):
+    for is_plain in (False, True):
         drawn = list(tensors)
-        if is_strided:
+        if is_plain:
+            drawn[operand] = tensors[operand].contiguous()
+        elif kind == "strided":
             drawn[operand] = tensors[operand].transpose(1, 3).contiguous().transpose(1, 3)
-        leaves = [x.detach().requires_grad_() for x in drawn[:3]]
+        assert (drawn[operand].stride(-1) == 1) is is_plain
+        leaves = [x.requires_grad_() for x in drawn[:3]]
         out, _ = sdpa.sdpa_attention(name, *leaves, *rest)
         results.append((out, *torch.autograd.grad(out, leaves, drawn[3])))
     for plain, strided in zip(*results, strict=True):

@@ -61,40 +61,48 @@ def _later(shape: Shape, row: int) -> list[Tensor]:
     return [tokens if place in TOKEN_TENSORS else ends for place in range(8)]
 
 
-def _perturbed(inputs: Inputs, shape: Shape, row: int) -> Inputs:
-    """Return `inputs` with everything after `row` replaced by other finite numbers."""
-    other = make_inputs(evolve(shape, seed=shape.seed + 1), inputs.q.dtype, inputs.q.device)
+def _perturbed(inputs: Inputs, shape: Shape, row: int, magnitude: float) -> Inputs:
+    """Return `inputs` with everything after `row` replaced by other finite numbers of about `magnitude`."""
+    other = make_inputs(evolve(shape, seed=shape.seed + 1), torch.float64, inputs.q.device)
+    largest = torch.finfo(inputs.q.dtype).max
     changed = []
     for x, y, later in zip(inputs.tensors, other.tensors, _later(shape, row), strict=True):
-        changed.append(torch.where(later.to(x.device)[None, :, None, None], 3 * y.nan_to_num() + 1, x.nan_to_num()))
+        replacement = (magnitude * (3 * y.nan_to_num() + 1)).clamp(-largest, largest).to(x)
+        changed.append(torch.where(later.to(x.device)[None, :, None, None], replacement, x.nan_to_num()))
     return Inputs.of(changed, inputs.cu_seqlens)
 
 
-def check_past_outputs_and_choices(shape: Shape, row: int, where: Where) -> None:
-    """(a): outputs and selections at <= row are bit-identical when tokens after `row` change."""
+def check_past_outputs_and_choices(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
+    """(a): outputs and selections at <= row are bit-identical when tokens after `row` change, to numbers of any `magnitude`."""
     inputs = where.inputs(shape)
-    changed = _perturbed(inputs, shape, row)
+    changed = _perturbed(inputs, shape, row, magnitude)
     here = slice(0, row + 1)
     assert torch.equal(where.select(inputs, shape.geometry)[:, here], where.select(changed, shape.geometry)[:, here])
     assert torch.equal(where.attend(inputs, shape.geometry)[:, here], where.attend(changed, shape.geometry)[:, here])
 
 
-def check_past_outputs_ignore_future_inputs(shape: Shape, row: int, where: Where) -> None:
-    """(b): the gradient of outputs at <= row with respect to anything after `row` is exactly 0."""
-    inputs = where.inputs(shape).with_grad()
+def check_past_outputs_ignore_future_inputs(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
+    """(b): the gradient of outputs at <= row with respect to anything after `row`, of any `magnitude`, is exactly 0."""
+    inputs = where.inputs(shape)
+    if magnitude != 1.0:
+        inputs = _perturbed(inputs, shape, row, magnitude)
+    inputs = inputs.with_grad()
     where.attend(inputs, shape.geometry)[:, : row + 1].sum().backward()
     for x, later in zip(inputs.tensors, _later(shape, row), strict=True):
         assert x.grad is not None
         assert not x.grad[:, later.to(x.device)].any()
 
 
-def check_past_gradients(shape: Shape, row: int, where: Where) -> None:
-    """(c): with dO = 0 after `row`, gradients at <= row do not change with tokens after it, and those after are exactly 0."""
+def check_past_gradients(shape: Shape, row: int, where: Where, *, magnitude: float = 1.0) -> None:
+    """(c): with dO = 0 after `row`, gradients at <= row do not change with tokens after it, and those after are exactly 0.
+
+    The tokens after `row` change to numbers of any `magnitude`.
+    """
     inputs = where.inputs(shape)
     weights = torch.randn(inputs.q.shape[:-1], generator=torch.Generator().manual_seed(5)).to(inputs.q)
     weights[:, row + 1 :] = 0
     gradients = []
-    for given in (inputs, _perturbed(inputs, shape, row)):
+    for given in (inputs, _perturbed(inputs, shape, row, magnitude)):
         leaves = given.with_grad()
         (where.attend(leaves, shape.geometry) * weights.unsqueeze(-1)).sum().backward()
         gradients.append([x.grad for x in leaves.tensors])
@@ -102,7 +110,7 @@ def check_past_gradients(shape: Shape, row: int, where: Where) -> None:
         assert ours is not None
         assert theirs is not None
         assert torch.equal(ours, theirs)
-        assert not ours[:, later.to(ours.device)].any()
+        assert not theirs[:, later.to(theirs.device)].any()
 
 
 def check_heads_permute_within_groups(shape: Shape, where: Where) -> None:
