@@ -128,6 +128,22 @@ def test_a_huge_future_never_changes_the_past_of_dense_attention(head_dim_v: int
         assert not any(x[:, row + 1 :].any() for x in huge[2:])
 
 
+@pytest.mark.parametrize("head_dim_v", [8, 6], ids=["equal head dimensions", "unequal"])
+@pytest.mark.parametrize("scale", [1e12, -1e38])
+def test_a_huge_scale_lets_no_future_through_either(scale: float, head_dim_v: int) -> None:
+    inputs = make_inputs(Shape(num_queries=29, head_dim_v=head_dim_v), torch.float32)
+    tensors = (inputs.q, inputs.k_win, inputs.v_win)
+
+    def dense(*x: Tensor) -> BranchOutput:
+        return BranchOutput(causal_attention(*x, scale=scale), torch.zeros(x[0].shape[:3]))
+
+    for operation in (lambda *x: sliding_window_attention(*x, geometry=SMALL, scale=scale), dense):
+        usual, huge = gradients(operation, 12, *tensors), gradients(operation, 12, *(with_future(x, 12, 1e3) for x in tensors))
+        for ours, theirs in zip(usual, huge, strict=True):
+            assert torch.equal(ours[:, :13].nan_to_num(), theirs[:, :13].nan_to_num())
+        assert not any(x[:, 13:].any() for x in huge[2:])
+
+
 @pytest.mark.parametrize("head_dim_v", [8, 6], ids=["fused", "separate products"])
 @pytest.mark.parametrize("magnitude", [1e4, 1e9, 1e18, 1e30, 1e37])
 def test_huge_scores_give_the_gradients_of_the_oracle(magnitude: float, head_dim_v: int) -> None:

@@ -147,7 +147,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[T
     """Return out `(X, G, R, M, D_v)` and lse `(X, G, R, M)` of q `(X, G, R, M, D_k)` over stored k, v."""
     keys, values = tile.gather(k), tile.gather(v)
     q = q.to(values.dtype)
-    if not is_fusable(q, keys, values):
+    if not is_fusable(q, keys, values, scale):
         out, lse = _attend(q, keys, values, tile, scale)
     elif are_ordinary(q, keys, values):
         out, lse = fused_attention(q, keys, values, tile.visible, scale)
@@ -170,7 +170,7 @@ def attend_backward(
     """
     keys, values = tile.gather(k), tile.gather(v)
     q, dout = tile.blank(q.to(keys.dtype)), tile.blank(dout.to(keys.dtype))
-    if dlse is not None or out.dtype != keys.dtype or not is_fusable(q, keys, values):
+    if dlse is not None or out.dtype != keys.dtype or not is_fusable(q, keys, values, scale):
         dlse = None if dlse is None else tile.blank(dlse)
         return _attend_backward(dout, dlse, q, keys, values, tile, scale)
     lse = tile.blank(lse)
@@ -188,10 +188,10 @@ def attend_backward(
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """Return out and lse as `attend` does, by separate products."""
-    whole = None
+    q, whole = q * scale, None
     if not are_ordinary(q, keys, values):
         whole, keys, values = finite_rows(q, keys, values, tile.visible)
-    scores = _scores(q * scale, keys, tile, whole)
+    scores = _scores(q, keys, tile, whole)
     weights = scores.softmax(-1)
     out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
     # the largest weight is exp(largest score - lse)
@@ -202,7 +202,7 @@ def _attend_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv as `attend_backward` does, by separate products."""
-    whole, hidden = None, None
+    q, whole, hidden = q * scale, None, None
     if not are_ordinary(dout, dlse, q, keys, values):
         hidden = ~tile.visible.unsqueeze(-2)
         acts = rows_with_gradient(dout, dlse)
@@ -211,7 +211,6 @@ def _attend_backward(
         whole, keys, values = finite_rows(q, keys, values, tile.visible)
         whole = ~acts | (whole & rows_within(dout, torch.finfo(dout.dtype).max))
         q, dout = only(whole, q, dout)
-    q = q * scale
     rows_dout = dout.flatten(2, 3)
     weights = _hide(_scores(q, keys, tile, whole).softmax(-1), hidden)
     dv = torch.matmul(weights.flatten(2, 3).transpose(-1, -2), rows_dout)
