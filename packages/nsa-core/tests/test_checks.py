@@ -102,6 +102,12 @@ def test_tangents_of_forward_mode_are_refused(operation):
             run(operands[place])
 
 
+def test_tangents_of_gates_are_refused_branch_by_branch_too():
+    q, *stores, gates = valid(nsa_attention)
+    with forward_ad.dual_level(), pytest.raises(InputError, match="forward-mode"):
+        nsa_attention(q, *stores, forward_ad.make_dual(gates, gates), geometry=SMALL, backend={"win": "sdpa"})
+
+
 def test_an_input_error_is_an_nsa_error_and_a_value_error():
     assert issubclass(InputError, NSAError)
     assert issubclass(InputError, ValueError)

@@ -333,6 +333,40 @@ def test_reordered_sequences_keep_their_own_bounds(random_layer, random_input):
         cache.crop([0, 1, 0])
 
 
+def test_reordered_by_indices_that_are_not_read_every_sequence_gets_the_largest_bound_and_depth():
+    # the meta device stands for a GPU: nothing there can be read on the host
+    cache = NSACache(CONFIG, 3, 20, max_rollback=4, device="meta")
+    cache.end_step(cache.begin_step(18, int32([3, 18, 7])))
+    cache.crop([3, 0, 1])
+
+    cache.reorder(torch.tensor([0, 2], device="meta"))
+
+    assert cache.batch_size == 2
+    cache.end_step(cache.begin_step(2, int32([0, 2])))
+    with pytest.raises(CacheOverflowError, match="sequence 1 would hold 21 tokens"):
+        cache.begin_step(1, None)
+    # sequence 1 has won back 2 of the 3 that the first one had gone back by
+    with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 2 from 18"):
+        cache.crop([2, 3])
+    with pytest.raises(CacheOverflowError, match="sequence 1 cannot go back by 4 from 20"):
+        cache.crop([1, 4])
+    cache.crop([1, 3])
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_new_cache_reordered_by_indices_that_are_not_read_is_as_new(count):
+    cache = NSACache(CONFIG, 2, 20, max_rollback=4, device="meta")
+
+    cache.reorder(torch.zeros(count, dtype=torch.int64, device="meta"))
+
+    step = cache.begin_step(20, None)
+    assert step.bound == (20 if count else 0)
+    cache.end_step(step)
+    cache.crop(4)
+    cache.reorder(torch.zeros(0, dtype=torch.int64, device="meta"))
+    cache.reorder(torch.zeros(0, dtype=torch.int64, device="meta"))
+
+
 def test_reordered_sequences_keep_the_rollback_that_they_used_up(random_layer, random_input):
     layer = random_layer(CONFIG)
     cache = layer.new_cache(2, 20, max_rollback=4)
@@ -557,15 +591,34 @@ def test_a_bfloat16_layer_decodes_close_to_its_float32_twin(random_layer, random
     assert (out - narrow(x)).abs().max() <= 2**-6 * narrow(x).abs().max()
 
 
-def test_autocast_decodes_with_a_cache_in_the_weights_dtype(random_layer, random_input):
-    layer, x = random_layer(CONFIG, dtype=torch.float32), random_input(1, 19, 8, dtype=torch.float32)
-    cache = layer.new_cache(1, 19)
+@pytest.mark.parametrize("compressor", ["mlp", "conv", "mean"])
+def test_under_autocast_a_wider_cache_gives_the_very_numbers_of_one_in_its_dtype(random_layer, random_input, compressor):
+    layer = random_layer(attrs.evolve(CONFIG, compressor=compressor), dtype=torch.float32)
+    x = random_input(2, 19, 8, dtype=torch.float32)
 
-    with torch.autocast("cpu", torch.bfloat16):
-        out = torch.cat([layer(x[:, :12], cache=cache), layer(x[:, 12:], cache=cache)], 1)
+    def decode(**options):
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = layer.new_cache(2, 19, **options)
+            # the steps cut compressed blocks, so that phi reads remembered tokens beside new ones
+            pieces = [layer(x[:, start:stop], cache=cache) for start, stop in ((0, 11), (11, 14), (14, 19))]
+            return cache.dtype, torch.cat(pieces, 1), layer(x)
+
+    (wide, out, whole), (narrow, expected, _) = decode(dtype=torch.float32), decode()
+
+    assert (wide, narrow, out.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert torch.equal(out, expected)
+    assert (out - whole).abs().max() <= 2**-6 * whole.abs().max()
+
+
+def test_under_autocast_a_cache_may_be_of_a_third_dtype(random_layer, random_input):
+    layer, x = random_layer(CONFIG, dtype=torch.float32), random_input(1, 19, 8, dtype=torch.float32)
+    cache = layer.new_cache(1, 19, dtype=torch.bfloat16)
+
+    with torch.autocast("cpu", torch.float16):
+        out = torch.cat([layer(x[:, :11], cache=cache), layer(x[:, 11:], cache=cache)], 1)
         whole = layer(x)
 
-    assert out.dtype == torch.bfloat16
+    assert (cache.dtype, out.dtype) == (torch.bfloat16, torch.float16)
     assert (out - whole).abs().max() <= 2**-6 * whole.abs().max()
 
 

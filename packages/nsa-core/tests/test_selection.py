@@ -137,6 +137,14 @@ def test_scores_after_the_querys_own_block_are_ignored(rubbish):
     assert choose_blocks(scores, torch.tensor([15]), geometry).tolist() == [[1, 2, 3]]
 
 
+def test_a_score_of_nan_counts_as_0():
+    geometry = BlockGeometry(4, 4, 4, num_selected_blocks=4, num_initial_blocks=1, num_local_blocks=1)
+    nan = float("nan")
+
+    assert choose_blocks(torch.tensor([[nan, nan, 0.1, nan, 0.2, nan, nan]]), torch.tensor([27]), geometry).tolist() == [[0, 2, 4, 6]]
+    assert choose_blocks(torch.full((1, 7), nan), torch.tensor([27]), geometry).tolist() == [[0, 1, 2, 6]]
+
+
 def test_a_row_that_holds_no_query_chooses_nothing():
     geometry = BlockGeometry(4, 4, 4, num_selected_blocks=2, num_initial_blocks=1, num_local_blocks=1)
 

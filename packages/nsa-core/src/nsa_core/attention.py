@@ -39,8 +39,9 @@ from nsa_core.calls import (
     token_bound,
 )
 from nsa_core.config import BRANCHES, BlockGeometry
-from nsa_core.dispatch import fused_backend, run
+from nsa_core.dispatch import check_no_tangent, fused_backend, run
 from nsa_core.errors import InputError
+from nsa_core.gating import gated_sum
 from nsa_core.reference.rows import rows_of
 from nsa_core.telemetry import AttentionObserver
 
@@ -224,6 +225,7 @@ def nsa_attention(
         checks.check_integers("window_query_start", window_query_start, 1, "(B,)", q)
         checks.check_shape("window_query_start", window_query_start, (q.shape[0],), "(B,)")
     checks.check_device("gates", gates, "q", q)
+    check_no_tangent(gates)
     branches = _checked_branches(q, stores, page_table, window_query_start)
     placed = Placed(cu_seqlens, max_seqlen, query_start, query_count, page_table)
     bound = _sequence_bound(branches, geometry, placed, window_query_start)
@@ -257,10 +259,10 @@ def _reason_for_branches(branches: Branches, window_query_start: Tensor | None, 
     return "observers want each branch" if observers else None
 
 
-def _branch_outputs(q: Tensor, branches: Branches, call: Call, window_query_start: Tensor | None) -> dict[int, Tensor]:
-    """Return the outputs of the branches that exist, by their place among the gates."""
+def _branch_outputs(q: Tensor, branches: Branches, call: Call, window_query_start: Tensor | None) -> list[Tensor | None]:
+    """Return the outputs of the three branches, in the order of their gates; None for an absent one."""
     k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = branches
-    outputs = {}
+    outputs: list[Tensor | None] = [None, None, None]
     lse = None
     if k_cmp is not None and (v_cmp is not None or v_slc is not None):
         # without the branch its lse is still what normalises the scores of the choice
@@ -287,16 +289,13 @@ def _window_call(call: Call, k_win: Tensor, window_query_start: Tensor | None) -
     return call._replace(layout=Layout.CACHED, placement=placement)
 
 
-def _combine(q: Tensor, gates: Tensor, outputs: dict[int, Tensor], call: Call) -> Tensor:
+def _combine(q: Tensor, gates: Tensor, outputs: list[Tensor | None], call: Call) -> Tensor:
     """Return the gated sum of `outputs`, accumulated in at least float32, in q's dtype."""
-    acc = torch.promote_types(q.dtype, torch.float32)
-    total = None
-    for place, out in outputs.items():
-        for observer in call.observers:
-            observer.record_branch(BRANCHES[place], out, rows_of(call.placement, q.shape[0], q.shape[1], q.device).positions)
-        term = out.to(acc) * gates[..., place, None].to(acc)
-        total = term if total is None else total + term
-    assert total is not None
+    for name, out in zip(BRANCHES, outputs, strict=True):
+        if out is not None:
+            for observer in call.observers:
+                observer.record_branch(name, out, rows_of(call.placement, q.shape[0], q.shape[1], q.device).positions)
+    total: Tensor = gated_sum(gates, *outputs)
     count = call.placement.query_count
     if count is not None:
         # a row that does not count is 0 whatever its gates are, NaN included

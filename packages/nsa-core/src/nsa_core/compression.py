@@ -89,7 +89,10 @@ class MLPCompressor(nn.Module):
         """Return `(B, C, G, D)` of tokens `(B, C, l, G, D)`."""
         per_head = tokens.transpose(2, 3)
         flat = (per_head + self.position).flatten(-2)
-        correction: Tensor = self.down(nn.functional.silu(self.up(flat)))
+        hidden = self.up(flat)
+        # clamped, a block that overflowed passes a gradient of 0 on as 0, not as 0 * inf: its first tokens may lie in the past
+        limit = torch.finfo(hidden.dtype).max
+        correction: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
         return correction + per_head.mean(-2)
 
 

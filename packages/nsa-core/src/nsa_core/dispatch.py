@@ -56,14 +56,14 @@ def _constants(operation: Operation, tensors: tuple[Tensor | None, ...], call: C
     Heads and their dimensions may be symbols there (`dynamic=True`); `operator.index` makes the graph one of these very sizes.
 
     Raises:
-        InputError: when a tensor carries a tangent, see `_check_no_tangent`.
+        InputError: when a tensor carries a tangent, see `check_no_tangent`.
     """
     q, k, v = (tensors[0], tensors[1], tensors[2])
     assert q is not None and k is not None and v is not None
     cu_seqlens = call.placement.cu_seqlens
     is_differentiable = operation is not Operation.SELECT
-    if is_differentiable and not torch.compiler.is_compiling():
-        _check_no_tangent(tensors)
+    if is_differentiable:
+        check_no_tangent(*tensors)
     needs_grad = is_differentiable and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     return (
         q.device.index or 0,
@@ -85,8 +85,10 @@ def _constants(operation: Operation, tensors: tuple[Tensor | None, ...], call: C
     )
 
 
-def _check_no_tangent(tensors: tuple[Tensor | None, ...]) -> None:
+def check_no_tangent(*tensors: Tensor | None) -> None:
     """Raise InputError in forward-mode differentiation: torch drops the tangents of a custom op's inputs without a word."""
+    if torch.compiler.is_compiling():
+        return
     if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
         raise InputError(
             "a tensor carries a tangent of forward-mode differentiation (the operations have a backward pass only); use backward() "

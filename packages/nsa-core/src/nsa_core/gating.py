@@ -1,5 +1,7 @@
 """Gates of the three branches (Eq. 5): a small MLP of the block's input, one gate per branch and query head."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,9 @@ def gates_from_logits(
     not in `branches` has gate 0.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    # clamped, a logit that overflowed passes a gradient of 0 on as 0, not as 0 * inf; half the range leaves room below for closed gates
+    limit = torch.finfo(logits.dtype).max / 2
+    logits = logits.clamp(-limit, limit)
     # filled on the device: a tensor made of a Python list would wait for its copy
     always = torch.ones_like(has_compressed)
     seen = {"cmp": always if kind == "sigmoid" else has_compressed, "slc": always, "win": always}
@@ -25,6 +30,49 @@ def gates_from_logits(
     # finfo.min, not -inf: where nothing is open the gradient must be 0, not NaN
     masked = logits.masked_fill(~is_open, torch.finfo(logits.dtype).min)
     return masked.softmax(-1) * is_open
+
+
+@torch.library.custom_op("nsa_core::gated_sum", mutates_args=())
+def gated_sum(gates: Tensor, cmp: Tensor | None, slc: Tensor | None, win: Tensor | None) -> Tensor:
+    """Return the sum of gates `(B, S, H, 3)` times branch outputs `(B, S, H, D_v)`, in at least float32 (Eq. 5).
+
+    A branch that is None is absent. A row whose gradient is 0 passes 0 on, whatever its gates and outputs hold: later rows
+    are NaN where their scores overflow, and the product's own derivative would be 0 * NaN.
+    """
+    total = None
+    for place, out in enumerate((cmp, slc, win)):
+        if out is not None:
+            acc = torch.promote_types(out.dtype, torch.float32)
+            term = out.to(acc) * gates[..., place, None].to(acc)
+            total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+@gated_sum.register_fake
+def _(gates: Tensor, *branches: Tensor | None) -> Tensor:
+    out = next(out for out in branches if out is not None)
+    return torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gated_sum_backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+    gates, *branches = ctx.saved_tensors
+    is_row = dtotal.abs().amax(-1) != 0
+    dgates = torch.zeros_like(gates)
+    douts: list[Tensor | None] = [None, None, None]
+    for place, out in enumerate(branches):
+        if out is not None:
+            dgates[..., place] = torch.where(is_row, (dtotal * out.to(dtotal.dtype)).sum(-1), 0)
+            gate = torch.where(is_row, gates[..., place], 0).to(dtotal.dtype)
+            douts[place] = (dtotal * gate.unsqueeze(-1)).to(out.dtype)
+    return dgates, *douts
+
+
+gated_sum.register_autograd(_gated_sum_backward, setup_context=_keep_operands)
 
 
 class GateMLP(nn.Module):
@@ -41,5 +89,8 @@ class GateMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `(B, S, H, 3)` of x `(B, S, hidden_size)`."""
-        logits: Tensor = self.down(nn.functional.silu(self.up(x)))
+        hidden = self.up(x)
+        # clamped, what overflowed passes a gradient of 0 on as 0, not as 0 * inf
+        limit = torch.finfo(hidden.dtype).max
+        logits: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
         return logits.view(*logits.shape[:-1], self.num_heads, 3)

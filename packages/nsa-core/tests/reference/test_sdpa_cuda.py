@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_core import NativeSparseAttention, NSAConfig
+from nsa_core import CacheOverflowError, NativeSparseAttention, NSAConfig
 from nsa_core.reference import sdpa
 from nsa_core.testing import properties
 from nsa_core.testing.conformance import check_backend
@@ -83,6 +83,19 @@ def test_cached_steps_never_wait_for_the_gpu_and_equal_one_pass() -> None:
             pieces.append(layer(x[:, 60:61], cache=cache, query_count=counts))
     assert float((torch.cat(pieces, 1) - whole).abs().max()) < 1e-12
     assert torch.equal(cache.total_reads.predicted.unsqueeze(1).expand(-1, 2), cache.total_reads.actual)
+
+
+def test_reordering_by_indices_on_the_gpu_does_not_wait_and_keeps_the_largest_bound() -> None:
+    layer, x = gpu_layer()
+    cache = layer.new_cache(2, 64)
+    with torch.no_grad():
+        layer(x[:, :60], cache=cache, query_count=torch.tensor([50, 60], dtype=torch.int32))
+        indices = torch.tensor([0, 0, 1], device="cuda")
+        with no_waiting():
+            cache.reorder(indices)
+        assert cache.lengths.tolist() == [50, 50, 60]
+        with pytest.raises(CacheOverflowError, match="sequence 0 would hold 65 tokens"):
+            layer(x[:, :5].repeat(2, 1, 1)[:3], cache=cache)
 
 
 def test_gradients_are_bit_equal_from_run_to_run_in_deterministic_mode() -> None:

@@ -80,7 +80,7 @@ def _ragged_compressed_tiles(extent: Extent, geometry: BlockGeometry, placement:
         if keys.stop > keys.start:
             index = torch.arange(keys.start, keys.stop, device=extent.device)
             visible = (index >= first.unsqueeze(-1)) & (index < end.unsqueeze(-1))
-            yield Tile(start, 1, first.shape[1], keys, visible.unsqueeze(1), (end > first).unsqueeze(1), is_guarded=True)
+            yield Tile(start, 1, first.shape[1], keys, visible.unsqueeze(1), (end > first).unsqueeze(1))
 
 
 def key_span(first: Tensor, end: Tensor, most: int) -> KeySlice:
@@ -134,7 +134,7 @@ def _ragged_window_tiles(extent: Extent, geometry: BlockGeometry, placement: Pla
         visible = (in_window & (distance <= positions)).unsqueeze(1)
         # a row sees at least itself
         sees = (positions >= 0).view(-1, 1, tile_rows)
-        yield Tile(start, tiles, tile_rows, KeyRows(index), visible, sees, is_guarded=True)
+        yield Tile(start, tiles, tile_rows, KeyRows(index), visible, sees)
 
 
 def _flat_first_keys(rows: Rows, extent: Extent) -> Tensor:
@@ -174,7 +174,7 @@ def _masked_selected_tiles(extent: Extent, block_indices: Tensor, geometry: Bloc
         if keys.stop > keys.start:
             # a chosen block holds at least one token that is not after the row
             sees = chosen.any(-1).transpose(1, 2)
-            yield Tile(start, 1, visible.shape[1], keys, visible.transpose(1, 2), sees, is_guarded=not is_dense)
+            yield Tile(start, 1, visible.shape[1], keys, visible.transpose(1, 2), sees)
 
 
 def _aligned_view(chosen: Tensor, start: int, geometry: BlockGeometry) -> tuple[KeySlice, Tensor]:
@@ -221,4 +221,4 @@ def _gathered_selected_tiles(extent: Extent, block_indices: Tensor, geometry: Bl
         visible = (relative >= 0) & (relative <= rows.positions[:, here, None, None])
         index = torch.where(visible, first_keys[:, here, None, None] + relative, 0)
         keys, seen = KeyRowsPerHead(index.flatten(0, 1)), visible.flatten(0, 1).unsqueeze(2)
-        yield Tile(start, listed.shape[1], 1, keys, seen, seen.any(-1), is_guarded=True)
+        yield Tile(start, listed.shape[1], 1, keys, seen, seen.any(-1))

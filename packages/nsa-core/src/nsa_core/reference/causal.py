@@ -4,14 +4,24 @@ torch aligns that mask to the top left, so with fewer queries than keys it would
 helper refuses unequal lengths, and a check of the repository keeps the flag here.
 """
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
+from nsa_core.reference.containment import ORDINARY, is_within, rows_within
+from nsa_core.reference.sdpa import sdpa_attention
+
+MODERATE = 2.0**10
+"""Queries and keys up to this leave a float32 exponent score - lse far from overflow, at any head dimension."""
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
     """Return dense causal attention `(B, S, H, D_v)` of q `(B, S, H, D_k)`, k `(B, S, G, D_k)`, v `(B, S, G, D_v)`.
+
+    torch computes it. On a CPU, outside torch.compile, rows that see huge numbers are taken out of its hands, for its
+    kernels let those reach the outputs and gradients of earlier rows.
 
     Raises:
         InputError: when q and k differ in length; a step over a cache needs an explicit mask.
@@ -21,6 +31,21 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
             f"q has {q.shape[1]} rows, k has {k.shape[1]} (the causal mask is aligned to the top left, so they must be equal); "
             f"use an explicit mask for a step over a cache"
         )
+    can_read = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not can_read or (is_within(q, MODERATE) and is_within(k, MODERATE) and is_within(v, ORDINARY)):
+        return _causal(q, k, v, scale)
+    keys = rows_within(k, MODERATE) & rows_within(v, ORDINARY)
+    only_moderate = keys.int().cummin(1).values.bool().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    rows = (rows_within(q, MODERATE) & only_moderate).unsqueeze(-1)
+    usual_k, usual_v = (torch.where(keys.unsqueeze(-1), x, 0) for x in (k, v))
+    usual = _causal(torch.where(rows, q, 0), usual_k, usual_v, scale)
+    length, sizes = q.shape[1], list(BlockGeometry(window_size=q.shape[1]).as_tuple())
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    rest = sdpa_attention("win", q, k, v, None, sizes, factor, None, None, None, None, length, length)[0]
+    return torch.where(rows, usual, rest.to(usual.dtype))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)

@@ -1,7 +1,8 @@
 """torch's fused CPU attention that also yields lse, by feature test: the one file that calls it.
 
 Public `scaled_dot_product_attention` returns no lse. The operator behind it on a CPU does, takes a mask, and holds no
-scores, which makes short sequences about twice as fast as separate products.
+scores, which makes short sequences about twice as fast as separate products. Its mask is a bias: the caller keeps scores
+far below `HIDDEN`, and everything finite.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ _BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu
 
 
 HIDDEN = torch.finfo(torch.float32).min / 4
-"""Added to a score that must not count: an amount that no score makes up for, and finite, so that a row of them stays finite."""
+"""Added to a score that must not count: far below every score, and finite, so that a row of them stays finite."""
 
 
 def is_fusable(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -27,12 +28,13 @@ VECTOR = 16
 """Keys whose exponentials the operator takes at once; those that are left over it takes one by one, several times slower."""
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return out `(X, G, R, M, D)` and lse `(X, G, R, M)` of q `(X, G, R, M, D)` over k, v `(X, G, K, D)`.
 
-    `bias` `(X, G, R, K)`, or 1 for X and G, is added to the scores of all M heads; they take turns, so that it is never repeated.
+    `visible`, bool `(X, G, R, K)`, or 1 for X and G, serves all M heads; they take turns, so that it is never repeated.
     """
     assert _FORWARD is not None
+    bias = _bias(visible)
     q, k, v = _with_rows_in_place(q, k, v)
     by_head, (k, v, bias) = _by_head(q), _whole_vectors(q, k, v, bias)
     parts = [_FORWARD(head, k, v, 0.0, False, attn_mask=bias, scale=scale) for (head,) in by_head]
@@ -40,11 +42,12 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float)
 
 
 def fused_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of `fused_attention` for the gradient of out alone."""
     assert _BACKWARD is not None
-    dout, q, k, v, out = _with_rows_in_place(dout, q, k, v, out)
+    bias = _bias(visible)
+    q, k, v = _with_rows_in_place(q, k, v)
     by_head, num_keys = _by_head(dout, q, out, lse), k.shape[2]
     k, v, bias = _whole_vectors(q, k, v, bias)
     parts = [
@@ -54,6 +57,12 @@ def fused_attention_backward(
     dqs, dks, dvs = zip(*parts, strict=True)
     dk, dv = (sum(heads[1:], heads[0])[:, :, :num_keys] for heads in (dks, dvs))
     return _joined(dqs, q), dk, dv
+
+
+def _bias(visible: Tensor) -> Tensor:
+    """Return what is added to float32 scores: 0 where visible, elsewhere `HIDDEN`."""
+    shown = torch.zeros((), dtype=torch.float32, device=visible.device)
+    return torch.where(visible, shown, HIDDEN)
 
 
 def _with_rows_in_place(*tensors: Tensor) -> list[Tensor]:

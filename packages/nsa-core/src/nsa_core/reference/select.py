@@ -55,7 +55,9 @@ def _importance(
     grouped = q.to(acc).reshape(batch, num_rows, num_kv_heads, heads_per_group, head_dim).permute(0, 2, 1, 3, 4)
     scores = torch.matmul(grouped.flatten(2, 3), gathered.transpose(-1, -2)).unflatten(2, (num_rows, heads_per_group)).mul_(scale)
     norm = lse.to(acc).reshape(batch, num_rows, num_kv_heads, heads_per_group).transpose(1, 2).unsqueeze(-1)
-    weights = scores.sub_(norm).masked_fill_(~visible[:, None, :, None], float("-inf")).exp_().sum(3).transpose(1, 2)
+    # a weight is at most 1, also where the difference of huge scores rounds to more than 0
+    exponents = scores.sub_(norm).clamp_(max=0).masked_fill_(~visible[:, None, :, None], float("-inf"))
+    weights = exponents.exp_().sum(3).transpose(1, 2)
     if is_packed:
         weights = _from_own_first(weights, rows.first_blocks - keys.start, longest)
     return pool_importance(weights, geometry, num_blocks)

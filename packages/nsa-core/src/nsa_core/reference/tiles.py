@@ -2,7 +2,7 @@
 
 A branch is cut into `Tile` steps; both passes walk the same steps, so scratch is one step's. Shapes: X tiles of a step,
 G KV heads, R rows, M query heads per KV head and row, K keys. Scores and sums are float32 (float64 for float64 inputs).
-A row that sees nothing gets out 0, lse -inf and zero gradients.
+A row that sees nothing gets out 0, lse -inf and zero gradients. Huge numbers and NaN reach the rows that see them alone.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nsa_core.reference.containment import (
+    EXPONENT,
+    ORDINARY,
+    are_ordinary,
+    finite_rows,
+    fusable_rows,
+    is_within,
+    only,
+    rows_with_gradient,
+    rows_within,
+)
 from nsa_core.reference.fused import fused_attention, fused_attention_backward, is_fusable
 
 SCRATCH_BYTES = {"cpu": 64 * 2**20, "cuda": 192 * 2**20}
@@ -92,16 +103,10 @@ class Tile(NamedTuple):
     """bool, broadcastable to (X, G, R, K) with X = B * tiles."""
     sees: Tensor | None = None
     """bool, broadcastable to (X, G, R): whether a row sees anything; None: every one does."""
-    is_guarded: bool = False
-    """True where keys that no row sees may hold anything, NaN included (stores, surplus blocks)."""
 
     def gather(self, stored: Tensor) -> Tensor:
         """Return `(X, G, K, D)`, this step's rows of k or v `(B, T, G, D)`, in the accumulator's dtype."""
-        gathered = self.keys.gather(stored).to(accumulator_dtype(stored.dtype))
-        if not self.is_guarded:
-            return gathered
-        # 0 * NaN is NaN, so a weight of 0 does not keep out what stands there
-        return torch.where(self.visible.any(-2).unsqueeze(-1), gathered, 0)
+        return self.keys.gather(stored).to(accumulator_dtype(stored.dtype))
 
     def blank(self, part: Tensor, value: float = 0.0) -> Tensor:
         """Return `part` `(X, G, R, M, ...)` with `value` in the rows that see nothing."""
@@ -138,35 +143,20 @@ def rows_per_step(bytes_per_row: int, device: torch.device) -> int:
     return max(1, SCRATCH_BYTES.get(device.type, SCRATCH_BYTES["cpu"]) // max(1, bytes_per_row))
 
 
-def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores: 0 where visible, elsewhere a finite amount that no score makes up for.
-
-    Finite, so that a row that sees nothing stays finite: its weights are uniform, and the caller drops them.
-    """
-    shown = torch.zeros((), dtype=dtype, device=visible.device)
-    return torch.where(visible, shown, torch.finfo(dtype).min / 4)
-
-
-def _weights(q: Tensor, k: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Return softmax weights `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`, and the largest score `(X, G, R, M)`."""
-    x, g, r, m, d = q.shape
-    scores = torch.matmul(q.reshape(x, g, r * m, d), k.transpose(-1, -2)).view(x, g, r, m, k.shape[2])
-    # filled, not added to: a NaN that a row does not see stays out of it
-    scores.masked_fill_(~visible.unsqueeze(-2), torch.finfo(scores.dtype).min / 4)
-    return scores.softmax(-1), scores.amax(-1)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """Return out `(X, G, R, M, D_v)` and lse `(X, G, R, M)` of q `(X, G, R, M, D_k)` over stored k, v."""
     keys, values = tile.gather(k), tile.gather(v)
     q = q.to(values.dtype)
-    if is_fusable(q, keys, values):
-        out, lse = fused_attention(q, keys, values, _bias(tile.visible, q.dtype), scale)
+    if not is_fusable(q, keys, values):
+        out, lse = _attend(q, keys, values, tile, scale)
+    elif are_ordinary(q, keys, values):
+        out, lse = fused_attention(q, keys, values, tile.visible, scale)
     else:
-        weights, largest = _weights(q * scale, keys, tile.visible)
-        out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
-        # the largest weight is exp(largest score - lse)
-        lse = largest - weights.amax(-1).log()
+        rows, fusable_keys, fusable_values = fusable_rows(q, keys, values, tile.visible)
+        (fusable_q,) = only(rows, q)
+        out, lse = fused_attention(fusable_q, fusable_keys, fusable_values, tile.visible, scale)
+        rest_out, rest_lse = _attend(q, keys, values, tile, scale)
+        out, lse = torch.where(rows.unsqueeze(-1), out, rest_out), torch.where(rows, lse, rest_lse)
     return tile.blank(out), tile.blank(lse, float("-inf"))
 
 
@@ -180,19 +170,78 @@ def attend_backward(
     """
     keys, values = tile.gather(k), tile.gather(v)
     q, dout = tile.blank(q.to(keys.dtype)), tile.blank(dout.to(keys.dtype))
-    if dlse is None and out.dtype == keys.dtype and is_fusable(q, keys, values):
-        return fused_attention_backward(dout, q, keys, values, out, tile.blank(lse), _bias(tile.visible, q.dtype), scale)
+    if dlse is not None or out.dtype != keys.dtype or not is_fusable(q, keys, values):
+        dlse = None if dlse is None else tile.blank(dlse)
+        return _attend_backward(dout, dlse, q, keys, values, tile, scale)
+    lse = tile.blank(lse)
+    if are_ordinary(dout, q, keys, values) and is_within(lse, EXPONENT):
+        return fused_attention_backward(dout, q, keys, values, out, lse, tile.visible, scale)
+    rows, fusable_keys, fusable_values = fusable_rows(q, keys, values, tile.visible)
+    rows &= rows_within(dout, ORDINARY) & (lse.abs() <= EXPONENT) & rows_with_gradient(dout, None)
+    fusable_dout, fusable_q, fusable_out = only(rows, dout, q, out)
+    fusable_lse = torch.where(rows, lse, 0)
+    parts = fused_attention_backward(fusable_dout, fusable_q, fusable_keys, fusable_values, fusable_out, fusable_lse, tile.visible, scale)
+    rest = _attend_backward(torch.where(rows.unsqueeze(-1), 0, dout), None, q, keys, values, tile, scale)
+    dq, dk, dv = (part + other for part, other in zip(parts, rest, strict=True))
+    return dq, dk, dv
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out and lse as `attend` does, by separate products."""
+    whole = None
+    if not are_ordinary(q, keys, values):
+        whole, keys, values = finite_rows(q, keys, values, tile.visible)
+    scores = _scores(q * scale, keys, tile, whole)
+    weights = scores.softmax(-1)
+    out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
+    # the largest weight is exp(largest score - lse)
+    return out, scores.amax(-1) - weights.amax(-1).log()
+
+
+def _attend_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv as `attend_backward` does, by separate products."""
+    whole, hidden = None, None
+    if not are_ordinary(dout, dlse, q, keys, values):
+        hidden = ~tile.visible.unsqueeze(-2)
+        acts = rows_with_gradient(dout, dlse)
+        # a row without a gradient adds none, whatever it holds
+        (q,) = only(acts, q)
+        whole, keys, values = finite_rows(q, keys, values, tile.visible)
+        whole = ~acts | (whole & rows_within(dout, torch.finfo(dout.dtype).max))
+        q, dout = only(whole, q, dout)
     q = q * scale
     rows_dout = dout.flatten(2, 3)
-    weights = _weights(q, keys, tile.visible)[0].flatten(2, 3)
-    dv = torch.matmul(weights.transpose(-1, -2), rows_dout)
-    dweights = torch.matmul(rows_dout, values.transpose(-1, -2))
+    weights = _hide(_scores(q, keys, tile, whole).softmax(-1), hidden)
+    dv = torch.matmul(weights.flatten(2, 3).transpose(-1, -2), rows_dout)
+    dweights = _hide(torch.matmul(rows_dout, values.transpose(-1, -2)).view_as(weights), hidden)
     dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
     if dlse is not None:
-        dscores += weights * tile.blank(dlse).flatten(2, 3).unsqueeze(-1)
+        dscores += weights * dlse.unsqueeze(-1)
+    dscores = _hide(dscores, hidden).flatten(2, 3)
     dq = torch.matmul(dscores, keys).mul_(scale).view_as(q)
     dk = torch.matmul(dscores.transpose(-1, -2), q.flatten(2, 3))
     return dq, dk, dv
+
+
+def _scores(q: Tensor, keys: Tensor, tile: Tile, whole: Tensor | None) -> Tensor:
+    """Return the scores `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`: -inf where hidden, NaN in rows that are not `whole`."""
+    x, g, r, m, d = q.shape
+    if whole is not None:
+        q = q.masked_fill(~whole.unsqueeze(-1), float("nan"))
+    scores = torch.matmul(q.reshape(x, g, r * m, d), keys.transpose(-1, -2)).view(x, g, r, m, keys.shape[2])
+    # filled, not added to: no score is so high that it shows
+    scores.masked_fill_(~tile.visible.unsqueeze(-2), float("-inf"))
+    if tile.sees is not None:
+        # one finite score keeps NaN out of a row that sees nothing, and the caller drops its weights
+        scores[..., 0].masked_fill_(~tile.sees.unsqueeze(-1), 0.0)
+    return scores
+
+
+def _hide(x: Tensor, hidden: Tensor | None) -> Tensor:
+    """Return x `(X, G, R, M, K)` with zeros, in place, where it is hidden."""
+    return x if hidden is None else x.masked_fill_(hidden, 0.0)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: float) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,17 @@ from torch import Tensor
 from nsa_core import blocks
 from nsa_core.backends.base import BranchRequest, Layout, Operation
 from nsa_core.config import BlockGeometry
-from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
+from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.strategies import edge_lengths
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STEP_ROWS = 9
 """Query rows of a cached or paged case."""
+MOSTLY_SHORT = {
+    "packed l < l'": Shape(geometry=ONE_LOCAL, lengths=(31, 1, 0, 23, 1, 1, 2, 1, 1, 1), num_heads=2, num_kv_heads=1),
+    "packed l = l'": Shape(geometry=EQUAL_BLOCKS, lengths=(25, 1, 0, 1, 2, 1, 1, 1, 13), num_heads=2, num_kv_heads=1, seed=1),
+}
+"""Packed sequences that no backend makes a batch of equal rows: it would be mostly padding."""
 
 
 @frozen(kw_only=True)
@@ -38,23 +43,29 @@ class Case:
 
 
 def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
-    """Yield the cases: every edge length, head ratio, layout and dtype."""
+    """Yield the cases: every edge length of `geometry`, and head ratios, layouts and dtypes.
+
+    Some have a geometry of their own, in which scores choose most blocks.
+    """
     base = Shape(geometry=geometry)
+    decisive = evolve(base, geometry=ONE_LOCAL, num_queries=30)
     for dtype in dtypes:
         kind = str(dtype).removeprefix("torch.")
         for length in edge_lengths(geometry):
             yield Case(name=f"{kind} S={length}", shape=evolve(base, num_queries=length, batch=2, seed=length), dtype=dtype)
         for num_heads, num_kv_heads in ((1, 1), (6, 2), (16, 1), (5, 5)):
-            shape = evolve(base, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            shape = evolve(decisive, num_heads=num_heads, num_kv_heads=num_kv_heads)
             yield Case(name=f"{kind} H/G={num_heads}/{num_kv_heads}", shape=shape, dtype=dtype)
         for dims in ((8, 8), (4, 10)):
-            yield Case(name=f"{kind} D={dims}", shape=evolve(base, head_dim_qk=dims[0], head_dim_v=dims[1]), dtype=dtype)
+            yield Case(name=f"{kind} D={dims}", shape=evolve(decisive, head_dim_qk=dims[0], head_dim_v=dims[1]), dtype=dtype)
         packed = evolve(base, lengths=(13, 0, 1, 37, 7, 8), surplus_blocks=2)
         yield Case(name=f"{kind} packed", shape=packed, dtype=dtype, layout=Layout.PACKED)
-        yield Case(name=f"{kind} holes", shape=evolve(base, seed=3), dtype=dtype, holes=True)
+        for name, few_long in MOSTLY_SHORT.items():
+            yield Case(name=f"{kind} {name}", shape=few_long, dtype=dtype, layout=Layout.PACKED)
+        yield Case(name=f"{kind} holes", shape=evolve(decisive, seed=3), dtype=dtype, holes=True)
         yield Case(name=f"{kind} logits x 50", shape=evolve(base, seed=4), dtype=dtype, logit_scale=50.0)
-        for layout in (Layout.CACHED, Layout.PAGED):
-            yield Case(name=f"{kind} {layout}", shape=evolve(base, batch=2, seed=5), dtype=dtype, layout=layout)
+        for layout, shape in ((Layout.CACHED, decisive), (Layout.PAGED, base)):
+            yield Case(name=f"{kind} {layout}", shape=evolve(shape, batch=2, seed=5), dtype=dtype, layout=layout)
 
 
 def request_of(case: Case, operation: Operation, device: torch.device, *, needs_grad: bool) -> BranchRequest:

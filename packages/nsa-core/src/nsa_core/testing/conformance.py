@@ -25,7 +25,7 @@ from nsa_core.reference.sdpa import sdpa_backends
 from nsa_core.testing import masks
 from nsa_core.testing.cases import Case, Problem, cases, paged, problem_of, request_of
 from nsa_core.testing.inputs import SMALL, Inputs
-from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
+from nsa_core.testing.tolerances import Comparable, allowed_error, max_error, near_tie_margin
 
 WITH_LSE = " with lse's"
 
@@ -45,10 +45,13 @@ class ConformanceReport:
     failures: tuple[str, ...] = field(default=())
     near_ties: int = 0
     """Rows of selections left out because two scores lay within the near-tie margin."""
+    decided: int = 0
+    """Rows of selections in which scores decided, those near a tie included."""
 
     def __str__(self) -> str:
         head = f"{self.backend} / {self.operation}: {len(self.passed)} cases passed, {len(self.declined)} declined, "
-        return "\n".join([head + f"{len(self.failures)} failed, {self.near_ties} rows near a tie", *self.failures])
+        rows = f"{self.near_ties} of {self.decided}" if self.decided else "0"
+        return "\n".join([head + f"{len(self.failures)} failed, {rows} rows near a tie", *self.failures])
 
 
 def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu", geometry: BlockGeometry = SMALL) -> ConformanceReport:
@@ -58,7 +61,7 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
     MATH attention plus 2^-8. Selections must equal the oracle's above the near-tie margin.
 
     Raises:
-        ConformanceError: when a case fails, or the backend declines every case.
+        ConformanceError: when a case fails, the backend declines every case, or too few choices are far enough from a tie.
     """
     others = tuple(other for other in sdpa_backends() if (other.name, other.operation) != (backend.name, backend.operation))
     registry = BackendRegistry((backend, *others))
@@ -76,30 +79,32 @@ def _check_cases(backend: BranchBackend, device: torch.device, geometry: BlockGe
         if reasons:
             report = evolve(report, declined=(*report.declined, f"{case.name}: {'; '.join(map(str, reasons))}"))
             continue
-        problems, near_ties = _run_case(backend, case, device, registry)
-        report = evolve(report, near_ties=report.near_ties + near_ties)
+        problems, rows = _run_case(backend, case, device, registry)
+        report = evolve(report, near_ties=report.near_ties + rows.near_ties, decided=report.decided + rows.decided)
         if problems:
             report = evolve(report, failures=(*report.failures, *(f"  {case.name}: {problem}" for problem in problems)))
         else:
             report = evolve(report, passed=(*report.passed, case.name))
     if report.failures:
-        raise ConformanceError(f"{report}\n(the oracle is nsa_core.reference.naive); mend the backend or narrow its capability")
+        raise ConformanceError(f"{report}\n(the oracle is nsa_core.reference.naive); fix the backend or narrow its capability")
     if not report.passed:
         raise ConformanceError(f"{backend.name} declined every case, the first: {report.declined[0]}; widen its capability")
+    if not Comparable(report.decided, report.near_ties).are_enough:
+        raise ConformanceError(f"{report}\n(a tenth may be too close to call, for those are not compared); use another geometry")
     return report
 
 
-def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry: BackendRegistry) -> tuple[list[str], int]:
-    """Return what differs from the oracle, and how many rows were left out for a near tie."""
+def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry: BackendRegistry) -> tuple[list[str], Comparable]:
+    """Return what differs from the oracle, and how many rows scores decided and were left out for a near tie."""
     problem = problem_of(case, device)
     if backend.operation is Operation.SELECT:
         return _check_selection(backend, problem, case, registry)
-    kept, near_ties = torch.ones(problem.inputs.q.shape[:2], device=device), 0
+    kept, rows = torch.ones(problem.inputs.q.shape[:2], device=device), Comparable()
     if backend.operation is Operation.NSA:
-        chosen, near = _oracle_selection(problem, case)
+        chosen, near, rows = _oracle_selection(problem, case)
         problem = problem._replace(block_indices=chosen)
         # a query whose choice is too close to call counts neither in the output nor in the gradients
-        kept, near_ties = (~near.any(-1)).to(kept), int(near.sum())
+        kept = (~near.any(-1)).to(kept)
     extra = (problem.block_indices,) if backend.operation is Operation.SLC else ()
 
     def theirs(*tensors: Tensor) -> Any:
@@ -115,7 +120,7 @@ def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry
 
     needs_yardstick = case.dtype in (torch.bfloat16, torch.float16) and not case.is_step
     operands = _operands(backend.operation, problem.inputs)
-    return _compare(backend, operands, kept, theirs, oracle, yardstick if needs_yardstick else None), near_ties
+    return _compare(backend, operands, kept, theirs, oracle, yardstick if needs_yardstick else None), rows
 
 
 def _by_name(backend: BranchBackend) -> dict[str, str]:
@@ -201,14 +206,15 @@ def _operands(operation: Operation, inputs: Inputs) -> tuple[Tensor, ...]:
     return picked[operation]
 
 
-def _oracle_selection(problem: Problem, case: Case) -> tuple[Tensor, Tensor]:
-    """Return the oracle's choice and which rows `(B, S, G)` are too close to call in the case's dtype."""
+def _oracle_selection(problem: Problem, case: Case) -> tuple[Tensor, Tensor, Comparable]:
+    """Return the oracle's choice, which rows `(B, S, G)` are too close to call in the case's dtype, and how many."""
     exact = problem.inputs.to(torch.float64)
     lse = _oracle_lse(problem)
     margin = naive.selection_margin(exact.q, exact.k_cmp, lse, **problem.options)
     highest = naive.importance(exact.q, exact.k_cmp, lse, **problem.options).amax(-1)
     near = margin <= near_tie_margin(highest, case.dtype)
-    return naive.select_blocks(exact.q, exact.k_cmp, lse, **problem.options), near
+    rows = Comparable(int((margin < float("inf")).sum()), int(near.sum()))
+    return naive.select_blocks(exact.q, exact.k_cmp, lse, **problem.options), near, rows
 
 
 def _oracle_lse(problem: Problem) -> Tensor:
@@ -216,18 +222,18 @@ def _oracle_lse(problem: Problem) -> Tensor:
     return naive.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, **problem.options).lse
 
 
-def _check_selection(backend: BranchBackend, problem: Problem, case: Case, registry: BackendRegistry) -> tuple[list[str], int]:
+def _check_selection(backend: BranchBackend, problem: Problem, case: Case, registry: BackendRegistry) -> tuple[list[str], Comparable]:
     """Return whether rows differ from the oracle's although no near tie excuses it, and how many near ties there were."""
     lse = _oracle_lse(problem).to(torch.promote_types(case.dtype, torch.float32))
     stores, placed = _placed((problem.inputs.q, problem.inputs.k_cmp), problem, case)
     q, k_cmp = stores
     got = attention.select_blocks(q, k_cmp, lse, **problem.options, **placed, backend=_by_name(backend), registry=registry)
-    expected, near = _oracle_selection(problem, case)
+    expected, near, rows = _oracle_selection(problem, case)
     if got.dtype != torch.int32 or got.shape != expected.shape:
-        return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"], 0
+        return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"], rows
     wrong = (got != expected.to(got.device)).any(-1) & ~near.to(got.device)
     problems = [f"{int(wrong.sum())} of {wrong.numel()} rows choose other blocks"] if bool(wrong.any()) else []
-    return problems, int(near.sum())
+    return problems, rows
 
 
 _OPERATIONS: dict[Operation, Callable[..., Any]] = {

@@ -21,6 +21,20 @@ SMALL = BlockGeometry(
 )
 """A geometry whose every edge lies within a few dozen tokens."""
 
+ONE_LOCAL = BlockGeometry(
+    compression_block_size=2,
+    compression_stride=1,
+    selection_block_size=4,
+    num_selected_blocks=3,
+    num_initial_blocks=0,
+    num_local_blocks=1,
+    window_size=5,
+)
+"""A geometry in which scores choose all blocks but the query's own, from the 13th token on; l < l'."""
+
+EQUAL_BLOCKS = evolve(ONE_LOCAL, compression_block_size=4, compression_stride=2)
+"""The same with l = l', so that a compressed block may begin in one selection block and end in the next."""
+
 
 @frozen(kw_only=True)
 class Shape:

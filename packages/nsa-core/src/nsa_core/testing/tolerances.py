@@ -1,5 +1,7 @@
 """How close is close enough: exact limits for float64 and float32, torch's own error as the yardstick below."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,20 @@ def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0
     """
     scale = max(largest(expected), SMALLEST_SCALE)
     return LIMITS[dtype] * scale if dtype in LIMITS else 2 * torch_error + 2**-8 * scale
+
+
+class Comparable(NamedTuple):
+    """How many rows of a choice two backends must agree in."""
+
+    decided: int = 0
+    """Rows in which scores decide: some candidate was left out in favour of another that was not forced."""
+    near_ties: int = 0
+    """Those among them that are too close to call."""
+
+    @property
+    def are_enough(self) -> bool:
+        """Return True where at most a tenth of the decided rows, or two, are near ties."""
+        return self.near_ties <= max(2, self.decided // 10)
 
 
 def near_tie_margin(row_maximum: Tensor, dtype: torch.dtype) -> Tensor:
