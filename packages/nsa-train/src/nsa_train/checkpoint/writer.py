@@ -13,9 +13,9 @@ from typing import Self
 from nsa_train.checkpoint.claim import claim
 from nsa_train.checkpoint.layout import LATEST, latest_folder, step_name
 from nsa_train.checkpoint.publish import clear_debris, point_latest, prune, publish
-from nsa_train.checkpoint.ranks import broadcast_json, rank
 from nsa_train.checkpoint.snapshot import Snapshot
 from nsa_train.errors import CheckpointError, ClaimedError
+from nsa_train.parallel.ranks import broadcast_json, rank
 
 
 class CheckpointWriter:

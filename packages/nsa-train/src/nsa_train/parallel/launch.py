@@ -20,7 +20,7 @@ from attrs import frozen
 from nsa_train.config import RunConfig
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
 from nsa_train.machine import Machine, processes_of
-from nsa_train.parallel.outcomes import FOLDER, STOP, joint_code, worker_pids
+from nsa_train.parallel.outcomes import ENVIRONMENT, FOLDER, STOP, joint_code, worker_pids
 from nsa_train.parallel.world import is_under_torchrun
 from nsa_train.stopping import SIGNALS, TERMINATING
 
@@ -114,9 +114,9 @@ def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
     options = ["--nproc-per-node", str(num_processes), *hosts.words(), "--signals-to-handle", "SIGQUIT"]
     config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
     with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:
-        os.environ[FOLDER] = folder
+        ENVIRONMENT[FOLDER] = folder
         # a store of their own for each generation of processes; torchrun's would keep the addresses of dead ones
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        ENVIRONMENT["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         try:
             elastic_launch(config, entrypoint=command)(*arguments)
         except ChildFailedError:
@@ -130,7 +130,7 @@ def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
             message = "interrupted by Ctrl-C; its processes were told to save; go on with --resume, from the newest checkpoint"
             raise SignalledError(message, exit_code=INTERRUPTED) from None
         finally:
-            del os.environ[FOLDER]
+            del ENVIRONMENT[FOLDER]
         return joint_code(Path(folder))
 
 

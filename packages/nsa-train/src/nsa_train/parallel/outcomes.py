@@ -15,6 +15,7 @@ from nsa_train.errors import (
     TrainError,
 )
 
+ENVIRONMENT = os.environ  # noqa: TID251 - torchrun and our launcher speak to a worker through it
 FOLDER = "NSA_TRAIN_OUTCOMES"
 """Names, in the workers' environment, the directory where they leave it."""
 DELIBERATE = (*(kind.exit_code for kind in (ConfigError, HaltedError, GuardError, TerminatedError)), INTERRUPTED)
@@ -44,23 +45,23 @@ def ending_of(error: TrainError | SignalledError) -> Ending:
         elif error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
             # no end of the run: torchrun is to end the others, or has a failure of another to tell
             return Ending(TrainError.exit_code, is_own=False)
-    is_said_here = os.environ.get("RANK", "0") == "0" or not isinstance(error, SHARED_ERRORS)
+    is_said_here = ENVIRONMENT.get("RANK", "0") == "0" or not isinstance(error, SHARED_ERRORS)
     return Ending(error.exit_code, str(error) if is_said_here else "", is_own=not isinstance(error, PeerError))
 
 
 def note_worker() -> bool:
     """Leave this process's id where the launcher finds it, if there is one; False where that one was told to stop before."""
-    folder = os.environ.get(FOLDER)
+    folder = ENVIRONMENT.get(FOLDER)
     if folder:
-        aside = Path(folder) / f"aside-{os.environ['LOCAL_RANK']}"
+        aside = Path(folder) / f"aside-{ENVIRONMENT['LOCAL_RANK']}"
         aside.write_text(str(os.getpid()))
-        aside.replace(Path(folder) / f"pid-{os.environ['LOCAL_RANK']}")
+        aside.replace(Path(folder) / f"pid-{ENVIRONMENT['LOCAL_RANK']}")
     return not folder or not is_stop_of_all()
 
 
 def is_stop_of_all() -> bool:
     """Return whether SIGTERM came to the whole run; else torchrun sent it, for another rank has failed, or somebody to this rank alone."""
-    folder = os.environ.get(FOLDER)
+    folder = ENVIRONMENT.get(FOLDER)
     return not folder or (Path(folder) / STOP).exists()
 
 
@@ -74,11 +75,11 @@ def reported(code: int, *, is_own: bool) -> int:
 
     `is_own`: the code is this rank's, not the echo of another's.
     """
-    folder = os.environ.get(FOLDER)
+    folder = ENVIRONMENT.get(FOLDER)
     if not folder:
         return code
     if is_own:
-        (Path(folder) / f"code-{os.environ['LOCAL_RANK']}").write_text(str(code))
+        (Path(folder) / f"code-{ENVIRONMENT['LOCAL_RANK']}").write_text(str(code))
     return 0 if code in DELIBERATE else code
 
 
