@@ -18,7 +18,7 @@ from nsa_train.feed import Feed, Fetched
 from nsa_train.finite import gradients_of, not_finite, require_finite_state, some
 from nsa_train.guards import Cause, GradientWatch, Skip, StepGuard, StepNumbers
 from nsa_train.model.decoder import build_model
-from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out, set_learning_rate
 from nsa_train.parallel.contact import contact_kept
 from nsa_train.parallel.strategy import STRATEGIES
 from nsa_train.parallel.world import World
@@ -289,7 +289,7 @@ class Trainer:
             return False
         scale = self.scaler.get_scale()
         ran_over = cause is Cause.GRADIENT and scale > 1
-        self.scaler.update(scale * self.scaler.get_backoff_factor() if ran_over else scale)
+        leave_out(self.scaler, scale * self.scaler.get_backoff_factor() if ran_over else scale, is_finite=cause is Cause.SPIKE)
         return ran_over
 
     def _require_finite_state(self, step: int) -> None:
