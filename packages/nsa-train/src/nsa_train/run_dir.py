@@ -96,6 +96,10 @@ class RunDirectory:
         """One word per kind of anomaly that was found, a line each."""
         return self.root / ".anomaly_type"
 
+    def holds_run(self) -> bool:
+        """Return whether a run recorded itself here; one that was killed early leaves less."""
+        return self.config.exists() or bool(self.heartbeats)
+
     def stackdump(self, rank: int) -> Path:
         """Return where `rank` writes the stacks of its threads when it gets SIGUSR1."""
         return self.root / f"stackdump_rank{rank}.txt"

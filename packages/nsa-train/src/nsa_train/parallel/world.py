@@ -1,5 +1,7 @@
 """The processes of a run. Decisions travel over a gloo group of their own, so that none of them waits for a GPU."""
 
+import json
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from nsa_train.errors import ConfigError
@@ -161,4 +163,24 @@ def _rendezvous(*, alone: bool) -> tuple[int, Any]:
         return 0, HashStore()
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
     # torchrun's own store outlives the processes: what those before a restart left in it must not be read
-    return rank, PrefixStore(f"start-{ENVIRONMENT.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"start-{ENVIRONMENT.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return rank, _own_store(store, rank) if ENVIRONMENT.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else store
+
+
+def _own_store(agents: Any, rank: int) -> Any:
+    """Return a store that rank 0 keeps: that of torchrun's agent, `agents`, ends with it, and the ranks outlive it to save."""
+    if rank == 0:
+        own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        agents.set("store", json.dumps([_address(), own.port]))
+        return own
+    host, port = json.loads(agents.get("store"))
+    return TCPStore(host, port, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def _address() -> str:
+    """Return this host's address as the host of torchrun's agent sees it."""
+    agents = ENVIRONMENT["MASTER_ADDR"]
+    with socket.create_connection((agents, int(ENVIRONMENT["MASTER_PORT"]))) as connection:
+        here, there = (end[0] for end in (connection.getsockname(), connection.getpeername()))
+    # its name may stand for an address of this host alone, but other hosts found it by that name
+    return agents if here == there else str(here)
