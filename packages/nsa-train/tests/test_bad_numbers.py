@@ -89,6 +89,46 @@ def test_float16_counts_a_loss_that_is_not_finite_and_keeps_its_scale(
     assert state["counters"]["guard"]["num_skipped"] == 1
 
 
+@pytest.mark.parametrize("spoiled", [(3,), (2, 3, 6), (5, 8)], ids=str)
+def test_the_scale_of_float16_moves_as_torchs_own_does(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, spoiled: tuple[int, ...]
+) -> None:
+    """After every step the scaler's whole state is that of a GradScaler that saw the same overflows."""
+    found: list[dict[str, Any]] = []
+    torchs = torch.amp.GradScaler
+    settings = {"init_scale": 2.0**10, "growth_interval": 3, "backoff_factor": 0.3}
+
+    class Recorded(torchs):
+        def update(self, new_scale: Any = None) -> None:
+            super().update(new_scale)
+            found.append(self.state_dict())
+
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device: Recorded(device, **settings))
+    original, calls = Trainer._backward, 0
+
+    def overflowing(self: Trainer, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        weight = self.model.norm.weight
+        handle = weight.register_hook(lambda gradient: gradient * torch.inf) if calls in spoiled else None
+        numbers = original(self, *args)
+        if handle:
+            handle.remove()
+        return numbers
+
+    monkeypatch.setattr(Trainer, "_backward", overflowing)
+    assert train("train.precision=fp16", "train.steps=9", "train.eval_every=9", "train.save_every=0")[0] == 0
+
+    scaler, weight = torchs("cpu", **settings), torch.nn.Parameter(torch.ones(2))
+    optimizer, wanted = torch.optim.SGD([weight], lr=1e-3), []
+    for step in range(1, 10):
+        weight.grad = scaler.scale(torch.ones(2)) * (torch.inf if step in spoiled else 1)
+        scaler.step(optimizer)
+        scaler.update()
+        wanted.append(scaler.state_dict())
+    assert found == wanted
+
+
 def test_float16_counts_a_spike_and_keeps_its_scale(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa_train.guards.SPIKE_WINDOW", 2)
     scaler = torch.amp.GradScaler

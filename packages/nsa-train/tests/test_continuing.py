@@ -1,6 +1,9 @@
 """What a continued run makes of records, keys and checkpoints that are not as it would like, and what it says."""
 
+import errno
 import json
+import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.errors import TrainError
+from nsa_train.recipe import load_config
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.records import TRAINING_COLUMNS
 from nsa_train.trainer import Trainer
@@ -142,6 +146,144 @@ def test_another_seed_changes_nothing_and_that_is_said(start: Start, run: RunDir
     assert "resume: train.seed=7 changes nothing: the generators of step-5 go on, seeded with 0\n" in out
     assert start("--resume", "--set", "train.steps=7", "--set", "train.seed=7") == 0
     assert "train.seed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", [["--resume"], ["--resume", "3"], ["--resume", "--dry-run"], ["--resume", "--set", "train.strategy=ddp"]])
+@pytest.mark.parametrize("name", ["absent", "absent/deep", "empty", "claimed", "foreign", "run/checkpoints/step-3"])
+def test_a_resume_of_no_run_is_refused_and_makes_nothing(
+    tiny_recipe: Path, run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: list[str], name: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "claimed" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").touch()
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / name), *how, "--set", "train.steps=9"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    if name.startswith("run/"):
+        assert "lies inside the run" in line
+    else:
+        assert ("does not exist: no run to resume" if "absent" in name else "holds no run to resume") in line
+        assert line.endswith("name the run's directory, or use --resume auto, which starts one")
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_resume_auto_starts_a_run_and_then_goes_on_with_it(start: Start, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run.root)
+    words = ["--set", "train.steps=2", "--set", "train.save_every=0", "--resume", "auto"]
+    assert start(*words, "--dry-run") == 0
+    assert f"out: {run.root} is free" in capsys.readouterr().out
+    assert not run.root.exists()
+    assert start(*words) == 0
+    assert "resume: " not in capsys.readouterr().out
+    assert _steps(run.training) == [1, 2]
+    assert start("--set", "train.steps=4", "--resume=auto") == 0
+    assert "resume: from step-2\n" in capsys.readouterr().out
+    assert _steps(run.training) == [1, 2, 3, 4]
+
+
+def test_resume_auto_mixes_with_nothing_else(start: Start, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run.root)
+    run.root.mkdir()
+    (run.root / "notes.txt").touch()
+    assert start("--resume", "auto") == 2
+    assert "is not empty (a run never mixes with another)" in capsys.readouterr().err
+
+
+def test_resume_auto_goes_on_with_random_ids_where_the_data_are_gone(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
+    words = [
+        "run",
+        str(tiny_recipe),
+        "--out",
+        str(tmp_path / "r"),
+        "--set",
+        "data.path=absent.txt",
+        "--synthetic-on-fail",
+        "--resume",
+        "auto",
+    ]
+    assert run_command([*words, "--set", "train.steps=2"]) == 0
+    assert run_command([*words, "--set", "train.steps=3"]) == 0
+    assert "resume: from step-2\n" in capsys.readouterr().out
+    assert _steps(tmp_path / "r-synthetic" / "training.csv") == [1, 2, 3]
+
+
+def test_a_restart_of_torchruns_starts_a_run_that_never_began(start: Start, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(run.root)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert start("--set", "train.steps=2") == 0
+    assert _steps(run.training) == [1, 2]
+
+
+def test_resume_goes_on_by_the_runs_own_config(
+    run: RunDirectory, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever became of the recipe, and with other values where they are given."""
+    shutil.rmtree(run.root)
+    assert start("--set", "train.steps=3", "--set", "nsa.window_size=4", "--set", "train.lr=5e-3") == 0
+    capsys.readouterr()
+    monkeypatch.chdir(run.root.parent)
+    assert run_command(["resume", run.root.name, "--set", "train.steps=5"]) == 0
+    assert "resume: from step-3\n" in capsys.readouterr().out
+    assert _steps(run.training) == [1, 2, 3, 4, 5]
+    config = load_config(str(run.config))
+    assert (config.nsa.window_size, config.train.lr, config.train.steps) == (4, 5e-3, 5)
+    # and once more, by what it wrote itself
+    assert run_command(["resume", str(run.root)]) == 0
+    assert "there is nothing to do" in capsys.readouterr().out
+    assert run_command(["resume", str(run.root), "--dry-run", "--set", "train.steps=9"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "resume: from step-5"
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "recipes", "run/checkpoints", "run/checkpoints/step-3", "run/config.toml"])
+def test_resume_wants_the_directory_of_a_run(run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "recipes").mkdir()
+    shutil.copy(run.config, tmp_path / "recipes" / "config.toml")
+    before = _content(run)
+    assert run_command(["resume", str(tmp_path / name)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nsa-train: DIR='{tmp_path}/{name}' ")
+    assert line.endswith("; name the directory that `nsa-train run` printed")
+    assert _content(run) == before
+
+
+def test_resume_hands_the_meeting_of_several_processes_on(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The workers get the run's own recipe, and the command to go on names what it does not hold."""
+    seen: list[Any] = []
+
+    def launch(words: list[str], **how: Any) -> int:
+        seen.append((words, how["num_processes"], how["hosts"].max_restarts))
+        return 75
+
+    monkeypatch.setattr("nsa_train.parallel.launch.launch", launch)
+    sets = ["--set", "train.strategy=ddp", "--set", "train.nproc_per_node=2"]
+    assert run_command(["resume", str(run.root), *sets[:2], "--nproc", "2", "--max-restarts", "3"]) == 75
+    assert seen == [(["run", str(run.config), "--out", str(run.root), *sets, "--max-restarts", "3", "--resume"], 2, 3)]
+    command = shlex.join(["nsa-train", "resume", str(run.root), *sets, "--max-restarts", "3"])
+    assert capsys.readouterr().err == f"nsa-train: go on with: {command}\n"
+
+
+def test_the_runs_config_is_never_half_written(start: Start, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full leaves the one before, by which the run goes on."""
+    before, write = run.config.read_text(), Path.write_text
+
+    def full(self: Path, text: str, **how: Any) -> int:
+        if "config.toml" not in self.name:
+            return write(self, text, **how)
+        write(self, text[:10], **how)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert start("--resume", "--set", "train.steps=6") == 1
+    assert run.config.read_text() == before
 
 
 def test_a_dry_run_of_a_resume_judges_the_resume(start: Start, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

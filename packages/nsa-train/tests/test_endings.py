@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from nsa_train.run_dir import RunDirectory
 from nsa_train.stopping import POLL_S, Stop, StopRequests
 from nsa_train.telemetry.recorder import Recorder
 from nsa_train.telemetry.records import CsvTable
+from nsa_train.telemetry.tensorboard import Board
 from nsa_train.trainer import Trainer
 
 
@@ -65,6 +67,41 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_says_where_it_goes_on(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"nsa-train: the run in {run.root} broke off ([Errno {number}] {os.strerror(number)}; ")
     assert line.endswith(f" MiB are free); {kept}; mend that and go on with --resume")
+
+
+@pytest.mark.parametrize("last", [4, 60], ids=["early", "late"])
+def test_a_disk_that_is_full_for_tensorboard_alone_is_told_in_one_line(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: int
+) -> None:
+    """Its events are written by a thread of its own, whose traceback would come before our message."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    write, hook, count = RecordWriter.write, threading.excepthook, 0
+
+    def full(self: RecordWriter, data: bytes) -> None:
+        nonlocal count
+        count += 1
+        if count >= last:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    code, run = train()
+    assert code == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nsa-train: the run in {run.root} broke off ([Errno {errno.ENOSPC}] ")
+    assert threading.excepthook == hook
+
+
+def test_another_threads_failure_is_printed_while_tensorboard_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    board = Board(tmp_path)
+    thread = threading.Thread(target=open, args=(tmp_path / "absent",))
+    thread.start()
+    thread.join()
+    board.close()
+    assert [type(failure.exc_value) for failure in seen] == [FileNotFoundError]
 
 
 @pytest.mark.parametrize("lost", [["training.csv"], ["training.csv", "val.csv", "heartbeat_rank0.jsonl", "env.json", "config.toml"]])

@@ -1,4 +1,4 @@
-"""A run that is killed before it has recorded anything can be started again in its directory, with and without --resume."""
+"""A run that is killed before it has recorded anything can be started again in its directory, with and without --resume auto."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def _kill_in(place: str, words: list[str]) -> None:
             run.kill()
 
 
-@pytest.mark.parametrize("words", [[], ["--resume"]])
+@pytest.mark.parametrize("words", [[], ["--resume", "auto"]])
 @pytest.mark.parametrize("place", ["open_dataset", "Recorder"])
 def test_a_run_killed_before_its_first_record_starts_again(
     tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: list[str]

@@ -1,12 +1,13 @@
 """Options of the command line that no key of a recipe stands behind: refused before anything is opened."""
 
 import time
+from pathlib import Path
 
 import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
-from nsa_train.options import check_sampling, check_seconds
+from nsa_train.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, resume_step
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,72 @@ def test_a_time_that_cannot_be_waited_for_is_refused(seconds: float) -> None:
         check_seconds("--interval", seconds, example=5)
     for fitting in (0.001, 86_400):
         check_seconds("--interval", fitting, example=5)
+
+
+def test_a_resume_names_a_step_or_auto() -> None:
+    assert [resume_step(text) for text in ("", "auto", "0", "4000")] == [NEWEST, AUTO, 0, 4000]
+    for text in ("abc", "-1", "1.5", "\u0663", "\u00b2", "newest", "9" * 19):
+        with pytest.raises(ConfigError) as caught:
+            resume_step(text)
+        assert str(caught.value) == (
+            f"--resume={text!r} is neither a step nor 'auto'; use --resume for the newest whole checkpoint, --resume 4000 for that of a "
+            "step, or --resume auto to start where there is no run yet"
+        )
+
+
+@pytest.mark.parametrize("words", [["--resume", "abc"], ["--resume=abc"], ["--resume", "-7"], ["--resume", "1.5", "--dry-run"]])
+def test_a_resume_of_something_else_is_refused(tiny_recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert run_command(["run", str(tiny_recipe), "--out", "out", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"nsa-train: --resume={words[-1 if len(words) < 3 else 1].removeprefix('--resume=')!r} is neither a step nor 'auto'"
+    )
+
+
+@pytest.mark.parametrize("words", [["--resume", "{}"], ["{}", "--resume"], ["--resume", "demo"], ["--resume", "auto", "{}"]])
+def test_a_recipe_may_stand_behind_resume(tiny_recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert run_command(["run", *(word.format(tiny_recipe) for word in words)]) == 2
+    assert capsys.readouterr().err.startswith("nsa-train: --resume does not say which run; use --out DIR")
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize("path", [LONG, f"absent/{LONG}/y", "/".join(["y" * 200] * 21), "\u00e4" * 128])
+def test_a_path_that_no_file_system_holds_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"--out='.{,100}' has (a name of )?[0-9,]+ bytes \(at most [0-9,]+\); use a shorter "):
+        check_path("--out", path)
+    check_path("--out", "x" * 255)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "{recipe}", "--out", "absent/{long}"],
+        ["run", "{recipe}", "--out", "absent/{long}", "--resume", "auto"],
+        ["run", "{recipe}", "--out", "{long}", "--synthetic-on-fail"],
+        ["run", "{recipe}", "--out", "{long}", "--dry-run"],
+        ["run", "{long}"],
+        ["resume", "{long}"],
+        ["preflight", "{recipe}", "--out", "{long}"],
+        ["preflight", "{recipe}", "--set", "data.tokenizer=gpt2", "--set", "data.tokenizer_path={long}"],
+        ["report", "{long}"],
+        ["watch", "{long}"],
+        ["ckpt", "ls", "{long}"],
+        ["ckpt", "verify", "{long}"],
+        ["ckpt", "export", "{long}", "out"],
+        ["sample", "{long}", "--prompt", "x"],
+        ["report", "a\0b"],
+        ["run", "{recipe}", "--out", "a\0b"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_name_too_long_exits_2_and_makes_nothing(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command([word.format(recipe=tiny_recipe, long=LONG) for word in words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith(("nsa-train: ", "FAIL  ")) for line in lines)
+    assert [*tmp_path.iterdir()] == []

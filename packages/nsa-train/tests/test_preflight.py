@@ -25,7 +25,7 @@ from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
 from nsa_train.machine import Machine, described_machine
 from nsa_train.model.decoder import count_parameters
-from nsa_train.preflight import run_preflight
+from nsa_train.preflight import Preflight, run_preflight
 from nsa_train.preflight.memory import estimate_memory
 from nsa_train.recipe import load_config
 from nsa_train.routing import routing_decisions
@@ -266,6 +266,9 @@ def test_resuming_wants_a_run_and_no_order_to_halt(tiny_config, tmp_path: Path) 
     (tmp_path / "config.toml").rename(tmp_path / "notes.txt")
     [failure] = _failures(tiny_config(), tmp_path, resuming=True)
     assert "holds no run to resume" in failure
+    assert "use --resume auto" in failure
+    [failure] = _failures(tiny_config(), tmp_path / "absent", resuming=True)
+    assert "does not exist: no run to resume" in failure
     (tmp_path / "notes.txt").rename(tmp_path / "config.toml")
     (tmp_path / ".HALT").touch()
     [failure] = _failures(tiny_config(), tmp_path, resuming=True)
@@ -431,3 +434,30 @@ def test_the_command_judges_a_machine_that_is_not_here(tmp_path: Path, capsys: p
     assert run_command(["preflight", "a100", *sets, "--machine", "a100", "--out", str(tmp_path / "out")]) == 0
     assert "NVIDIA A100 80GB (described, not here)" in capsys.readouterr().out
     assert run_command(["preflight", "a100", *sets, "--machine", "nosuch"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "failures"),
+    [
+        (["demo", "--set", "train.lr=-1", "--set", "train.steps=0"], ["train.steps=0 is not", "train.lr=-1 is not"]),
+        (["demo", "--set", "train.stepz=1"], ["train.stepz is unknown"]),
+        (["demo", "--set", "nsa.selection_block_size=50"], ["nsa.selection_block_size=50 is not a multiple of"]),
+        (["demo", "--set", "nonsense"], ["--set 'nonsense' is not of the form"]),
+        (["demo", "--machine", "abacus"], ["--machine='abacus' is not a machine"]),
+        (["demo", "--nnodes", "0"], ["--nnodes='0' is neither a number of hosts"]),
+        (["nosuch"], ["RECIPE='nosuch' is neither a shipped recipe"]),
+    ],
+    ids=" ".join,
+)
+def test_every_line_of_a_failure_begins_with_fail(capsys: pytest.CaptureFixture[str], words: list[str], failures: list[str]) -> None:
+    assert run_command(["preflight", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(failures)
+    for line, failure in zip(sorted(lines), sorted(failures), strict=True):
+        assert line.startswith(f"FAIL  {failure}")
+
+
+def test_a_finding_of_several_lines_is_marked_on_each() -> None:
+    assert [*Preflight(passed=["one\ntwo"], failed=["three\nfour", "five"]).lines()] == [
+        *("ok    one", "ok    two", "FAIL  three", "FAIL  four", "FAIL  five"),
+    ]

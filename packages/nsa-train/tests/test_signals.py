@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 WORDS = {
     signal.SIGTERM: "stopped by SIGTERM before the first step or after the last",
     signal.SIGHUP: "stopped by SIGHUP before the first step or after the last",
-    signal.SIGINT: "interrupted by Ctrl-C; go on with --resume",
+    signal.SIGINT: "interrupted by Ctrl-C before the first step or after the last",
 }
 CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
@@ -62,7 +63,9 @@ def test_a_signal_before_the_loop_ends_the_run_with_its_code(
     monkeypatch.setattr(place, _swallowing)
     assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "run")]) == CODES[number]
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"nsa-train: {WORDS[number]}")
+    assert line.startswith(f"nsa-train: {WORDS[number]}; nothing was lost; start again with")
+    if place != "nsa_train.cli.load_config":
+        assert line.endswith(f" with: nsa-train run {tiny_recipe} --out {tmp_path}/run --resume auto")
     assert [signal.getsignal(one) for one in SIGNALS] == before
     assert not (tmp_path / "run" / "config.toml").exists()
 
@@ -99,24 +102,101 @@ def test_a_stack_dump_is_written_before_the_loop_too(
     assert "in dumping" in capfd.readouterr().err
 
 
-def test_ctrl_c_in_the_loop_exits_130_and_is_recorded(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("number", "code", "cause"), [(signal.SIGINT, 130, "interrupted by Ctrl-C"), (signal.SIGTERM, 75, "stopped by")])
+def test_a_signal_in_the_loop_saves_and_says_the_whole_command_to_go_on(
+    number: signal.Signals,
+    code: int,
+    cause: str,
+    tiny_recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    original = Trainer._backward
+    """The command holds what was asked for, and goes on from there as it stands, whatever the names have in them."""
+    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
+    original, calls = Trainer._backward, 0
 
-    def interrupted(self: Trainer, *args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
+    def signalled(self: Trainer, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            os.kill(os.getpid(), number)
         return original(self, *args)
 
-    monkeypatch.setattr(Trainer, "_backward", interrupted)
-    code, run = train()
-    assert code == 130
-    assert capsys.readouterr().err.splitlines() == [
-        "nsa-train: interrupted by Ctrl-C; go on with --resume, from the newest checkpoint (SIGTERM would have saved first)"
-    ]
+    monkeypatch.setattr(Trainer, "_backward", signalled)
+    run = RunDirectory(tmp_path / "a run's")
+    words = ["run", str(tiny_recipe), "--set", "train.lr=2e-3", "--out", str(run.root), "--set", 'nsa.branches=["slc", "win"]']
+    assert run_command(words) == code
+    *said, line = capsys.readouterr().err.splitlines()
+    assert said == (["nsa-train: " + FIRST] if number == signal.SIGINT else [])
+    text, _, command = line.removeprefix("nsa-train: ").partition(" with: ")
+    step = int((run.checkpoints / "latest").readlink().name.removeprefix("step-"))
+    assert step in (2, 3)
+    assert text.startswith(cause)
+    assert text.endswith(f"after step {step}, which is saved; go on")
     last = json.loads(run.heartbeat.read_text().splitlines()[-1])
-    assert (last["msg"], last["code"]) == ("halt", 130)
-    assert last["reason"].startswith("interrupted by Ctrl-C")
+    assert (last["msg"], last["code"]) == ("halt", code)
+    program, *again = shlex.split(command)
+    sets = ["--set", "train.lr=2e-3", "--set", 'nsa.branches=["slc", "win"]']
+    assert [program, *again] == ["nsa-train", "run", str(tiny_recipe), "--out", str(run.root), *sets, "--resume"]
+    assert run_command(again) == 0
+    assert f"resume: from step-{step}\n" in capsys.readouterr().out
+
+
+FIRST = "Ctrl-C: the run is saved after the step under way; a second Ctrl-C ends it at once, without saving"
+SECOND = "second Ctrl-C: ended at once, nothing was saved since the newest checkpoint; go on with --resume"
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the main thread is busy, as in a compiler."""
+    ended: list[int] = []
+    original = Trainer._backward
+
+    def hanging(self: Trainer, *args: Any) -> Any:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            # the two are told apart by when they come
+            time.sleep(0.3)
+        assert ended == [130]
+        return original(self, *args)
+
+    monkeypatch.setattr("nsa_train.stopping.os._exit", ended.append)
+    monkeypatch.setattr(Trainer, "_backward", hanging)
+    _, run = train()
+    assert capsys.readouterr().err.splitlines()[:2] == [f"nsa-train: {FIRST}", f"nsa-train: {SECOND}"]
+    halts = [json.loads(line) for line in run.heartbeat.read_text().splitlines() if '"halt"' in line]
+    assert [(halt["code"], halt["reason"]) for halt in halts[:1]] == [(130, "interrupted by a second Ctrl-C")]
+
+
+@pytest.mark.parametrize(("log_every", "is_told"), [(10, True), (1, False)], ids=["compiled", "logged"])
+def test_a_stop_that_waits_for_the_compiler_says_so_at_once(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log_every: int, is_told: bool
+) -> None:
+    """Steps that are logged are not compiled: the second is the first one that is."""
+    monkeypatch.setattr("nsa_train.model.decoder.Decoder.compile_parts", lambda self: None)
+    original, calls, errors = Trainer._backward, 0, []
+
+    def compiling(self: Trainer, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+            errors.append(capsys.readouterr().err)
+        return original(self, *args)
+
+    monkeypatch.setattr(Trainer, "_backward", compiling)
+    code, run = train("train.compile=true", f"train.log_every={log_every}")
+    assert code == 75
+    assert (run.checkpoints / "latest").readlink().name == "step-2"
+    told = (
+        "nsa-train: stopped by SIGTERM or SIGHUP: step 2 is being compiled, the first one that is, which may take minutes; the run is "
+        f"saved after it; kill -KILL {os.getpid()} ends it at once, without saving\n"
+    )
+    assert errors == [told if is_told else ""]
 
 
 def test_an_error_on_its_way_out_says_more_than_the_sigterm_that_follows(

@@ -3,6 +3,7 @@
 Torch is imported after the configuration was read, so that a mistyped key is reported at once.
 """
 
+import errno
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
@@ -18,10 +19,12 @@ from nsa_core.errors import NSAError
 from nsa_train.__about__ import __version__
 from nsa_train.config import RunConfig, listed
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
-from nsa_train.options import check_sampling, check_seconds
-from nsa_train.parallel.outcomes import Ending, ending_of, note_worker, reported
+from nsa_train.options import NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
+from nsa_train.parallel.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
 from nsa_train.recipe import load_config, settled, shipped_recipes, to_toml
+from nsa_train.run_dir import RunDirectory
 from nsa_train.signals import ending_by_signals, last_words
+from nsa_train.starting import RDZV_ID, GoingOn, Meeting, as_sets, start
 from nsa_train.streams import Answer, as_object, discard, is_unread, settle_streams, warn
 from nsa_train.versions import version_lines
 
@@ -45,6 +48,14 @@ SyntheticOnFail = Annotated[
 ]
 
 
+Nproc = Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")]
+Nnodes = Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")]
+RdzvEndpoint = Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")]
+RdzvId = Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")]
+MaxRestarts = Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")]
+DryRun = Annotated[bool, Parameter(negative="", help="Judge the run as `preflight` does, and stop.")]
+
+
 @app.command
 @ending_by_signals()
 def run(
@@ -54,53 +65,82 @@ def run(
     out: Annotated[Path | None, Parameter(help="Directory of the results; runs/RECIPE-TIME by default.")] = None,
     set_: Overrides = None,
     print_config: Annotated[bool, Parameter(negative="", help="Print the resolved recipe as TOML and stop.")] = False,
-    dry_run: Annotated[bool, Parameter(negative="", help="Judge the run as `preflight` does, and stop.")] = False,
+    dry_run: DryRun = False,
     resume: Annotated[
-        int | None, Parameter(help="Go on in --out from the checkpoint of this step; without a step, the newest whole one.")
+        str | None,
+        Parameter(
+            help="Go on with the run in --out: from the checkpoint of this step; without a step, from the newest whole one; "
+            "auto: the same where a run is there, else start one."
+        ),
     ] = None,
-    nproc: Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")] = None,
-    nnodes: Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")] = None,
-    rdzv_endpoint: Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")] = "",
-    rdzv_id: Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")] = "nsa-train",
-    max_restarts: Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")] = 0,
+    nproc: Nproc = None,
+    nnodes: Nnodes = None,
+    rdzv_endpoint: RdzvEndpoint = "",
+    rdzv_id: RdzvId = RDZV_ID,
+    max_restarts: MaxRestarts = 0,
     synthetic_on_fail: SyntheticOnFail = False,
 ) -> int | Answer:
     """Train what RECIPE describes."""
-    overrides = settled([*(set_ or ()), *([] if nproc is None else [f"train.nproc_per_node={nproc}"])], say=warn)
+    step = None if resume is None else resume_step(resume)
+    meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
+    overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
     config = load_config(recipe, overrides)
     if print_config:
         print(to_toml(config), end="")
         return 0
-    if resume is not None and out is None:
+    if step is not None and out is None:
         raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
-    from nsa_train.machine import target_machine
-    from nsa_train.parallel.launch import Hosts, launch, must_launch, num_processes
-    from nsa_train.running import check_place, check_shares, check_start, train
-
     place = out or _default_out(recipe)
+    check_path("--out", place)
+    flags = ["--synthetic-on-fail"] if synthetic_on_fail else []
+    typed = ["run", recipe, "--out", str(place), *as_sets(overrides), *meeting.words(), *flags]
+    again = GoingOn(saved=[*typed, "--resume"], begun=[*typed, "--resume", "auto"])
     if synthetic_on_fail:
         from nsa_train.data.fallback import Start, or_synthetic
+        from nsa_train.running import check_place, settled_resume
 
         if not dry_run:
             # opening the data may take long, and what does not open moves the run to another directory
             check_place(place)
-        config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place), resuming=resume is not None)
+        is_resuming = settled_resume(place, step) is not None
+        config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place), resuming=is_resuming)
         print(note, end="\n" if note else "", file=sys.stderr)
-    hosts = Hosts(nnodes="1" if nnodes is None else nnodes, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id, max_restarts=max_restarts)
+        if note:
+            # the run has another directory, and keeps its random ids where the data come back
+            again = evolve(again, saved=["resume", str(place), *meeting.words()])
     if dry_run:
-        hosts.check()
-        return _judge(config, place, nnodes=nnodes, resume=resume)
-    if not must_launch(config, hosts):
-        train(config, place, resume=resume)
-        return 0
-    if hosts.nnodes == "1":
-        # its warnings come from rank 0
-        check_start(config, place, resuming=resume is not None, say=lambda line: None)
-    else:
-        check_shares(config, hosts.world_sizes(config, target_machine(config)))
-    sets = [word for override in overrides for word in ("--set", override)]
-    words = ["run", recipe, "--out", str(place), *sets, *([] if resume is None else [f"--resume={resume}"])]
-    return launch(words, num_processes=num_processes(config), hosts=hosts)
+        return _judge_start(config, place, meeting, step)
+    return start(config, place, ["run", recipe, "--out", str(place), *as_sets(overrides)], meeting, step, again)
+
+
+@app.command
+@ending_by_signals()
+def resume(
+    directory: Annotated[Path, Parameter(name="DIR", help="Directory of the run, as `nsa-train run` printed it.")],
+    /,
+    *,
+    set_: Overrides = None,
+    dry_run: DryRun = False,
+    nproc: Nproc = None,
+    nnodes: Nnodes = None,
+    rdzv_endpoint: RdzvEndpoint = "",
+    rdzv_id: RdzvId = RDZV_ID,
+    max_restarts: MaxRestarts = 0,
+) -> int | Answer:
+    """Go on with the run in DIR, from its newest whole checkpoint, by the config.toml that lies there."""
+    check_path("DIR", directory)
+    paths = RunDirectory(directory)
+    if not (paths.config.is_file() and paths.checkpoints.is_dir()):
+        found = "holds no run (config.toml and checkpoints/)" if directory.is_dir() else "is no directory"
+        raise ConfigError(f"DIR={str(directory)!r} {found}; name the directory that `nsa-train run` printed")
+    meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
+    overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
+    config = load_config(str(paths.config), overrides)
+    if dry_run:
+        return _judge_start(config, directory, meeting, NEWEST)
+    typed = ["resume", str(directory), *as_sets(overrides), *meeting.words()]
+    words = ["run", str(paths.config), "--out", str(directory), *as_sets(overrides)]
+    return start(config, directory, words, meeting, NEWEST, GoingOn(saved=typed, begun=typed))
 
 
 @app.command
@@ -115,11 +155,38 @@ def preflight(
     json_: AsJSON = False,
 ) -> Answer:
     """Judge every rule that a run of RECIPE must meet, without running it."""
-    return _judge(load_config(recipe, settled(set_ or (), say=warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
+    return _judged(
+        lambda: _judge(load_config(recipe, settled(set_ or (), say=warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
+    )
+
+
+def _judged(judge: Callable[[], Answer]) -> Answer:
+    """Return what `judge` found; what it raises on purpose is printed as the failed rules of preflight are."""
+    try:
+        return judge()
+    except (TrainError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            raise
+        lines = str(error).splitlines()
+        for line in lines:
+            print(f"FAIL  {line}", file=sys.stderr)
+        return Answer(error.exit_code if isinstance(error, TrainError) else ConfigError.exit_code, {"errors": lines})
+
+
+def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | None) -> Answer:
+    """Print what stands for and against what a command would start, or resume from `step`, and return it."""
+    from nsa_train.running import settled_resume
+
+    def judge() -> Answer:
+        meeting.hosts().check()
+        return _judge(config, out, nnodes=meeting.nnodes, resume=settled_resume(out, step))
+
+    return _judged(judge)
 
 
 def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> Answer:
     """Print what stands for and against running `config` into `out`, or going on there from step `resume`, and return it."""
+    check_path("--out", out)
     from nsa_train.machine import described_machine, target_machine
     from nsa_train.parallel.launch import Hosts
     from nsa_train.parallel.world import asked_world_size
@@ -323,6 +390,7 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
     settle_streams()
     with last_words():
+        heed_launcher()
         if not note_worker():
             sys.exit(reported(TerminatedError.exit_code, is_own=True))
         sys.exit(run_command(sys.argv[1:] if tokens is None else tokens))
@@ -349,7 +417,12 @@ def _run_as_json(tokens: list[str]) -> Ending:
 
 def _run_app(tokens: list[str]) -> tuple[Ending, Mapping[str, Any]]:
     """Return how the command `tokens` ends, and what it found where it says that in JSON too."""
-    return _ending_of(lambda: app(_with_steps(tokens), exit_on_error=False, result_action="return_value"))
+
+    def answer() -> Any:
+        check_text(tokens)
+        return app(_with_steps(tokens), exit_on_error=False, result_action="return_value")
+
+    return _ending_of(answer)
 
 
 def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[str, Any]]:
@@ -367,7 +440,9 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
             # whoever read the output has seen enough
             discard(sys.stdout)
             return Ending(TrainError.exit_code), {}
-        return Ending(TrainError.exit_code, f"{error}; fix it and start again"), {}
+        is_too_long = error.errno == errno.ENAMETOOLONG
+        advice = "use a shorter name" if is_too_long else "fix it and start again"
+        return Ending(ConfigError.exit_code if is_too_long else TrainError.exit_code, f"{error}; {advice}"), {}
     except KeyboardInterrupt:
         return Ending(INTERRUPTED, "interrupted by Ctrl-C"), {}
     answer = result if isinstance(result, Answer) else Answer(result or 0, {})
@@ -375,9 +450,16 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
 
 
 def _with_steps(tokens: list[str]) -> list[str]:
-    """Return `tokens` with the newest step named after each `--resume` that names none."""
-    following = [*tokens[1:], ""]
-    return ["--resume=-1" if word == "--resume" and not after.isdigit() else word for word, after in zip(tokens, following, strict=False)]
+    """Return `tokens` with each `--resume` of `run` joined to its step, to an empty one where it names none."""
+    joined: list[str] = []
+    for word in tokens:
+        if tokens[0] == "run" and joined and joined[-1] == "--resume":
+            is_option = word.startswith("-") and not word[1:].isdigit()
+            is_step = not (is_option or word in shipped_recipes() or word.endswith(".toml"))
+            joined[-1:] = [f"--resume={word}"] if is_step else ["--resume=", word]
+        else:
+            joined.append(word)
+    return [*joined[:-1], "--resume="] if joined[-1:] == ["--resume"] else joined
 
 
 def _default_out(recipe: str) -> Path:

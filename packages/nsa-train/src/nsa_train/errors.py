@@ -46,20 +46,34 @@ class GuardError(TrainError):
     exit_code = 4
 
 
-class HaltedError(TrainError):
-    """A file .HALT stopped the run at a step boundary, after saving."""
+class StoppedError(TrainError):
+    """Somebody asked the run to stop, and it did at a step boundary, after saving."""
+
+
+class HaltedError(StoppedError):
+    """A file .HALT stopped the run."""
 
     exit_code = 3
 
 
-class TerminatedError(TrainError):
-    """SIGTERM stopped the run at a step boundary, after saving."""
+class TerminatedError(StoppedError):
+    """SIGTERM stopped the run."""
 
     exit_code = 75
 
 
+class OrphanedError(TerminatedError):
+    """The launcher of this rank, or of another one, ended, and the run stopped."""
+
+
+class InterruptedRunError(StoppedError):
+    """Ctrl-C stopped the run."""
+
+    exit_code = INTERRUPTED
+
+
 class SignalledError(KeyboardInterrupt):
-    """SIGTERM or Ctrl-C ended a command that had nothing of its own to save.
+    """SIGTERM or Ctrl-C ended a command that had nothing to save.
 
     No `Exception`: the signal may come inside a library that lets none of those through.
     """

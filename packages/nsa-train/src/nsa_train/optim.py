@@ -51,3 +51,14 @@ def clip_gradients(model: nn.Module, norm: float, largest: float) -> None:
     if norm > largest:
         gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, largest / norm)
+
+
+def leave_out(scaler: torch.amp.GradScaler, scale: float, *, is_finite: bool) -> None:
+    """Let `scaler` go on with `scale` after a step that reached no weight, on every rank alike.
+
+    Unless the step's gradient `is_finite`, its count of steps without an overflow starts anew, as `GradScaler.update()` does; that
+    one looks at this rank's shards alone.
+    """
+    if not is_finite:
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})
+    scaler.update(scale)

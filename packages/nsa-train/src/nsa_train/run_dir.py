@@ -18,6 +18,11 @@ class RunDirectory:
         return self.root / "config.toml"
 
     @property
+    def holds_run(self) -> bool:
+        """Whether a run recorded itself here; one that was killed early leaves less."""
+        return self.config.exists() or bool(self.heartbeats)
+
+    @property
     def environment(self) -> Path:
         """Machine, versions, commit, routing."""
         return self.root / "env.json"

@@ -9,6 +9,7 @@ from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError, PeerError, TrainError
 from nsa_train.model.decoder import count_parameters
+from nsa_train.options import AUTO, NEWEST
 from nsa_train.parallel.world import World, is_under_torchrun, join_world, settle_cublas
 from nsa_train.patience import Patience
 from nsa_train.preflight import run_preflight
@@ -20,18 +21,16 @@ from nsa_train.telemetry.progress import ProgressDisplay, Screen
 from nsa_train.telemetry.records import read_json
 from nsa_train.trainer import Trainer
 
-NEWEST = -1
-"""As the step to resume from: the newest checkpoint that is whole."""
-
 
 def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[str, Any]:
-    """Train `config` into `out`, from step 0 or where the checkpoint of step `resume` left off; return the metrics.
+    """Train `config` into `out`, from step 0 or where the checkpoint of step `resume` (or NEWEST, or AUTO) left off; return the metrics.
 
     Raises:
         TrainError: whose `exit_code` says how the run ended short of its last step.
     """
     warnings: list[str] = []
     if not is_under_torchrun():
+        resume = settled_resume(out, resume)
         # before a device is asked for: preflight says all that is missing at once
         check_start(config, out, resuming=resume is not None, say=warnings.append)
     settle_cublas(is_deterministic=config.train.deterministic)
@@ -43,8 +42,9 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         out = Path(world.from_main(str(out)))
         if world.is_restart:
             # also of a run that went on from an earlier step: its first start made that one the newest
-            resume = NEWEST
+            resume = AUTO
         if is_under_torchrun():
+            resume = world.from_main(settled_resume(out, resume))
             on_main(
                 world, lambda: check_start(config, out, resuming=resume is not None, say=warnings.append, world_sizes=[world.world_size])
             )
@@ -67,6 +67,13 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         if world.is_main:
             display.note(_summary(metrics, out))
         return metrics
+
+
+def settled_resume(out: Path, resume: int | None) -> int | None:
+    """Return the step to resume from: for AUTO the newest where `out` holds a run, and None, a new start, where it does not."""
+    if resume != AUTO:
+        return resume
+    return NEWEST if RunDirectory(out).holds_run else None
 
 
 @contextmanager

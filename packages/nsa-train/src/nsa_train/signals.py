@@ -11,8 +11,10 @@ from types import FrameType
 from typing import NoReturn
 
 from nsa_train.errors import INTERRUPTED, SignalledError, TerminatedError, TrainError
+from nsa_train.parallel.outcomes import has_lost_launcher
 
 STDERR = 2
+UNSAVED = "before the first step or after the last; nothing was lost; start again with --resume auto"
 _ENDED = threading.Event()
 """A command has ended in this process: what follows are its last words."""
 
@@ -64,14 +66,12 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     if isinstance(sys.exc_info()[1], TrainError):
         # the process is on its way out, and says why
         return
-    name = signal.Signals(number).name
-    message = f"stopped by {name} before the first step or after the last; nothing was lost: start again, with --resume if it had begun"
-    raise SignalledError(message, exit_code=TerminatedError.exit_code)
+    cause = "the end of the launcher" if has_lost_launcher() else signal.Signals(number).name
+    raise SignalledError(f"stopped by {cause} {UNSAVED}", exit_code=TerminatedError.exit_code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    message = "interrupted by Ctrl-C; go on with --resume, from the newest checkpoint (SIGTERM would have saved first)"
-    raise SignalledError(message, exit_code=INTERRUPTED)
+    raise SignalledError(f"interrupted by Ctrl-C {UNSAVED}", exit_code=INTERRUPTED)
 
 
 def _dump_stacks(number: int, frame: FrameType | None) -> None:

@@ -10,11 +10,13 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from nsa_train.errors import ConfigError, HaltedError, TerminatedError
+from nsa_train.errors import INTERRUPTED, ConfigError, HaltedError, InterruptedRunError, OrphanedError, StoppedError, TerminatedError
+from nsa_train.parallel.outcomes import has_lost_launcher, reported
 from nsa_train.parallel.world import World
 from nsa_train.run_dir import RunDirectory
 from nsa_train.streams import warn
@@ -23,23 +25,45 @@ POLL_S = 0.2
 """Between two looks for .HALT, and for what other ranks heard."""
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 """What a scheduler sends, and a terminal that is closed."""
-SIGNALS = (*TERMINATING, signal.SIGUSR1)
+SIGNALS = (*TERMINATING, signal.SIGINT, signal.SIGUSR1)
 _KEY = "stop"
 
 
 class Stop(IntEnum):
-    """What was asked for; of several requests the largest counts. Two of the values are exit codes."""
+    """What was asked for; of several requests the largest counts. All values but those of NO and ORPHANED are exit codes."""
 
     NO = 0
     HALT = HaltedError.exit_code
+    ORPHANED = TerminatedError.exit_code - 1
+    """A rank's launcher has ended."""
     TERMINATE = TerminatedError.exit_code
+    INTERRUPT = INTERRUPTED
+    """Ctrl-C."""
 
-    def error(self, step: int) -> HaltedError | TerminatedError:
+    @property
+    def cause(self) -> str:
+        """What it is, in words."""
+        return _CAUSES[self]
+
+    def error(self, step: int) -> StoppedError:
         """Return the error that ends a run saved after `step`."""
-        advice = "go on with --resume"
-        if self is Stop.HALT:
-            return HaltedError(f"halted by .HALT after step {step}, which is saved; remove .HALT and {advice}")
-        return TerminatedError(f"stopped by SIGTERM or SIGHUP after step {step}, which is saved; {advice}")
+        advice = "remove .HALT and go on with --resume" if self is Stop.HALT else "go on with --resume"
+        return _ERRORS[self](f"{self.cause} after step {step}, which is saved; {advice}")
+
+
+_CAUSES = {
+    Stop.NO: "not stopped",
+    Stop.HALT: "halted by .HALT",
+    Stop.ORPHANED: "stopped by the end of the launcher",
+    Stop.TERMINATE: "stopped by SIGTERM or SIGHUP",
+    Stop.INTERRUPT: "interrupted by Ctrl-C",
+}
+_ERRORS: dict[Stop, type[StoppedError]] = {
+    Stop.HALT: HaltedError,
+    Stop.ORPHANED: OrphanedError,
+    Stop.TERMINATE: TerminatedError,
+    Stop.INTERRUPT: InterruptedRunError,
+}
 
 
 def refuse_stale_halt(paths: RunDirectory) -> None:
@@ -53,14 +77,17 @@ def refuse_stale_halt(paths: RunDirectory) -> None:
 
 
 class StopRequests:
-    """SIGTERM, SIGHUP and the file .HALT, heard on any rank; SIGUSR1 writes the stacks of all threads. Use as a context manager.
+    """SIGTERM, SIGHUP, Ctrl-C and the file .HALT, heard on any rank. Use as a context manager.
 
-    Handlers are set where the main thread enters, and put back when it leaves. A signal that is ignored stays ignored.
+    A second Ctrl-C ends the process at once, after `quitting` was called. SIGUSR1 writes the stacks of all threads. Handlers are
+    set where the main thread enters, and put back when it leaves. A signal that is ignored stays ignored.
     """
 
-    def __init__(self, paths: RunDirectory, world: World) -> None:
-        self.paths, self.world, self._store = paths, world, world.store
+    def __init__(self, paths: RunDirectory, world: World, *, quitting: Callable[[], None] = lambda: None) -> None:
+        self.paths, self.world, self._store, self._quitting = paths, world, world.store, quitting
         self._heard = Stop.NO
+        self._delay = ""
+        self._is_interrupted = False
         self._has_lost_halt = False
         self._ending = threading.Event()
         self._before: dict[int, Any] = {}
@@ -95,22 +122,59 @@ class StopRequests:
             self._note(Stop.HALT)
         return self._heard
 
+    def expect_delay(self, reason: str) -> None:
+        """Say, with a request, the `reason` why it is honoured late; an empty one takes that back."""
+        self._delay = reason
+        self._tell_delay()
+
     def _listen(self) -> None:
         while not self._ending.is_set():
             readable, _, _ = select.select([self._reader], [], [], POLL_S)
-            for number in os.read(self._reader, 64) if readable else b"":
+            # a request that comes twice at once, from a terminal and from whoever passes it on, is one
+            for number in set(os.read(self._reader, 64)) if readable else ():
                 if number in TERMINATING:
-                    self._note(Stop.TERMINATE)
+                    self._note(Stop.ORPHANED if has_lost_launcher() else Stop.TERMINATE)
+                elif number == signal.SIGINT:
+                    self._interrupt()
                 elif number == signal.SIGUSR1:
                     self._dump_stacks()
             if not self._ending.is_set():
                 self.heard(look=True)
                 self._read_store()
 
+    def _interrupt(self) -> None:
+        if self._is_interrupted:
+            self._quit()
+        self._is_interrupted = True
+        if self.world.is_main:
+            warn("Ctrl-C: the run is saved after the step under way; a second Ctrl-C ends it at once, without saving")
+        self._note(Stop.INTERRUPT)
+
+    def _quit(self) -> None:
+        """End this process without waiting for anything: the main thread may be in a compiler, or in an exchange with another rank."""
+        if self.world.is_main:
+            warn("second Ctrl-C: ended at once, nothing was saved since the newest checkpoint; go on with --resume")
+        code = INTERRUPTED
+        try:
+            code = reported(code, is_own=True)
+            self._quitting()
+        finally:
+            # whatever kept the rest from being written
+            os._exit(code)
+
     def _note(self, request: Stop) -> None:
         if request > self._heard:
-            self._heard = request
+            self._hear(request)
             self._share(request)
+
+    def _hear(self, request: Stop) -> None:
+        self._heard = request
+        self._tell_delay()
+
+    def _tell_delay(self) -> None:
+        if self._delay and self._heard is not Stop.NO and self.world.is_main:
+            end = "" if self._is_interrupted else f"; kill -KILL {os.getpid()} ends it at once, without saving"
+            warn(f"{self._heard.cause}: {self._delay}; the run is saved after it{end}")
 
     def _share(self, request: Stop) -> None:
         try:
@@ -123,7 +187,9 @@ class StopRequests:
     def _read_store(self) -> None:
         try:
             if self._store is not None and self._store.check([_KEY]):
-                self._heard = max(self._heard, Stop(int(self._store.get(_KEY))))
+                request = Stop(int(self._store.get(_KEY)))
+                if request > self._heard:
+                    self._hear(request)
         except RuntimeError:
             # the rank that keeps the store is gone: the next exchange says so
             self._store = None

@@ -2,24 +2,27 @@
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, gather_json, restore
+from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, restore
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.config import RunConfig
 from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
-from nsa_train.errors import DataError, GuardError, PeerError, TrainError, exit_code_of
+from nsa_train.errors import INTERRUPTED, DataError, GuardError, PeerError, TrainError, exit_code_of
 from nsa_train.feed import Feed, Fetched
 from nsa_train.finite import gradients_of, not_finite, require_finite_state, some
 from nsa_train.guards import GradientWatch, Skip, StepGuard, StepNumbers
 from nsa_train.model.decoder import build_model
-from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+from nsa_train.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out, set_learning_rate
 from nsa_train.parallel.contact import contact_kept
+from nsa_train.parallel.ranks import gather_json
 from nsa_train.parallel.strategy import STRATEGIES
 from nsa_train.parallel.world import World
 from nsa_train.patience import Patience
@@ -90,7 +93,8 @@ class Trainer:
             self._restore(resume)
             self.writer.go_on_from(self.start)
         self.feed = Feed(self.stream, train.accumulate)
-        self.stops = StopRequests(self.recorder.paths, world)
+        self.stops = StopRequests(self.recorder.paths, world, quitting=partial(_quit, display, self.recorder))
+        self.has_compiled = False
         self.recent_fetches: deque[float] = deque(maxlen=100)
         self.saved_at = self.start if resume else None
         self.recorder.booted(restarts_left=world.restarts_left)
@@ -101,8 +105,7 @@ class Trainer:
         Raises:
             GuardError: when too many steps had to be skipped, a parameter gets no gradient, or the weights or their moments
                 are not finite; records up to then are kept.
-            HaltedError: when .HALT was found, after saving.
-            TerminatedError: when SIGTERM came, after saving.
+            StoppedError: when .HALT was found, or SIGTERM or Ctrl-C came, or a launcher ended; after saving.
             PeerError: when another rank could not go on.
             LostContactError: when another rank is gone.
         """
@@ -141,7 +144,7 @@ class Trainer:
         if step == self.start + 1:
             # also where the step is skipped
             self.recorder.consumed_first(step, self.stream.first_tokens())
-        with self._eagerly(is_wanted=is_logged), self.recorder.observing(is_logged=is_logged) as observed:
+        with self._compiling(step, is_wanted=not is_logged), self.recorder.observing(is_logged=is_logged) as observed:
             found = self._backward(fetched, targets, observed)
         everyone = self.world.exchange(found.as_row())
         loss = sum(row[0] for row in everyone) / max(targets, 1)
@@ -290,7 +293,7 @@ class Trainer:
             return False
         scale = self.scaler.get_scale()
         ran_over = cause is Cause.GRADIENT and scale > 1
-        self.scaler.update(scale * self.scaler.get_backoff_factor() if ran_over else scale)
+        leave_out(self.scaler, scale * self.scaler.get_backoff_factor() if ran_over else scale, is_finite=cause is Cause.SPIKE)
         return ran_over
 
     def _require_finite_state(self, step: int) -> None:
@@ -375,6 +378,24 @@ class Trainer:
         precision = self.config.train.precision
         return torch.autocast(self.device.type, DTYPES[precision], enabled=precision != "fp32")
 
+    @contextmanager
+    def _compiling(self, step: int, *, is_wanted: bool) -> Iterator[None]:
+        """Run the block as train.compile says if `is_wanted`, else uncompiled; a request to stop then hears why it has to wait."""
+        is_first = is_wanted and self.config.train.compile and not self.has_compiled
+        if is_first:
+            self.stops.expect_delay(f"step {step} is being compiled, the first one that is, which may take minutes")
+        with self._eagerly(is_wanted=not is_wanted):
+            yield
+        if is_first:
+            self.has_compiled = True
+            self.stops.expect_delay("")
+
     def _eagerly(self, *, is_wanted: bool) -> AbstractContextManager[Any]:
         """Return a context in which nothing is compiled: telemetry writes to attributes, caches grow, shapes are seen once."""
         return torch.compiler.set_stance("force_eager") if is_wanted and self.config.train.compile else nullcontext()
+
+
+def _quit(display: ProgressDisplay, recorder: Recorder) -> None:
+    """Leave the terminal and the heartbeat as a process does that ends, from whichever thread."""
+    display.console.show_cursor()
+    recorder.heartbeat.beat("halt", recorder.step, reason="interrupted by a second Ctrl-C", code=INTERRUPTED)

@@ -4,6 +4,7 @@ CASE is `resume:STRATEGY:WORLD:PRECISION`, `reshape:STRATEGY:SAVED:LOADED`, or `
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def failure(root: Path, world: str) -> dict[str, Any]:
             writer.save(1, run.snapshot())
         writer = CheckpointWriter(root / "gone")
         if dist.get_rank() == 0:
-            (root / "gone").rmdir()
+            shutil.rmtree(root / "gone")
             (root / "gone").write_text("not a directory")
         for attempt in (lambda: writer.save(2, run.snapshot()), lambda: resume_point(root / "good")):
             try:

@@ -1,4 +1,4 @@
-"""SIGKILL `nsa-train run --resume` at random times and compare its end with a run left alone. Prints JSON.
+"""SIGKILL `nsa-train run --resume auto` at random times and compare its end with a run left alone. Prints JSON.
 
 `killed_run_script.py DIR COUNT WORLD RECIPE [table.key=value ...]`: WORLD processes, all killed at once. They are forks, so
 torch is loaded once.
@@ -98,7 +98,7 @@ def main(folder: Path, count: int, world: int, recipe: str, *overrides: str) -> 
     expected, problems, killed, resumed, number = end_of(straight), [], 0, 0, 0
     while killed < count:
         out = folder / f"killed-{number}"
-        is_over = wait(start([*run, "--out", str(out), "--resume"], world, log), log, kill_after=generator.uniform(0.05, longest))
+        is_over = wait(start([*run, "--out", str(out), "--resume", "auto"], world, log), log, kill_after=generator.uniform(0.05, longest))
         killed += not is_over
         problems += _torn(out / "checkpoints", killed)
         resumed += latest_valid(out / "checkpoints") is not None
@@ -106,7 +106,7 @@ def main(folder: Path, count: int, world: int, recipe: str, *overrides: str) -> 
             problems += _differences(end_of(out), expected)
             number += 1
     out = folder / f"killed-{number}"
-    wait(start([*run, "--out", str(out), "--resume"], world, log), log)
+    wait(start([*run, "--out", str(out), "--resume", "auto"], world, log), log)
     problems += _differences(end_of(out), expected)
     return {"problems": problems, "killed": killed, "resumed": resumed, "runs": number + 1}
 

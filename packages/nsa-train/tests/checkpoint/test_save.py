@@ -4,6 +4,8 @@ import errno
 import fcntl
 import functools
 import os
+import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -23,7 +25,7 @@ from nsa_train.checkpoint import (
     open_checkpoint,
     publish,
 )
-from nsa_train.checkpoint.claim import claim
+from nsa_train.checkpoint.claim import HOLDER, claim, release
 from nsa_train.checkpoint.layout import FILES, MANIFEST
 from nsa_train.errors import CheckpointError
 
@@ -207,13 +209,38 @@ def test_another_error_leaves_the_writer_without_hiding_it(tmp_path: Path, build
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path, build_parts) -> None:
     first = CheckpointWriter(tmp_path)
     (tmp_path / ".aside-step-7").mkdir()
-    with pytest.raises(CheckpointError, match=r"belongs to another process that still runs .*; end that one, or use another --out"):
+    holder = f"still runs: pid {os.getpid()} on host {re.escape(platform.node())} "
+    with pytest.raises(CheckpointError, match=rf"{holder}.*; end that one \(kill {os.getpid()}, which saves\), or use another --out"):
         CheckpointWriter(tmp_path)
     # what the first is writing was left alone
-    assert _names(tmp_path) == [".aside-step-7"]
+    assert _names(tmp_path) == [".aside-step-7", HOLDER]
     first.close()
     CheckpointWriter(tmp_path).close()
     assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["", "pid 1 on host", "pid 1 on host a\x1b[2J\n", None], ids=repr)
+def test_a_holder_that_cannot_be_read_is_not_named(tmp_path: Path, text: str | None) -> None:
+    """None: a pipe, which would keep whoever reads it waiting."""
+    descriptor = claim(tmp_path)
+    (tmp_path / HOLDER).unlink()
+    if text is None:
+        os.mkfifo(tmp_path / HOLDER)
+    else:
+        (tmp_path / HOLDER).write_text(text)
+    assert claimed_by_another(tmp_path) == (
+        f"{tmp_path} belongs to another process that still runs (two would overwrite each other's files); end that one, or use another --out"
+    )
+    release(tmp_path, descriptor)
+    assert _names(tmp_path) == []
+
+
+def test_a_claim_writes_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "root" / HOLDER).symlink_to(tmp_path / "kept")
+    release(tmp_path / "root", claim(tmp_path / "root"))
+    assert (tmp_path / "kept").read_text() == "kept"
 
 
 def test_a_look_at_the_claim_stops_nobody_from_taking_it(tmp_path: Path) -> None:
@@ -224,7 +251,7 @@ def test_a_look_at_the_claim_stops_nobody_from_taking_it(tmp_path: Path) -> None
     assert claimed_by_another(tmp_path) is None
     ending = threading.Timer(0.03, lambda: [os.close(descriptor) for descriptor in looks])
     ending.start()
-    os.close(claim(tmp_path))
+    release(tmp_path, claim(tmp_path))
     ending.join()
 
 
@@ -270,7 +297,7 @@ def test_a_call_that_fails_leaves_the_checkpoint_before_and_no_debris(
             with pytest.raises(CheckpointError, match=f"step-5 was not written .*{os.strerror(code)}") as caught:
                 writer.save(5, build_parts().snapshot())
         assert str(caught.value).count("\n") <= 2
-        assert not [entry for entry in _names(root) if entry.startswith(".")]
+        assert not [entry for entry in _names(root) if entry.startswith(".aside")]
         assert latest_valid(root).step == 2
         # and the run may go on
         writer.save(5, build_parts().snapshot())
@@ -302,7 +329,7 @@ def test_a_read_only_file_system_leaves_the_checkpoint_before(small_disk: Path, 
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
         with pytest.raises(CheckpointError, match=r"step-2 was not written .*Read-only file system.*step-1 is still there"):
             writer.save(2, build_parts().snapshot())
-    assert _names(root) == ["latest", "step-1"]
+    assert _names(root) == [HOLDER, "latest", "step-1"]
     assert latest_valid(root).step == 1
     with pytest.raises(CheckpointError, match="Read-only file system"):
         CheckpointWriter(small_disk / "others").save(1, build_parts().snapshot())

@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_train.checkpoint import Checkpoint, Snapshot, capture, gather_json, restore
+from nsa_train.checkpoint import Checkpoint, Snapshot, capture, restore
 from nsa_train.checkpoint.rng import capture_rng
 from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors
 from nsa_train.model.decoder import build_model
+from nsa_train.parallel.ranks import gather_json
 from nsa_train.recipe import load_config
 
 SIZES = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim_qk": 16, "head_dim_v": 16}

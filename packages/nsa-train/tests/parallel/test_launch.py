@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,12 +17,13 @@ from typing import Any
 
 import pytest
 
+from nsa_train.checkpoint import claimed_by_another
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
 from nsa_train.parallel.launch import Hosts, must_launch, num_processes
-from nsa_train.parallel.outcomes import FOLDER, STOP, joint_code, note_worker, reported, worker_pids
+from nsa_train.parallel.outcomes import FOLDER, LAUNCHER, STOP, has_lost_launcher, joint_code, note_worker, reported, worker_pids
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.watch import watch
+from nsa_train.telemetry.watch import _is_gone, watch
 
 TIMEOUT_S = 120
 
@@ -52,6 +55,12 @@ def _wait_for(run: RunDirectory, step: int, *, rank: int = 1) -> int:
                 return int(beat["pid"])
         time.sleep(0.05)
     raise AssertionError(f"no step {step} in {run.root}")
+
+
+def _last_step(run: RunDirectory) -> int:
+    """Return the last step, which both ranks ended."""
+    [step] = {[beat["step"] for beat in _beats(run, rank) if beat["msg"] == "step_end"][-1] for rank in (0, 1)}
+    return int(step)
 
 
 def _beats(run: RunDirectory, rank: int) -> list[dict[str, Any]]:
@@ -86,14 +95,8 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_exits_75(tiny_recipe: Pa
         assert "trainer.py" in run.stackdump(rank).read_text()
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [
-        (signal.SIGHUP, 75, ""),
-        (signal.SIGINT, 130, "interrupted by Ctrl-C; its processes were told to save; go on with --resume, from the newest checkpoint"),
-    ],
-)
-def test_a_closed_terminal_and_ctrl_c_save_too(tiny_recipe: Path, tmp_path: Path, number: signal.Signals, code: int, words: str) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
+def test_a_closed_terminal_and_ctrl_c_save_too(tiny_recipe: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
     run = RunDirectory(tmp_path / "run")
     with _started(*ENDLESS, recipe=tiny_recipe, out=run.root) as process:
         _wait_for(run, 3)
@@ -101,8 +104,69 @@ def test_a_closed_terminal_and_ctrl_c_save_too(tiny_recipe: Path, tmp_path: Path
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == code, err
     assert "Traceback" not in err
-    assert (run.checkpoints / "latest").is_dir()
-    assert [line for line in err.splitlines() if "Ctrl-C" in line] == ([f"nsa-train: {words}"] if words else [])
+    step = _last_step(run)
+    assert (run.checkpoints / "latest").readlink().name == f"step-{step}"
+    said = [line for line in err.splitlines() if line.startswith("nsa-train: ")]
+    first = ["nsa-train: Ctrl-C: the run is saved after the step under way; a second Ctrl-C ends it at once, without saving"]
+    cause = "interrupted by Ctrl-C" if number == signal.SIGINT else "stopped by SIGTERM or SIGHUP"
+    command = shlex.join(["nsa-train", *_command(tiny_recipe, run.root)[3:], *ENDLESS[2:], "--set", "train.nproc_per_node=2"])
+    assert said == [
+        *(first if number == signal.SIGINT else []),
+        f"nsa-train: {cause} after step {step}, which is saved; go on with --resume",
+        f"nsa-train: go on with: {command} --resume auto",
+    ]
+
+
+def test_a_second_ctrl_c_ends_all_ranks_at_once_and_starts_none_anew(tiny_recipe: Path, tmp_path: Path) -> None:
+    """While one of them cannot save: it is stopped."""
+    run = RunDirectory(tmp_path / "run")
+    with _started(*ENDLESS, "--max-restarts", "1", recipe=tiny_recipe, out=run.root) as process:
+        held, other = _wait_for(run, 3, rank=1), _wait_for(run, 3, rank=0)
+        os.kill(held, signal.SIGSTOP)
+        for _ in range(2):
+            os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.5)
+        os.kill(held, signal.SIGCONT)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, err
+    assert "second Ctrl-C: ended at once, nothing was saved since the newest checkpoint" in err
+    assert not (run.checkpoints / "latest").exists()
+    assert len([beat for beat in _beats(run, 0) if beat["msg"] == "boot"]) == 1
+    assert [beat["reason"] for beat in _beats(run, 0) if beat["msg"] == "halt"] == ["interrupted by a second Ctrl-C"]
+    assert not Path(f"/proc/{other}").exists()
+
+
+AGENT = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("is_ours", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["our launcher", "torchrun"])
+def test_ranks_whose_launcher_was_killed_save_and_end(tiny_recipe: Path, tmp_path: Path, is_ours: bool) -> None:
+    run = RunDirectory(tmp_path / "run")
+    words = _command(tiny_recipe, run.root, *(ENDLESS if is_ours else ENDLESS[2:]))
+    log = tmp_path / "err"
+    with log.open("w") as err, subprocess.Popen(words if is_ours else [*AGENT, *words[1:]], stdout=err, stderr=err) as launcher:
+        pids = [_wait_for(run, 3, rank=rank) for rank in (0, 1)]
+        claim = claimed_by_another(run.checkpoints)
+        launcher.kill()
+    assert claim is not None
+    assert f"belongs to another process that still runs: pid {pids[0]} on host {platform.node()} " in claim
+    assert f"end that one (kill {pids[0]}, which saves)" in claim
+    deadline = time.monotonic() + 30
+    while (left := [pid for pid in pids if not _is_gone(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    step = _last_step(run)
+    assert (run.checkpoints / "latest").readlink().name == f"step-{step}"
+    assert list(run.checkpoints.glob(".*")) == []
+    for rank in (0, 1):
+        last = _beats(run, rank)[-1]
+        assert (last["msg"], last["code"], last["step"]) == ("halt", 75, step)
+    [said] = [line for line in log.read_text().splitlines() if line.startswith("nsa-train: ")]
+    assert said.startswith(f"nsa-train: stopped by the end of the launcher after step {step}, which is saved; go on with: ")
+    assert said.endswith(" --resume")
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.parametrize(("strategy", "killed"), [("ddp", 1), ("fsdp", 0)])
@@ -182,6 +246,34 @@ def test_two_hosts_meet_and_train_as_one(tiny_recipe: Path, tmp_path: Path) -> N
     assert [first.returncode, second.returncode] == [0, 0], outputs
     assert {path.name for path in run.heartbeats} == {"heartbeat_rank0.jsonl", "heartbeat_rank1.jsonl"}
     assert sum(out.count("parameters with nsa") for out, _ in outputs) == 1
+
+
+def test_a_worker_knows_when_its_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it ended before the worker was up, and where another program stands between the two."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setenv(LAUNCHER, str(ended.pid))
+    assert not has_lost_launcher(), "whoever is no worker may outlive its parent"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert has_lost_launcher()
+    monkeypatch.setenv(LAUNCHER, str(os.getpid()))
+    assert not has_lost_launcher()
+    monkeypatch.delenv(LAUNCHER)
+    assert not has_lost_launcher()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert has_lost_launcher()
+
+
+def test_a_worker_without_a_launcher_ends_before_it_trains(tiny_recipe: Path, tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", FOLDER: str(tmp_path), LAUNCHER: str(ended.pid)}
+    words = _command(tiny_recipe, tmp_path / "run")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env={**os.environ, **place})
+    # the signal may come before the command does
+    assert done.returncode in (0, -signal.SIGTERM)
+    assert done.stderr == ""
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_process_needs_no_launch(tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

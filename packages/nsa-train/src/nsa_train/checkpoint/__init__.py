@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nsa_train.checkpoint.claim import claimed_by_another
     from nsa_train.checkpoint.formats import export
-    from nsa_train.checkpoint.ranks import gather_json
     from nsa_train.checkpoint.resuming import check_resumable, load_model, restore, resume_point
     from nsa_train.checkpoint.snapshot import Snapshot, capture
     from nsa_train.checkpoint.store import Checkpoint, Listed, latest_valid, list_checkpoints, open_checkpoint, verify
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "claim": ("claimed_by_another",),
     "formats": ("export",),
-    "ranks": ("gather_json",),
     "resuming": ("check_resumable", "load_model", "restore", "resume_point"),
     "snapshot": ("Snapshot", "capture"),
     "store": ("Checkpoint", "Listed", "latest_valid", "list_checkpoints", "open_checkpoint", "verify"),
@@ -37,7 +35,6 @@ __all__ = [
     "check_resumable",
     "claimed_by_another",
     "export",
-    "gather_json",
     "latest_valid",
     "list_checkpoints",
     "load_model",

@@ -2,7 +2,11 @@
 
 import fcntl
 import os
+import platform
+import re
+import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from nsa_train.checkpoint.publish import make_root
@@ -10,10 +14,12 @@ from nsa_train.errors import ClaimedError
 
 TRIES, PAUSE_S = 5, 0.02
 """How often a claim is tried: who asks `claimed_by_another` holds the directory for a moment."""
+HOLDER = ".holder"
+"""The file that names who has claimed the directory. A process that is killed leaves it, without the claim."""
 
 
 def claim(root: Path) -> int:
-    """Make `root`, claim it for this process, and return the descriptor that holds the claim; it ends when that is closed.
+    """Make `root`, claim it for this process, and return the descriptor that holds the claim: `release` gives both back.
 
     Where the file system knows no locks on directories, as some network ones, nothing is claimed.
 
@@ -25,10 +31,18 @@ def claim(root: Path) -> int:
     descriptor = os.open(root, os.O_RDONLY)
     for _ in range(TRIES):
         if _can_lock(descriptor, fcntl.LOCK_EX):
+            _sign(root)
             return descriptor
         time.sleep(PAUSE_S)
     os.close(descriptor)
     raise ClaimedError(_belongs(root))
+
+
+def release(root: Path, descriptor: int) -> None:
+    """End the claim that `descriptor` holds."""
+    with suppress(OSError):
+        (root / HOLDER).unlink(missing_ok=True)
+    os.close(descriptor)
 
 
 def claimed_by_another(root: Path) -> str | None:
@@ -44,7 +58,32 @@ def claimed_by_another(root: Path) -> str | None:
 
 
 def _belongs(root: Path) -> str:
-    return f"{root} belongs to another process that still runs (two would overwrite each other's files); end that one, or use another --out"
+    pid, host = _holder(root)
+    named, end = (f": pid {pid} on host {host}", f"end that one (kill {pid}, which saves)") if pid else ("", "end that one")
+    return f"{root} belongs to another process that still runs{named} (two would overwrite each other's files); {end}, or use another --out"
+
+
+def _sign(root: Path) -> None:
+    # it is read for a message alone: a full disk is told by what is saved
+    with suppress(OSError):
+        (root / HOLDER).unlink(missing_ok=True)
+        # follows no link that somebody puts there
+        with (root / HOLDER).open("x", encoding="utf-8") as file:
+            file.write(f"pid {os.getpid()} on host {platform.node()}\n")
+
+
+def _holder(root: Path) -> tuple[str, str]:
+    """Return process id and host of who has claimed `root`; empty where that cannot be read."""
+    with suppress(OSError):
+        # whatever lies there: opening a pipe would wait
+        descriptor = os.open(root / HOLDER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            text = os.read(descriptor, 512) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+        finally:
+            os.close(descriptor)
+        if found := re.fullmatch(rb"pid ([0-9]{1,10}) on host ([!-~]{1,255})\n", text):
+            return found[1].decode(), found[2].decode()
+    return "", ""
 
 
 def _can_lock(descriptor: int, kind: int) -> bool:

@@ -12,13 +12,13 @@ from torch import nn
 
 from nsa_train.checkpoint.layout import MODEL, OPTIMIZER, RNG
 from nsa_train.checkpoint.manifest import OTHERS
-from nsa_train.checkpoint.ranks import broadcast_bytes, broadcast_json, on_rank_0, rank
 from nsa_train.checkpoint.rng import restore_rng, seed_fresh_rng
 from nsa_train.checkpoint.store import Checkpoint, latest_valid, valid_at
 from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, read_weights
 from nsa_train.config import RunConfig, structure, unstructure
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model
+from nsa_train.parallel.ranks import broadcast_bytes, broadcast_json, on_rank_0, rank
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
 """Tables and keys without which the weights would not fit; where an operation runs (nsa.backends) is free."""

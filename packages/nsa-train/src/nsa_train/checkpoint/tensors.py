@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_train.checkpoint.ranks import broadcast_json, broadcast_tensor, on_rank_0, rank
 from nsa_train.errors import CheckpointError
+from nsa_train.parallel.ranks import broadcast_json, broadcast_tensor, on_rank_0, rank
 from nsa_train.sharding import is_sharded
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

@@ -1,6 +1,5 @@
 """The one who saves: rank 0 writes, in the background if asked, and every rank learns whether it went well."""
 
-import os
 import shutil
 import weakref
 from collections.abc import Callable
@@ -10,12 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nsa_train.checkpoint.claim import claim
+from nsa_train.checkpoint.claim import claim, release
 from nsa_train.checkpoint.layout import LATEST, latest_folder, step_name
 from nsa_train.checkpoint.publish import clear_debris, point_latest, prune, publish
-from nsa_train.checkpoint.ranks import broadcast_json, rank
 from nsa_train.checkpoint.snapshot import Snapshot
 from nsa_train.errors import CheckpointError, ClaimedError
+from nsa_train.parallel.ranks import broadcast_json, rank
 
 
 class CheckpointWriter:
@@ -99,7 +98,7 @@ class CheckpointWriter:
 
     def _tidy(self) -> None:
         # a writer that is dropped gives its claim back, too
-        self._claims.callback(weakref.finalize(self, os.close, claim(self.root)))
+        self._claims.callback(weakref.finalize(self, release, self.root, claim(self.root)))
         clear_debris(self.root)
 
     def _start(self, what: str, job: Callable[[], None]) -> None:

@@ -20,10 +20,12 @@ from attrs import frozen
 from nsa_train.config import RunConfig
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
 from nsa_train.machine import Machine, processes_of
-from nsa_train.parallel.outcomes import FOLDER, STOP, joint_code, worker_pids
+from nsa_train.parallel.outcomes import ENVIRONMENT, FOLDER, LAUNCHER, STOP, joint_code, worker_pids
 from nsa_train.parallel.world import is_under_torchrun
 from nsa_train.stopping import SIGNALS, TERMINATING
 
+CODES: dict[int, int] = {**dict.fromkeys(TERMINATING, TerminatedError.exit_code), signal.SIGINT: INTERRUPTED}
+"""Signal that ends a run -> its exit code."""
 MOST_HOSTS = 1024
 MOST_RESTARTS = 1000
 
@@ -114,39 +116,37 @@ def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
     options = ["--nproc-per-node", str(num_processes), *hosts.words(), "--signals-to-handle", "SIGQUIT"]
     config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
     with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:
-        os.environ[FOLDER] = folder
-        # a store of their own for each generation of processes; torchrun's would keep the addresses of dead ones
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        ENVIRONMENT.update({FOLDER: folder, LAUNCHER: str(os.getpid())})
+        # a store of their own for each generation of processes; torchrun's would keep the addresses of dead ones, and would end
+        # with this process, which the workers outlive to save
+        ENVIRONMENT["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        failed = 0
         try:
             elastic_launch(config, entrypoint=command)(*arguments)
         except ChildFailedError:
             # each worker has said what was wrong
-            code = joint_code(Path(folder)) or TrainError.exit_code
-            return TerminatedError.exit_code if heard else code
-        except SignalledError as error:
-            if error.exit_code != INTERRUPTED:
-                raise
-            # torchrun has sent them SIGTERM
-            message = "interrupted by Ctrl-C; its processes were told to save; go on with --resume, from the newest checkpoint"
-            raise SignalledError(message, exit_code=INTERRUPTED) from None
+            failed = TrainError.exit_code
         finally:
-            del os.environ[FOLDER]
-        return joint_code(Path(folder))
+            del ENVIRONMENT[FOLDER], ENVIRONMENT[LAUNCHER]
+        code = joint_code(Path(folder)) or failed
+        # a worker that was not up yet, or that torchrun ended, does not know which signal it was
+        return max(heard) if heard and code in (TrainError.exit_code, *CODES.values()) else code
 
 
 @contextmanager
 def _forwarding(folder: Path) -> Iterator[list[int]]:
-    """Pass SIGTERM, SIGHUP and SIGUSR1 on to the workers while the block runs; gives the list of requests to stop heard."""
+    """Pass SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 on to the workers while the block runs; gives the exit codes of what was asked for."""
     heard: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if number in TERMINATING:
-            heard.append(number)
+        pids = worker_pids(folder)
+        if number in CODES:
+            heard.append(CODES[number])
             # those that are not up yet stop when they are
             (folder / STOP).touch()
-        pids = worker_pids(folder)
-        if number in TERMINATING and not pids:
-            raise TerminatedError(f"stopped by {signal.Signals(number).name} before the processes were up; nothing was done")
+            if not pids:
+                message = f"stopped by {signal.Signals(number).name} before the processes were up; nothing was done"
+                raise SignalledError(f"{message}; start again with --resume auto", exit_code=CODES[number])
         for pid in pids:
             try:
                 os.kill(pid, number)

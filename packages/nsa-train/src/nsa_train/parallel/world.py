@@ -1,6 +1,7 @@
 """The processes of a run. Decisions travel over a gloo group of their own, so that none of them waits for a GPU."""
 
-import os
+import json
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from nsa_train.errors import ConfigError
 from nsa_train.parallel.contact import contact_kept
+from nsa_train.parallel.outcomes import ENVIRONMENT
+from nsa_train.parallel.ranks import broadcast_json, gather_json
 
 TIMEOUT = timedelta(minutes=30)
 """The longest that ranks wait for one of them, in an exchange or a reduction."""
@@ -50,20 +53,12 @@ class World:
         return [part.tolist() for part in parts]
 
     def gather(self, item: Any) -> list[Any]:
-        """Return the `item` of every rank, by rank; for rare things, as it is slow."""
-        if self.world_size == 1:
-            return [item]
-        items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item, group=self.control)
-        return items
+        """Return the JSON-able `item` of every rank, by rank; for rare things, as it is slow. A tuple comes back as a list."""
+        return gather_json(item, group=self.control)
 
     def from_main(self, item: Any) -> Any:
-        """Return the main rank's `item` on every rank."""
-        if self.world_size == 1:
-            return item
-        items = [item]
-        dist.broadcast_object_list(items, src=0, group=self.control)
-        return items[0]
+        """Return the main rank's JSON-able `item` on every rank. A tuple comes back as a list."""
+        return broadcast_json(item, group=self.control)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -74,12 +69,12 @@ class World:
 def settle_cublas(*, is_deterministic: bool) -> None:
     """Let cuBLAS, which reads the environment when it starts, repeat its sums exactly where that is asked for."""
     if is_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def is_under_torchrun() -> bool:
     """Return True where the environment assigns this process a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return "RANK" in ENVIRONMENT and "WORLD_SIZE" in ENVIRONMENT
 
 
 def asked_world_size() -> int | None:
@@ -88,7 +83,7 @@ def asked_world_size() -> int | None:
     Raises:
         ConfigError: when that is no number of processes.
     """
-    text = os.environ.get("WORLD_SIZE")
+    text = ENVIRONMENT.get("WORLD_SIZE")
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -121,7 +116,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
         ConfigError: for `strategy` "single" among several processes.
         LostContactError: from the block, when another process is gone.
     """
-    environment = os.environ if is_under_torchrun() else {}
+    environment = ENVIRONMENT if is_under_torchrun() else {}
     world_size = int(environment.get("WORLD_SIZE", "1"))
     if strategy == "single":
         if world_size > 1:
@@ -168,4 +163,24 @@ def _rendezvous(*, alone: bool) -> tuple[int, Any]:
         return 0, HashStore()
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
     # torchrun's own store outlives the processes: what those before a restart left in it must not be read
-    return rank, PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"start-{ENVIRONMENT.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return rank, _own_store(store, rank) if ENVIRONMENT.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else store
+
+
+def _own_store(agents: Any, rank: int) -> Any:
+    """Return a store that rank 0 keeps: that of torchrun's agent, `agents`, ends with it, and the ranks outlive it to save."""
+    if rank == 0:
+        own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        agents.set("store", json.dumps([_address(), own.port]))
+        return own
+    host, port = json.loads(agents.get("store"))
+    return TCPStore(host, port, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def _address() -> str:
+    """Return this host's address as the host of torchrun's agent sees it."""
+    agents = ENVIRONMENT["MASTER_ADDR"]
+    with socket.create_connection((agents, int(ENVIRONMENT["MASTER_PORT"]))) as connection:
+        here, there = (end[0] for end in (connection.getsockname(), connection.getpeername()))
+    # its name may stand for an address of this host alone, but other hosts found it by that name
+    return agents if here == there else str(here)

@@ -26,9 +26,9 @@ class Preflight:
     """What was read, so that a run need not read it again; None where that failed."""
 
     def lines(self) -> Iterator[str]:
-        """Give every finding as `ok`, `needs`, `warn` or `FAIL` and its line, failures last."""
+        """Give every finding as `ok`, `needs`, `warn` or `FAIL` and its line, or each of its lines, failures last."""
         for mark, found in (("ok", self.passed), ("needs", self.needs), ("warn", self.warned), ("FAIL", self.failed)):
-            for line in found:
+            for line in "\n".join(found).splitlines():
                 yield f"{mark:5} {line}"
 
     def content(self) -> dict[str, Any]:

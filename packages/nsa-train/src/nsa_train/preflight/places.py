@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from nsa_train.checkpoint import claimed_by_another
+from nsa_train.checkpoint.claim import HOLDER
 from nsa_train.preflight.findings import Preflight
 from nsa_train.rules import is_utf_8
 from nsa_train.run_dir import RunDirectory
@@ -28,10 +29,9 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         )
     elif not existing.is_dir() or not os.access(existing, os.W_OK):
         findings.failed.append(f"--out={str(out_dir)!r} cannot be written ({existing} refuses it); name another directory")
-    elif resuming and _is_foreign(RunDirectory(out_dir)):
-        findings.failed.append(
-            f"--out={str(out_dir)!r} holds no run to resume (neither config.toml nor a heartbeat); leave --resume away, or name the run's directory"
-        )
+    elif resuming and not RunDirectory(out_dir).holds_run:
+        found = "holds no run to resume (neither config.toml nor a heartbeat)" if out_dir.exists() else "does not exist: no run to resume"
+        findings.failed.append(f"--out={str(out_dir)!r} {found}; name the run's directory, or use --resume auto, which starts one")
     elif other is not None:
         findings.failed.append(
             f"--out={str(out_dir)!r} lies inside the run {str(other)!r} (a run never mixes with another); name a directory beside it"
@@ -49,14 +49,12 @@ def existing_place(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
-def _is_foreign(paths: RunDirectory) -> bool:
-    """Return whether there is something that no run left; one that was killed early leaves little."""
-    return paths.root.is_dir() and not _is_untouched(paths) and not paths.config.exists() and not paths.heartbeats
-
-
 def _is_untouched(paths: RunDirectory) -> bool:
     """Return whether a directory holds nothing; a run that was killed before its first record has claimed `checkpoints`, no more."""
-    return all(path == paths.checkpoints and path.is_dir() and not any(path.iterdir()) for path in paths.root.iterdir())
+    return all(
+        path == paths.checkpoints and path.is_dir() and all(inside.name == HOLDER for inside in path.iterdir())
+        for path in paths.root.iterdir()
+    )
 
 
 def _dangling_link(path: Path) -> Path | None:

@@ -248,7 +248,10 @@ class Recorder:
         # what was wrong before is in the heartbeats; the files tell of this start
         paths.anomaly_type.unlink(missing_ok=True)
         paths.metrics.unlink(missing_ok=True)
-        paths.config.write_text(to_toml(self.config), encoding="utf-8")
+        # whole or not at all: `nsa-train resume` reads it
+        aside = paths.config.with_name(".config.toml.aside")
+        aside.write_text(to_toml(self.config), encoding="utf-8")
+        aside.replace(paths.config)
         environment = describe_environment(
             self.device, routing, world_size=self.world_size, routes=self.fallbacks.preferred, **data_marks(self.config)
         )

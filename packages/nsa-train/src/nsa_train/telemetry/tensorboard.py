@@ -1,20 +1,25 @@
 """tb/: scalars, clip events and histograms of document lengths, for TensorBoard."""
 
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 FLUSH_SECONDS = 10
+WRITER = "tensorboard.summary.writer.event_file_writer"
+"""The module of the thread that writes the events."""
 
 
 class Board:
-    """The event file of one run."""
+    """The event file of one run. What its thread could not write, the next call raises, and nothing is printed."""
 
     def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:
         """Go on in `folder`; what another process wrote after step `resumed_at` is hidden."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         purge = None if resumed_at is None else resumed_at + 1
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._leave_to_the_next_call
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=FLUSH_SECONDS)
 
     def scalars(self, step: int, group: str, figures: Mapping[str, float | None]) -> None:
@@ -47,7 +52,18 @@ class Board:
 
     def close(self) -> None:
         """Write out what is pending and close the file."""
-        self._writer.close()
+        try:
+            # closing alone does not raise what the thread could not write
+            self._writer.flush()
+        finally:
+            if threading.excepthook == self._leave_to_the_next_call:
+                threading.excepthook = self._hook_before
+            self._writer.close()
+
+    def _leave_to_the_next_call(self, failure: threading.ExceptHookArgs) -> None:
+        """Print the traceback of a thread as ever, but for TensorBoard's on a disk that refuses."""
+        if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__ == WRITER):
+            self._hook_before(failure)
 
 
 def bucket_lengths(lengths: Iterable[int]) -> dict[int, int]:
