@@ -5,6 +5,8 @@ from pathlib import Path
 
 from attrs import frozen
 
+from nsa_train.files import written_whole
+
 
 @frozen
 class RunDirectory:
@@ -102,6 +104,5 @@ class RunDirectory:
 
     def write_anomalies(self, kinds: Iterable[str]) -> None:
         """Write `kinds` to `.anomaly_type` whole or not at all."""
-        aside = self.anomaly_type.with_suffix(".aside")
-        aside.write_text("".join(f"{kind}\n" for kind in kinds), encoding="utf-8")
-        aside.replace(self.anomaly_type)
+        with written_whole(self.anomaly_type) as aside:
+            aside.write_text("".join(f"{kind}\n" for kind in kinds), encoding="utf-8")

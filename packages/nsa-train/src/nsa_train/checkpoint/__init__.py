@@ -8,7 +8,7 @@ all ranks; whoever reads one checkpoint calls `open_checkpoint` and `load_model`
 from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.checkpoint.formats import export
 from nsa_train.checkpoint.ranks import gather_json
-from nsa_train.checkpoint.restore import check_resumable, load_model, restore, resume_point
+from nsa_train.checkpoint.restore import check_resumable, load_model, require_run, restore, resume_point
 from nsa_train.checkpoint.snapshot import Snapshot, capture
 from nsa_train.checkpoint.store import Checkpoint, Listed, latest_valid, list_checkpoints, open_checkpoint, verify
 from nsa_train.checkpoint.writer import CheckpointWriter, refused_by_disk
@@ -28,6 +28,7 @@ __all__ = [
     "load_model",
     "open_checkpoint",
     "refused_by_disk",
+    "require_run",
     "restore",
     "resume_point",
     "verify",

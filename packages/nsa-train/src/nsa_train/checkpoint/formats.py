@@ -11,6 +11,7 @@ from attrs import asdict
 from torch import Tensor
 
 from nsa_train.checkpoint.layout import MODEL
+from nsa_train.checkpoint.restore import require_weights
 from nsa_train.checkpoint.store import Checkpoint, open_checkpoint
 from nsa_train.checkpoint.tensors import read_tensors, write_tensors
 from nsa_train.errors import ConfigError
@@ -34,7 +35,7 @@ def export(
 
     Raises:
         ConfigError: when `format` is unknown or `out` exists.
-        CheckpointError: when the checkpoint is damaged.
+        CheckpointError: when the checkpoint is damaged, or its weights are not those that its config.toml describes.
         OSError: when the disk refuses; nothing half-written is left.
     """
     if format not in FORMATS:
@@ -44,6 +45,7 @@ def export(
     checkpoint = open_checkpoint(path)
     for line in checkpoint.refused:
         say(line)
+    require_weights(checkpoint)
     tensors = read_tensors(checkpoint.path / MODEL)
     if format == "hf":
         return _whole(out, lambda aside: _write_folder(aside, checkpoint, tensors))

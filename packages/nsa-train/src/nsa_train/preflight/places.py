@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from nsa_train.checkpoint import claimed_by_another
+from nsa_train.files import ASIDE
 from nsa_train.preflight.findings import Preflight
 from nsa_train.rules import is_utf_8
 from nsa_train.run_dir import RunDirectory
@@ -56,7 +57,8 @@ def _is_foreign(paths: RunDirectory) -> bool:
 
 def _is_untouched(paths: RunDirectory) -> bool:
     """Return whether a directory holds nothing; a run that was killed before its first record has claimed `checkpoints`, no more."""
-    return all(path == paths.checkpoints and path.is_dir() and not any(path.iterdir()) for path in paths.root.iterdir())
+    left = [path for path in paths.root.iterdir() if not path.name.startswith(ASIDE)]
+    return all(path == paths.checkpoints and path.is_dir() and not any(path.iterdir()) for path in left)
 
 
 def _dangling_link(path: Path) -> Path | None:

@@ -19,6 +19,7 @@ from attrs import field, mutable
 from nsa_core import NativeSparseAttention, default_registry
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError
+from nsa_train.files import written_whole
 from nsa_train.model.decoder import count_parameters
 from nsa_train.recipe import to_toml
 from nsa_train.routing import routing_decisions
@@ -245,7 +246,8 @@ class Recorder:
         # what was wrong before is in the heartbeats; the files tell of this start
         paths.anomaly_type.unlink(missing_ok=True)
         paths.metrics.unlink(missing_ok=True)
-        paths.config.write_text(to_toml(self.config), encoding="utf-8")
+        with written_whole(paths.config) as aside:
+            aside.write_text(to_toml(self.config), encoding="utf-8")
         environment = describe_environment(
             self.device, routing, world_size=self.world_size, routes=self.fallbacks.preferred, **data_marks(self.config)
         )

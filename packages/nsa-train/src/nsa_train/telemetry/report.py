@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train.errors import ConfigError
+from nsa_train.files import MOST_SAMPLE, as_text, read_regular, refusal, written_whole
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.figures import draw_curves, read_history
@@ -63,7 +64,8 @@ def write_report(paths: RunDirectory) -> None:
     import jinja2
 
     history = read_history(paths)
-    draw_curves(history, paths.curves)
+    with written_whole(paths.curves) as aside:
+        draw_curves(history, aside)
     environment, metrics = read_json(paths.environment), _read_metrics(paths.metrics)
     template = (files("nsa_train.telemetry") / "report.html.j2").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
@@ -85,12 +87,17 @@ def write_report(paths: RunDirectory) -> None:
         routes=last.get("routes") or {},
         last_step=last.get("step"),
         settings=_read_settings(paths.config),
-        samples={path.stem: _read_text(path) for path in sorted(paths.samples.glob("*.txt"), reverse=True)},
+        samples={
+            path.stem: _read_text(path)
+            for path in sorted(paths.samples.glob("*.txt"), reverse=True)
+            if path.exists() and not refusal(path, MOST_SAMPLE)
+        },
         environment={key: value for key, value in environment.items() if key not in ("routing", "packages")},
         packages=_table(environment, "packages"),
         routing=_table(environment, "routing"),
     )
-    paths.report.write_text(content, encoding="utf-8")
+    with written_whole(paths.report) as aside:
+        aside.write_text(content, encoding="utf-8")
 
 
 def steadiness(training: dict[str, list[float]]) -> float | None:
@@ -137,7 +144,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     """Return a text, U+FFFD in the place of control characters, which no page may hold."""
-    return CONTROL.sub("\ufffd", path.read_text(encoding="utf-8", errors="replace"))
+    return CONTROL.sub("\ufffd", as_text(read_regular(path, MOST_SAMPLE), errors="replace"))
 
 
 def _table(environment: dict[str, Any], name: str) -> dict[str, Any]:
