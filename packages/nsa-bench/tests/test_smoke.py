@@ -320,6 +320,20 @@ def test_records_alone_are_judged_without_torch(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "0 False"
 
 
+@pytest.mark.timeout(30)
+def test_a_baseline_that_is_no_small_regular_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path, _losses(3, 2))
+    baseline = tmp_path / "baseline.json"
+    os.mkfifo(baseline)
+    words = ["smoke", str(tmp_path), "--compare-baseline", str(baseline)]
+    assert run_command(words) == 2
+    assert "it is a named pipe (FIFO), and only a regular file of at most 16 MiB is read" in capsys.readouterr().err
+    baseline.unlink()
+    baseline.write_text("[" * 100_000)
+    assert run_command(words) == 2
+    assert "its values are nested too deep" in capsys.readouterr().err
+
+
 def test_what_is_no_run_or_no_baseline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["smoke", str(tmp_path)]) == 2
     assert "is no run" in capsys.readouterr().err

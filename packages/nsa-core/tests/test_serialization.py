@@ -19,6 +19,7 @@ from nsa_core import (
     config_to_dict,
     config_to_toml,
 )
+from nsa_core.serialization import toml_tables
 
 SIZES = {"hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim_qk": 6, "head_dim_v": 5}
 FIELDS = [field.name for field in attrs.fields(NSAConfig)]
@@ -225,6 +226,37 @@ def test_a_broken_rule_keeps_the_configs_own_message():
 def test_a_text_that_is_no_toml_is_refused_in_our_words(text):
     with pytest.raises(ConfigError, match=r"^the text is no TOML \(.*\); write key = value lines$"):
         config_from_toml(text)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * 30_000,
+        "a = " + "{a = " * 20_000,
+        ".".join("a" * 50_000) + " = 1",
+        "[" + ".".join(["'a'"] * 20_000) + "]",
+        "a = 0x" + "f" * 5_000,
+    ],
+    ids=["lists", "tables", "key", "header", "number"],
+)
+def test_a_text_that_keeps_a_parser_busy_is_refused_at_once(text):
+    with pytest.raises(ConfigError, match=r"^the text is no TOML \((values nested|a key of|a number of) more than \d+ .* at line 1\)"):
+        config_from_toml(text)
+
+
+@given(st.text(st.sampled_from("\"'\\\n#[]{}=.,a1 "), max_size=16))
+def test_what_toml_allows_and_nests_little_is_never_refused(text):
+    try:
+        expected = tomllib.loads(text)
+    except ValueError:
+        return
+    assert toml_tables(text) == expected
+
+
+def test_quoted_dots_and_brackets_do_not_count():
+    text = 'a = """\n[[[[[[[[[ a.b.c.d.e.f.g.h.i \\""" """"\n"b.c.d.e.f.g.h.i.j" = \'[[[[[[[[[\'  # [[[[[[[[[ a.b.c.d.e.f.g.h.i\n'
+    assert toml_tables(text) == tomllib.loads(text)
 
 
 def test_toml_goes_through_the_same_checks_as_a_dict():

@@ -2,8 +2,11 @@
 
 import csv
 import json
+import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -64,6 +67,42 @@ class RecordedRun(RunDirectory):
     def losses(self) -> list[float]:
         """Return the training loss of each recorded step."""
         return [float(row["loss"]) for row in self.table(self.training)]
+
+
+class PutIrregular:
+    """Puts something else than a small regular file to a path; `kinds`: what, and the words by which a message names it."""
+
+    kinds = MappingProxyType(
+        {
+            "pipe": "it is a named pipe (FIFO)",
+            "socket": "it is a socket",
+            "device": "it is a character device",
+            "directory": "it is a directory",
+            "holes": "it has 1,099,511,627,776 bytes",
+        }
+    )
+
+    def __call__(self, kind: str, path: Path) -> None:
+        """Replace what is at `path`."""
+        path.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            # its path may be too long to bind to
+            os.mknod(path, stat.S_IFSOCK | 0o600)
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "directory":
+            path.mkdir()
+        else:
+            with path.open("wb") as file:
+                file.truncate(2**40)
+
+
+@pytest.fixture(scope="session")
+def put_irregular() -> PutIrregular:
+    """A function that puts a pipe, a socket, a device, a directory or a terabyte of holes to a path."""
+    return PutIrregular()
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nsa_train.checkpoint.manifest import write_manifest
 from nsa_train.cli import run_command
 from nsa_train.errors import TrainError
 from nsa_train.recipe import load_config
@@ -41,6 +42,28 @@ def _content(run: RunDirectory) -> dict[Path, bytes]:
 
 def _steps(path: Path) -> list[int]:
     return [int(line.partition(",")[0]) for line in path.read_text().splitlines()[1:]]
+
+
+@pytest.mark.timeout(60)
+def test_a_senseless_checkpoint_is_passed_over_and_no_pipe_is_waited_for(
+    start: Start, run: RunDirectory, put_irregular, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run.checkpoints / "step-5" / "state.json"
+    state = json.loads(path.read_text())
+    state["data"]["lanes"]["1"]["row"] = -5
+    path.write_text(json.dumps(state))
+    write_manifest(path.parent, 5)
+    for record in (run.config, run.environment, run.validation, run.samples / "after.txt"):
+        put_irregular("pipe", record)
+    assert start("--resume") == 0
+    said = capsys.readouterr().out
+    assert f"resume: {path} is damaged: data.lanes[1].row=-5 is not an integer from 0 to " in said
+    assert "resume: from step-3" in said
+    assert _steps(run.training) == [1, 2, 3, 4, 5]
+    assert all(record.is_file() for record in (run.config, run.environment, run.validation, run.samples / "after.txt"))
+    put_irregular("pipe", run.heartbeat)
+    assert start("--resume", "--set", "train.steps=6") == 2
+    assert f"{run.heartbeat} cannot be gone on with (it is a named pipe (FIFO), " in capsys.readouterr().err
 
 
 def test_damaged_records_block_no_resume_and_are_named(start: Start, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

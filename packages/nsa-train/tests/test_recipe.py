@@ -1,9 +1,11 @@
 """Recipes are found by name or path; `--set` takes TOML values and bare words."""
 
+import time
 from pathlib import Path
 
 import pytest
 
+from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
 from nsa_train.recipe import apply_override, find_recipe, load_config, parse_value, shipped_recipes
 
@@ -43,6 +45,83 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
             load_config(str(path))
 
 
+HOSTILE = {
+    "lists": ("[nsa]\nx = " + "[" * 30_000, "values nested more than 8 deep at line 2"),
+    "closed lists": ("[nsa]\nx = " + "[" * 30_000 + "]" * 30_000, "values nested more than 8 deep at line 2"),
+    "tables": ("nsa = " + "{a = " * 12_000, "values nested more than 8 deep at line 1"),
+    "key": (".".join("a" * 32_000) + " = 1", "a key of more than 8 parts at line 1"),
+    "header": ("[" + ".".join("a" * 32_000) + "]", "a key of more than 8 parts at line 1"),
+    "quoted key": (" . ".join(['"a.b"', "'['"] * 4_000) + " = 1", "a key of more than 8 parts at line 1"),
+    "number": ("\n[train]\nsteps = 0x" + "f" * 5_000, "a number of more than 64 digits at line 3"),
+    "zero": ("a = \0", "Invalid value"),
+    "large": ("#" * 65_537, "it has 65,537 bytes, and only a regular file of at most 64 KiB is read"),
+}
+"""Text of a recipe, and why it is refused."""
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("command", ["run", "preflight", "loader-check"])
+def test_a_recipe_that_keeps_a_parser_busy_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str) -> None:
+    text, reason = HOSTILE[name]
+    path = tmp_path / "hostile.toml"
+    path.write_text(text)
+    started = time.perf_counter()
+    assert run_command([command, str(path)]) == 2
+    assert time.perf_counter() - started < 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"{'FAIL ' if command == 'preflight' else 'nsa-train:'} {path} cannot be read as TOML ({reason}")
+    assert told.endswith("); fix the file or use a shipped recipe\n")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "directory", "holes"])
+def test_a_recipe_that_is_no_small_regular_file_is_one_line(
+    tmp_path: Path, put_irregular, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    put_irregular(kind, tmp_path / "recipe.toml")
+    for command in ("run", "preflight", "loader-check"):
+        assert run_command([command, str(tmp_path / "recipe.toml")]) == 2
+        told = capsys.readouterr().err
+        assert (
+            f"recipe.toml cannot be read as TOML ({put_irregular.kinds[kind]}, and only a regular file of at most 64 KiB is read)" in told
+        )
+        assert told.count("\n") == 1
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("nsa.x=" + "[" * 30_000, "holds values nested more than 8 deep"),
+        ("nsa.x=" + "{a = " * 12_000, "holds values nested more than 8 deep"),
+        ("nsa.x={" + ".".join("a" * 30_000) + " = 1}", "holds a key of more than 8 parts"),
+        (".".join("a" * 30_000) + "=1", "is not of the form table.key=value"),
+        (".".join("a" * 50_000) + "=1", "takes 100,001 bytes (config.toml holds 65,536)"),
+        ("data.path=['" + "a" * 65_000 + "', '" + "b" * 500 + "']", "with its overrides it takes"),
+    ],
+    ids=["lists", "tables", "keys of a table", "key", "large", "large together"],
+)
+def test_an_override_that_keeps_a_parser_busy_is_one_line(
+    tiny_recipe: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
+    started = time.perf_counter()
+    assert run_command(["run", str(tiny_recipe), "--set", override, "--print-config"]) == 2
+    assert time.perf_counter() - started < 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+    assert len(told) < 500
+
+
+def test_a_recipe_name_that_is_too_long_for_a_file_is_shown_in_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["preflight", "a" * 300]) == 2
+    told = capsys.readouterr().err
+    assert "is neither a shipped recipe nor a file" in told
+    assert len(told) < 250
+
+
 def test_a_byte_order_mark_before_the_recipe_is_passed_over(tmp_path: Path, tiny_recipe: Path) -> None:
     path = tmp_path / "marked.toml"
     path.write_bytes(b"\xef\xbb\xbf" + tiny_recipe.read_bytes())
@@ -60,6 +139,10 @@ def test_a_byte_order_mark_before_the_recipe_is_passed_over(tmp_path: Path, tiny
         ("dense", "dense"),
         ("some/path with space.txt", "some/path with space.txt"),
         ("1\nb = 2", "1\nb = 2"),
+        ("1\n" + "b." * 20 + "b = 2", "1\n" + "b." * 20 + "b = 2"),
+        ("a.b.c.d.e.f.g.h.i.j.txt", "a.b.c.d.e.f.g.h.i.j.txt"),
+        ("x[[[[[[[[[[", "x[[[[[[[[[["),
+        ("['[[[[[[[[[[[', \"a.b.c.d.e.f.g.h.i.j\"]", ["[[[[[[[[[[[", "a.b.c.d.e.f.g.h.i.j"]),
         ("", ""),
     ],
 )

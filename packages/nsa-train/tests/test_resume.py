@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import random
 import signal
 from collections.abc import Callable
@@ -160,7 +161,7 @@ def test_sigterm_saves_and_exits_75_and_the_handlers_are_put_back(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_evaluate", terminated)
         assert run_in("run", overrides=("train.save_every=0",)) == 75
-    assert "stopped by SIGTERM or SIGHUP after step 6, which is saved; go on with --resume" in capsys.readouterr().err
+    assert "stopped by SIGTERM or SIGHUP after step 6, which is saved; go on with: nsa-train run " in capsys.readouterr().err
     assert "Thread" in RunDirectory(tmp_path / "run").stackdump(0).read_text()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
     assert run_in("run", "--resume") == 0
@@ -228,7 +229,7 @@ def test_a_stale_halt_is_refused_at_the_start(
 ) -> None:
     _halt_in(2, monkeypatch)
     assert run_in("run") == 3
-    assert "halted by .HALT after step 2, which is saved; remove .HALT and go on with --resume" in capsys.readouterr().err
+    assert "halted by .HALT after step 2, which is saved; remove .HALT and go on with: nsa-train run " in capsys.readouterr().err
     assert run_in("run", "--resume") == 2
     message = capsys.readouterr().err
     assert ".HALT is left from before" in message
@@ -251,8 +252,8 @@ def test_the_directory_of_a_running_run_is_refused_before_data_or_gpu_are_looked
     with CheckpointWriter(tmp_path / "run" / "checkpoints"):
         assert run_in("run", *words) == 2
     assert capsys.readouterr().err == (
-        f"nsa-train: {tmp_path}/run/checkpoints belongs to another process that still runs "
-        "(two would overwrite each other's files); end that one, or use another --out\n"
+        f"nsa-train: {tmp_path}/run/checkpoints belongs to another process that still runs: pid {os.getpid()} on host {platform.node()} "
+        f"(two would overwrite each other's files); end that one (kill {os.getpid()}, which saves), or use another --out\n"
     )
     assert _tables(tmp_path / "run") == before
 

@@ -1,6 +1,5 @@
 """What the smoke rules read of a run's directory, and what they say."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from attrs import frozen
 
 from nsa_bench.errors import OptionError
 from nsa_train.errors import ConfigError
+from nsa_train.files import MOST_JSON, parse_json, read_regular
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import RankWatch
@@ -87,7 +87,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
         OptionError: when it cannot be read as one.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(path, MOST_JSON))
     except (OSError, ValueError) as error:
         raise OptionError(f"{path} cannot be read as metrics.json ({error}); use the metrics.json of a run") from None
     if not isinstance(content, Mapping):

@@ -4,7 +4,6 @@ A run whose loss is not what training must give gets no time: it starts near ln 
 it stays at ln V, since only a leak can lower it there.
 """
 
-import json
 import math
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from nsa_bench.errors import BenchError
 from nsa_train.config import RunConfig
 from nsa_train.recipe import load_config
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.records import read_events, read_rows
+from nsa_train.telemetry.records import load_json, read_events, read_rows
 
 WARM_UP_SHARE, LEAST_WARM_UP = 0.1, 3
 """Of the steps, left out of the medians: compilation and the allocator's first growth."""
@@ -90,7 +89,7 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
     """
     if not paths.metrics.is_file():
         raise BenchError(f"{paths.root} holds no metrics.json (a run writes it at its end); see the run's own message")
-    rows, metrics = list(read_rows(paths.training)), json.loads(paths.metrics.read_text(encoding="utf-8"))
+    rows, metrics = list(read_rows(paths.training)), load_json(paths.metrics)
     failure = wrong_losses([row["loss"] for row in rows], config)
     steady = rows[max(LEAST_WARM_UP, int(WARM_UP_SHARE * len(rows))) : -1] or rows[-1:]
     routes: dict[str, str] = next((event["routes"] for event in read_events(paths.heartbeat) if event.get("routes")), {})

@@ -1,6 +1,7 @@
 """Configurations to and from plain dicts and TOML; an unknown key is refused with a suggestion."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -11,6 +12,22 @@ from cattrs.gen import make_dict_unstructure_fn
 
 from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
 from nsa_core.errors import ConfigError, NSAError
+
+MOST_NESTED = 8
+"""Parts of a dotted key, and values inside one another; a configuration has three of either."""
+_STRINGS_AND_COMMENTS = re.compile(
+    r"""
+      \"{3} (?: \\. | [^\\] )*? (?: \"{3} | \\?\Z )
+    | '{3} .*? (?: '{3} | \Z )
+    | " (?: \\. | [^"\\\n] )* "?
+    | ' [^'\n]* '?
+    | \# [^\n]*
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+"""Each ends where the text does, if it is not closed: tomllib then refuses the rest."""
+_LONG_KEY = re.compile(rf"(?:\.[ \t]*[\w-]+[ \t]*){{{MOST_NESTED}}}")
+_LONG_NUMBER = re.compile(r"\b0[box][0-9a-fA-F_]{65}")
 
 
 def config_to_dict(config: NSAConfig) -> dict[str, Any]:
@@ -43,10 +60,39 @@ def config_from_toml(text: str) -> NSAConfig:
         ConfigError: where the text is no TOML, or its keys or values are refused.
     """
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        values = toml_tables(text)
+    except ValueError as error:
         raise ConfigError(f"the text is no TOML ({error}); write key = value lines") from None
     return config_from_dict(values)
+
+
+def toml_tables(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML document that nests keys and values at most 8 deep, in a time in proportion to its length.
+
+    Raises:
+        ValueError: where it nests deeper, spells a number of more than 64 digits, or is no TOML.
+    """
+    _refuse_nesting(text)
+    return tomllib.loads(text)
+
+
+def _refuse_nesting(text: str) -> None:
+    """Refuse what tomllib cannot take: it recurses into values, and its time grows with the square of a key's parts."""
+    # dots and brackets of a string count for nothing; its line ends are kept, to count lines by
+    bare = _STRINGS_AND_COMMENTS.sub(lambda found: "" if found[0][0] == "#" else "s" + "\n" * found[0].count("\n"), text)
+    if found := _LONG_KEY.search(bare):
+        raise ValueError(f"a key of more than {MOST_NESTED} parts at line {_line_of(found, bare)}")
+    if found := _LONG_NUMBER.search(bare):
+        raise ValueError(f"a number of more than 64 digits at line {_line_of(found, bare)}")
+    depth = 0
+    for found in re.finditer(r"[\[\]{}]", bare):
+        depth = depth + 1 if found[0] in "[{" else max(0, depth - 1)
+        if depth > MOST_NESTED:
+            raise ValueError(f"values nested more than {MOST_NESTED} deep at line {_line_of(found, bare)}")
+
+
+def _line_of(found: re.Match[str], text: str) -> int:
+    return text.count("\n", 0, found.start()) + 1
 
 
 def _converter() -> cattrs.Converter:

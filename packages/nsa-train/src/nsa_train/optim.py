@@ -11,6 +11,8 @@ from nsa_train.parallel.strategy import local_part, whole
 FINAL_LR_SHARE = 0.1
 """The cosine ends at this share of the peak."""
 BETAS = (0.9, 0.95)
+NUM_GROUPS = 2
+"""Parameters that decay, and the others."""
 FUSED_DEVICES = ("cpu", "cuda")
 """Where one kernel does the whole update."""
 

@@ -6,13 +6,19 @@ import json
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from nsa_train.config import RunConfig, keys_like, listed, refusal, structure, unstructure
 from nsa_train.errors import ConfigError
+from nsa_train.files import MOST_RECIPE, as_text, read_regular
 from nsa_train.rules import is_utf_8
+from nsa_train.structuring import short
+
+MOST_PARTS = 8
+"""Of the key of a --set; the longest that a recipe has takes three."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -36,6 +42,10 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         config.nsa_config()
     except ConfigError as error:
         raise ConfigError.of(_advised(str(error).splitlines(), tables, own, overrides)) from None
+    if (size := len(to_toml(config).encode())) > MOST_RECIPE:
+        raise ConfigError(
+            f"RECIPE={recipe!r}: with its overrides it takes {size:,} bytes (config.toml holds {MOST_RECIPE:,}); name files by a glob"
+        )
     from nsa_train.model.decoder import vocab_size_of
 
     vocab_size_of(config)
@@ -51,11 +61,13 @@ def find_recipe(recipe: str) -> Path:
     shipped, path = shipped_recipes(), Path(recipe)
     if recipe in shipped:
         return shipped[recipe]
-    if path.is_file():
-        return path
+    with suppress(OSError):
+        # a name may be too long for the system
+        if path.exists():
+            return path
     near = difflib.get_close_matches(recipe, shipped, n=1)
     advice = f"did you mean {near[0]}?" if near else f"use one of {listed(shipped)}, or the path of a TOML file"
-    raise ConfigError(f"RECIPE={recipe!r} is neither a shipped recipe nor a file; {advice}")
+    raise ConfigError(f"RECIPE={short(recipe)} is neither a shipped recipe nor a file; {advice}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -65,11 +77,22 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: when it cannot be read as UTF-8 TOML; the message names path and line.
     """
     try:
-        # some editors begin a file with a byte order mark
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    # not UTF-8, not TOML, or a number of too many digits
+        return parse_toml(read_regular(path, MOST_RECIPE))
+    # not regular, not UTF-8, or not TOML
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as TOML ({error}); mend the file or use a shipped recipe") from None
+        raise ConfigError(f"{path} cannot be read as TOML ({error}); fix the file or use a shipped recipe") from None
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Return the tables that UTF-8 TOML spells.
+
+    Raises:
+        ValueError: when it is none, or nests keys or values more than 8 deep.
+    """
+    from nsa_core.serialization import toml_tables
+
+    # some editors begin a file with a byte order mark
+    return toml_tables(as_text(content, "utf-8-sig"))
 
 
 def settled(overrides: Sequence[str], *, say: Callable[[str], None]) -> list[str]:
@@ -90,29 +113,42 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
     """Put `table.key=value` into `tables`; the value is TOML, and a bare word is a string.
 
     Raises:
-        ConfigError: when it does not have that form, or is not UTF-8.
+        ConfigError: when it does not have that form, is not UTF-8, or is more than a recipe holds.
     """
     if not is_utf_8(override):
-        raise ConfigError(f"--set {override!r} is not UTF-8 (config.toml could not hold it); rename the file, or use a glob")
+        raise ConfigError(f"--set {short(override)} is not UTF-8 (config.toml could not hold it); rename the file, or use a glob")
+    if (size := len(override.encode())) > MOST_RECIPE:
+        raise ConfigError(f"--set {short(override)} takes {size:,} bytes (config.toml holds {MOST_RECIPE:,}); name files by a glob")
     key, equals, text = override.partition("=")
     names = [name.strip() for name in key.split(".")]
-    if not equals or len(names) < 2 or not all(names):
-        near = keys_like(names[-1])
+    if not equals or not 2 <= len(names) <= MOST_PARTS or not all(names):
+        near = keys_like(names[-1]) if len(names) <= MOST_PARTS else []
         advice = f"did you mean --set {near[0]}={text.strip() or 'VALUE'}?" if near else "use --set train.steps=100"
-        raise ConfigError(f"--set {override!r} is not of the form table.key=value; {advice}")
+        raise ConfigError(f"--set {short(override)} is not of the form table.key=value; {advice}")
     table = tables
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override!r}: {name} is a value, not a table of keys; use --set train.steps=100")
-    table[names[-1]] = parse_value(text.strip())
+            raise ConfigError(f"--set {short(override)}: {name} is a value, not a table of keys; use --set train.steps=100")
+    try:
+        table[names[-1]] = parse_value(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"--set {short(override)} holds {error}; use --set nsa.backends='{{cmp = \"sdpa\"}}' for a table") from None
 
 
 def parse_value(text: str) -> Any:
-    """Return the TOML value that `text` spells, or `text` itself where it spells none."""
+    """Return the TOML value that `text` spells, or `text` itself where it spells none.
+
+    Raises:
+        ValueError: when it is a list or table that nests more than 8 deep.
+    """
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = parse_toml(f"value = {text}".encode())
+    except tomllib.TOMLDecodeError:
+        return text
     except ValueError:
+        if text.startswith(("[", "{")):
+            raise
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

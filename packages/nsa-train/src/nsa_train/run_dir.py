@@ -5,6 +5,8 @@ from pathlib import Path
 
 from attrs import frozen
 
+from nsa_train.files import written_whole
+
 
 @frozen
 class RunDirectory:
@@ -16,11 +18,6 @@ class RunDirectory:
     def config(self) -> Path:
         """The resolved recipe."""
         return self.root / "config.toml"
-
-    @property
-    def holds_run(self) -> bool:
-        """Whether a run recorded itself here; one that was killed early leaves less."""
-        return self.config.exists() or bool(self.heartbeats)
 
     @property
     def environment(self) -> Path:
@@ -101,12 +98,15 @@ class RunDirectory:
         """One word per kind of anomaly that was found, a line each."""
         return self.root / ".anomaly_type"
 
+    def holds_run(self) -> bool:
+        """Return whether a run recorded itself here; one that was killed early leaves less."""
+        return self.config.exists() or bool(self.heartbeats)
+
     def stackdump(self, rank: int) -> Path:
         """Return where `rank` writes the stacks of its threads when it gets SIGUSR1."""
         return self.root / f"stackdump_rank{rank}.txt"
 
     def write_anomalies(self, kinds: Iterable[str]) -> None:
         """Write `kinds` to `.anomaly_type` whole or not at all."""
-        aside = self.anomaly_type.with_suffix(".aside")
-        aside.write_text("".join(f"{kind}\n" for kind in kinds), encoding="utf-8")
-        aside.replace(self.anomaly_type)
+        with written_whole(self.anomaly_type) as aside:
+            aside.write_text("".join(f"{kind}\n" for kind in kinds), encoding="utf-8")

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, refused_by_disk, resume_point
+from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, refused_by_disk, require_run, resume_point
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError, PeerError, TrainError
 from nsa_train.model.decoder import count_parameters
@@ -73,7 +73,7 @@ def settled_resume(out: Path, resume: int | None) -> int | None:
     """Return the step to resume from: for AUTO the newest where `out` holds a run, and None, a new start, where it does not."""
     if resume != AUTO:
         return resume
-    return NEWEST if RunDirectory(out).holds_run else None
+    return NEWEST if RunDirectory(out).holds_run() else None
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str],
     Raises:
         TrainError: where there is none after `step`, all are damaged, or it describes another run.
     """
-    found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step)
+    found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step, judge=require_run)
     if found is None:
         say(f"resume: {out} holds no checkpoint yet; starting at step 0")
         return None
@@ -172,8 +172,7 @@ def nothing_left(checkpoint: Checkpoint, config: RunConfig, paths: RunDirectory)
     if step == train.steps:
         return f"{name} is the last step of train.steps={step}: there is nothing to do; to go on use --set train.steps={step + 1} or more"
     patience = Patience(train.early_stop_patience)
-    if counts := checkpoint.state["counters"].get("patience"):
-        patience.load_state_dict(counts)
+    patience.load_state_dict(checkpoint.state["counters"]["patience"])
     if not patience.is_over:
         return ""
     return f"{name} was stopped early ({patience}): there is nothing to do; to go on use --set train.early_stop_patience=0, or more"

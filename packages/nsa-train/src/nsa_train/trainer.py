@@ -358,8 +358,7 @@ class Trainer:
         restore(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
         counters = checkpoint.state["counters"]
         for name, owner in (("guard", self.guard), ("watch", self.watch), ("patience", self.patience)):
-            if name in counters:
-                owner.load_state_dict(counters[name])
+            owner.load_state_dict(counters[name])
 
     def _write_samples(self, name: str) -> None:
         """Let all ranks draw the same text, which shards need, and rank 0 write it."""

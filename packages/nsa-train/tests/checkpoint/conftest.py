@@ -10,10 +10,22 @@ import torch
 
 from nsa_train.checkpoint import CheckpointWriter, Snapshot, capture
 from nsa_train.config import RunConfig
+from nsa_train.data.state import state_of
 from nsa_train.model.decoder import Decoder, build_model
 from nsa_train.recipe import load_config
 
 SIZES = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim_qk": 16, "head_dim_v": 16}
+COUNTERS = {
+    "guard": {"num_skipped": 1, "recent_skips": [1], "losses": [5.5]},
+    "watch": {"num_observed": 1, "longest": 32, "pending": ["norm.weight"]},
+    "patience": {"best": None, "num_worse": 0},
+}
+
+
+def position(batches: int, rows: int) -> dict[str, Any]:
+    """Return the position of a run in its data after so many micro-batches of `rows` rows."""
+    lane = {"row": batches, "epoch": 0, "hash": "ab" * 32, "first_tokens": [1, 2], "documents": 3, "bad_records": 0}
+    return state_of({"walk": "rows"}, batches, {str(number): lane for number in range(rows)})
 
 
 class Parts(NamedTuple):
@@ -25,7 +37,7 @@ class Parts(NamedTuple):
 
     def snapshot(self, **more: Any) -> Snapshot:
         """Return a copy of it all."""
-        return capture(**{**self._asdict(), "data": {"position": 7}, **more})
+        return capture(**{**self._asdict(), "data": position(7, self.config.train.batch_size), "counters": COUNTERS, **more})
 
 
 @pytest.fixture(scope="session")

@@ -123,7 +123,7 @@ def test_a_file_replaced_by_a_directory_or_a_dangling_link_is_refused(root: Path
     path = root / "step-2/model.safetensors"
     path.unlink()
     path.mkdir()
-    _is_refused(root, "is missing")
+    _is_refused(root, f"{path} cannot be read (it is a directory, and only a regular file is read)")
     path.rmdir()
     path.symlink_to("nowhere")
     _is_refused(root, "is missing")
@@ -148,10 +148,15 @@ def _with_manifest(folder: Path, **changes: object) -> None:
     ("changes", "words"),
     [
         ({"schema_version": 2}, "has schema_version=2 (this version reads 3)"),
-        ({"files": {}}, "lists []"),
-        ({"files": {"../../outside": {"size": 1, "sha256": ""}}}, "lists ['../../outside']"),
-        ({"files": dict.fromkeys(FILES, 1)}, "lacks the size or SHA-256"),
-        ({"step": "2"}, "lacks its step or its date"),
+        ({"files": {}}, "files=[] is not config.toml, model.safetensors, "),
+        ({"files": {"../../outside": {"size": 1, "sha256": ""}}}, "files=['../../outside'] is not"),
+        ({"files": dict.fromkeys(FILES, 1)}, "files[model.safetensors]=1 is not a table"),
+        ({"files": {name: {"size": "x", "sha256": "zz"} for name in FILES}}, "files[rng.safetensors].size='x' is not an integer from 0"),
+        ({"step": "2"}, "step='2' is not an integer from 0"),
+        ({"created": "\ud800"}, "created='\\ud800' is not a date"),
+        ({"created": "2026-01-31\x1b12:00:00"}, "created='2026-01-31\\x1b12:00:00' is not a date"),
+        ({"more": 1}, "'more' is unknown"),
+        ({"created": [[[[]]]]}, "created=[[[...]]] is not a date"),
         ({"step": 3}, "expected the manifest of step-2, found that of step-3"),
     ],
 )
@@ -163,12 +168,14 @@ def test_a_signed_manifest_of_other_content_is_refused(root: Path, changes: dict
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("config.toml", "[model]\ndim = 1\n", "cannot be read by this version"),
-        ("config.toml", "no toml", "cannot be read by this version"),
-        ("state.json", "no json", "cannot be read by this version"),
-        ("state.json", "[" * 100_000, "cannot be read by this version"),
-        ("state.json", "[]", "does not hold exactly"),
-        ("state.json", '{"data": 1}', "does not hold exactly"),
+        ("config.toml", "[model]\ndim = 1\n", "config.toml is not a recipe that this version reads (model.n_layers is missing"),
+        ("config.toml", "no toml", "config.toml is not a recipe that this version reads (Expected '='"),
+        ("config.toml", "a = " + "[" * 30_000, "config.toml is not a recipe that this version reads (values nested more than 8 deep"),
+        ("config.toml", ".".join("a" * 30_000) + " = 1", "config.toml is not a recipe that this version reads (a key of more than 8 parts"),
+        ("state.json", "no json", "state.json is not JSON (Expecting value"),
+        ("state.json", "[" * 100_000, "state.json is not JSON (its values are nested too deep)"),
+        ("state.json", "[]", "state.json is damaged: [] is not a table"),
+        ("state.json", '{"data": 1}', "state.json is damaged: world_size is missing; schedule is missing; "),
     ],
 )
 def test_a_whole_file_of_strange_content_is_refused(root: Path, name: str, content: str, words: str) -> None:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa_train.checkpoint import Checkpoint, Snapshot, capture, restore
 from nsa_train.checkpoint.rng import capture_rng
 from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors
+from nsa_train.data.state import state_of
 from nsa_train.model.decoder import build_model
 from nsa_train.parallel.ranks import gather_json
 from nsa_train.recipe import load_config
@@ -62,13 +63,15 @@ class ToyRun:
 
     def snapshot(self) -> Snapshot:
         """Return what a checkpoint holds."""
-        data = {"drawn": gather_json(self.drawn)[0]}
+        batches, rows = gather_json(self.drawn)[0], CONFIG.train.batch_size
+        lane = {"row": batches, "epoch": 0, "hash": "", "first_tokens": [], "documents": 0, "bad_records": 0}
+        data = state_of({"walk": "rows"}, batches, {str(number): lane for number in range(rows)})
         return capture(model=self.model, optimizer=self.optimizer, config=CONFIG, data=data)
 
     def go_on(self, checkpoint: Checkpoint) -> None:
         """Take the state of `checkpoint`."""
         restore(checkpoint, model=self.model, optimizer=self.optimizer)
-        self.drawn = checkpoint.state["data"]["drawn"]
+        self.drawn = checkpoint.state["data"]["batches"]
 
     def digests(self) -> dict[str, str]:
         """Return SHA-256 of weights, optimizer state and this rank's generators."""

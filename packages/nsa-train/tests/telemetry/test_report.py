@@ -63,6 +63,46 @@ def test_the_page_of_a_run_that_goes_on_says_so(run: RunDirectory) -> None:
         assert "Drawn from the records up to step 5, &lt;now&gt;;" in page
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "holes"])
+def test_records_that_are_no_regular_files_are_named_and_left_out(
+    run: RunDirectory, put_irregular, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    left_out = [run.environment, run.metrics, run.config, run.validation, run.selection, run.fallbacks, run.samples / "after.txt"]
+    for path in left_out:
+        put_irregular(kind, path)
+    for path in (run.report, run.curves):
+        put_irregular(kind, path)
+    assert run_command(["report", str(run.root)]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(left_out)
+    for path in left_out:
+        [line] = [line for line in told if f"{path} " in line]
+        assert put_irregular.kinds[kind] in line
+        assert line.endswith("; it is left out")
+    assert run.report.read_text().startswith("<!doctype html>")
+    assert run.curves.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "directory", "holes"])
+@pytest.mark.parametrize("name", ["training.csv", "heartbeat_rank0.jsonl"])
+def test_what_the_curves_come_from_is_a_regular_file(
+    run: RunDirectory, put_irregular, capsys: pytest.CaptureFixture[str], kind: str, name: str
+) -> None:
+    put_irregular(kind, run.root / name)
+    assert run_command(["report", str(run.root)]) == 2
+    [*_, line] = capsys.readouterr().err.splitlines()
+    assert f"{run.root / name} cannot be read ({put_irregular.kinds[kind]}, and only a regular file of at most 4 GiB is read)" in line
+
+
+def test_a_line_without_an_end_ends_what_is_read_of_a_table(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with run.training.open("r+b") as file:
+        file.truncate(2**31)
+    assert run_command(["report", str(run.root)]) == 0
+    assert capsys.readouterr().err == f"nsa-train: {run.training}: line 7 cannot be read, and is left out\n"
+
+
 def test_samples_are_escaped(run: RunDirectory) -> None:
     (run.samples / "after.txt").write_text("<script>alert(1)</script>")
     write_report(run)

@@ -40,6 +40,23 @@ def _kinds(events: list[dict[str, Any]], now: float | None = None) -> list[str]:
     return [finding.kind for finding in _watched(events).findings(0.0 if now is None else now - events[-1]["ts"])]
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "directory", "holes"])
+def test_a_heartbeat_that_is_no_regular_file_is_named(tmp_path: Path, put_irregular, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    put_irregular(kind, tmp_path / "heartbeat_rank1.jsonl")
+    assert run_command(["watch", str(tmp_path), "--once"]) == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 'heartbeat_rank1.jsonl'} cannot be read ({put_irregular.kinds[kind]}, and only a regular file" in told
+    assert told.count("\n") == 1
+
+
+def test_a_heartbeat_whose_line_has_no_end_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "heartbeat_rank0.jsonl").open("wb") as file:
+        file.truncate(2**31)
+    assert run_command(["watch", str(tmp_path), "--once"]) == 2
+    assert "the line at byte 0 is longer than 16 MiB" in capsys.readouterr().err
+
+
 def test_a_healthy_run_has_no_anomaly() -> None:
     assert _kinds([{"msg": "progress", "step": 0, "ts": 0.0, "fallbacks_total": 0, **HEALTHY_GATES}, *_steps(50)]) == []
 

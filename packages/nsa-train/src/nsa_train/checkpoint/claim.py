@@ -28,7 +28,7 @@ def claim(root: Path) -> int:
         OSError: when it cannot be made or opened.
     """
     make_root(root)
-    descriptor = os.open(root, os.O_RDONLY)
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     for _ in range(TRIES):
         if _can_lock(descriptor, fcntl.LOCK_EX):
             _sign(root)
@@ -48,7 +48,7 @@ def release(root: Path, descriptor: int) -> None:
 def claimed_by_another(root: Path) -> str | None:
     """Return what stands against a claim of `root`: another process has it. None where none has, or that cannot be seen."""
     try:
-        descriptor = os.open(root, os.O_RDONLY)
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
         return None
     try:

@@ -35,7 +35,7 @@ def export(
 
     Raises:
         ConfigError: when `format` is unknown or `out` exists.
-        CheckpointError: when the checkpoint is damaged.
+        CheckpointError: when the checkpoint is damaged, or its weights are not those that its config.toml describes.
         OSError: when the disk refuses; nothing half-written is left.
     """
     if format not in FORMATS:
@@ -46,8 +46,10 @@ def export(
     for line in checkpoint.refused:
         say(line)
     # a path that is wrong is refused without torch
+    from nsa_train.checkpoint.resuming import require_weights
     from nsa_train.checkpoint.tensors import read_tensors, write_tensors
 
+    require_weights(checkpoint)
     tensors = read_tensors(checkpoint.path / MODEL)
     if format == "hf":
         return _whole(out, lambda aside: _write_folder(aside, checkpoint, tensors))

@@ -5,16 +5,20 @@ It is compared byte for byte with the one spelling that its content has, so that
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from nsa_train.checkpoint.layout import FILES, MANIFEST
+from nsa_train.checkpoint.layout import CONFIG, FILES, MANIFEST, STATE
+from nsa_train.checkpoint.schema import SCHEMA_VERSION, manifest_problems
 from nsa_train.errors import CheckpointError
+from nsa_train.files import MOST_MANIFEST, MOST_RECIPE, MOST_STATE, IrregularFileError, open_regular, parse_json, read_regular
+from nsa_train.structuring import listed_problems, short
 
-SCHEMA_VERSION = 3
-"""Of the files together; 1 had weights and moments alone, 2 no count of the steps that the gradients were watched."""
+MOST = {CONFIG: MOST_RECIPE, STATE: MOST_STATE}
+"""Bytes of the files that are held in memory; a run writes none that is larger."""
 OTHERS = "take another step-* of this run (`nsa-train ckpt verify` names the whole ones)"
 
 
@@ -37,58 +41,73 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
-        manifest = json.loads(text)
+        content = read_regular(path, MOST_MANIFEST)
+        manifest = parse_json(content)
         expected = manifest.pop("sha256")
+        is_as_spelled = _spelled(manifest).encode() == content
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a manifest ({error!r:.120}); {OTHERS}") from None
-    if _spelled(manifest) != text:
+        raise CheckpointError(f"{path} is not a manifest ({_shown(error)}); {OTHERS}") from None
+    if not is_as_spelled:
         raise CheckpointError(f"{path} is damaged: SHA-256 expected {expected!s:.64}, found {_digest(manifest)}; {OTHERS}")
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
-            f"{path} has schema_version={manifest.get('schema_version')} (this version reads {SCHEMA_VERSION}); "
+            f"{path} has schema_version={short(manifest.get('schema_version'))} (this version reads {SCHEMA_VERSION}); "
             "use the version of nsa-train that wrote it"
         )
-    _check_content(path, manifest)
+    if problems := manifest_problems(manifest):
+        raise CheckpointError(f"{path} is damaged: {listed_problems(problems)}; {OTHERS}")
+    name, step = folder.name, manifest["step"]
+    if name.startswith("step-") and name != f"step-{step}":
+        raise CheckpointError(f"{path} is damaged: expected the manifest of {name}, found that of step-{step}; {OTHERS}")
     return dict(manifest)
 
 
-def verify_files(folder: Path) -> dict[str, Any]:
-    """Return the manifest of `folder` once every file was read and found as it describes.
+class Verified(NamedTuple):
+    """A checkpoint of which every byte was read."""
+
+    manifest: dict[str, Any]
+    contents: dict[str, bytes]
+    """Of config.toml and state.json: what was verified is what is used."""
+
+
+def verify_files(folder: Path) -> Verified:
+    """Return manifest and small files of `folder`, once every file was read and found as the manifest describes it.
 
     Raises:
         CheckpointError: naming the first file that is not, with what was expected and found.
     """
     manifest = read_manifest(folder)
-    for name, expected in manifest["files"].items():
-        _verify(folder / name, expected)
-    return manifest
+    contents = {name: _verified(folder / name, expected) for name, expected in manifest["files"].items()}
+    return Verified(manifest, {name: contents[name] for name in MOST})
 
 
-def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
-    listed = manifest.get("files")
-    if not isinstance(listed, dict) or set(listed) != set(FILES):
-        raise CheckpointError(f"{path} lists {sorted(listed or ())!r:.200} (expected {sorted(FILES)}); {OTHERS}")
-    if not all(isinstance(entry, dict) and set(entry) == {"size", "sha256"} for entry in listed.values()):
-        raise CheckpointError(f"{path} lacks the size or SHA-256 of a file (each has both); {OTHERS}")
-    expected, step = path.parent.name, manifest.get("step")
-    if type(step) is not int or not isinstance(manifest.get("created"), str):
-        raise CheckpointError(f"{path} lacks its step or its date (an integer and a text); {OTHERS}")
-    if expected.startswith("step-") and expected != f"step-{step}":
-        raise CheckpointError(f"{path} is damaged: expected the manifest of {expected}, found that of step-{step}; {OTHERS}")
-
-
-def _verify(path: Path, expected: Mapping[str, Any]) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: expected a file of {expected['size']} bytes ({MANIFEST} lists it), found none; {OTHERS}")
+def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:
+    """Return the content of `path` where it is kept, nothing of a large file, once it is what is `expected`."""
     try:
-        size = path.stat().st_size
-        found = {"size": size, "sha256": _sha256(path) if size == expected["size"] else "(not read)"}
-    except OSError as error:
+        with open_regular(path, MOST.get(path.name)) as file:
+            size, content = os.fstat(file.fileno()).st_size, b""
+            if size != expected["size"]:
+                digest = "(not read)"
+            elif path.name in MOST:
+                content = file.read(size)
+                digest = hashlib.sha256(content).hexdigest()
+            else:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: expected a file of {expected['size']} bytes ({MANIFEST} lists it), found none; {OTHERS}"
+        ) from None
+    except (OSError, IrregularFileError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); {OTHERS}") from None
-    for key, label in (("size", "size in bytes"), ("sha256", "SHA-256")):
-        if found[key] != expected[key]:
-            raise CheckpointError(f"{path} is damaged: {label} expected {expected[key]}, found {found[key]}; {OTHERS}")
+    for found, key, label in ((size, "size", "size in bytes"), (digest, "sha256", "SHA-256")):
+        if found != expected[key]:
+            raise CheckpointError(f"{path} is damaged: {label} expected {expected[key]}, found {found}; {OTHERS}")
+    return content
+
+
+def _shown(error: Exception) -> str:
+    """Return `error` for a message, with its kind where it says too little alone."""
+    return str(error) if isinstance(error, IrregularFileError) else f"{error!r:.120}"
 
 
 def _spelled(content: Mapping[str, Any]) -> str:

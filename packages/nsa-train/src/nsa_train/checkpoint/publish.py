@@ -14,9 +14,8 @@ from pathlib import Path
 
 from nsa_train.checkpoint.layout import LATEST, step_folders, step_name
 from nsa_train.checkpoint.manifest import write_manifest
+from nsa_train.files import ASIDE
 
-ASIDE = ".aside-"
-"""What names begin with that are not yet, or no longer, checkpoints."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 

@@ -10,15 +10,18 @@ import torch
 from attrs import asdict
 from torch import nn
 
-from nsa_train.checkpoint.layout import MODEL, OPTIMIZER, RNG
+from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import OTHERS
-from nsa_train.checkpoint.rng import restore_rng, seed_fresh_rng
-from nsa_train.checkpoint.store import Checkpoint, latest_valid, valid_at
-from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, read_weights
+from nsa_train.checkpoint.rng import require_rng, restore_rng, seed_fresh_rng
+from nsa_train.checkpoint.schema import unresumable
+from nsa_train.checkpoint.store import Checkpoint, Judge, anything, latest_valid, valid_at
+from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, require_forms, require_moments
 from nsa_train.config import RunConfig, structure, unstructure
 from nsa_train.errors import CheckpointError, ConfigError
-from nsa_train.model.decoder import Decoder, build_model
+from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
+from nsa_train.optim import NUM_GROUPS
 from nsa_train.parallel.ranks import broadcast_bytes, broadcast_json, on_rank_0, rank
+from nsa_train.structuring import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
 """Tables and keys without which the weights would not fit; where an operation runs (nsa.backends) is free."""
@@ -26,21 +29,61 @@ OF_ROWS = ("data.source", "data.packing", "data.shuffle_seed", "train.batch_size
 """Keys that fix the rows, in which the checkpoint has a position; whether the files are the same shows when they are read."""
 
 
-def resume_point(root: Path, *, step: int | None = None) -> Checkpoint | None:
+def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything) -> Checkpoint | None:
     """Return the checkpoint to resume from, on every rank the same; rank 0 alone looks and verifies. A collective.
 
-    Without `step` it is `latest_valid`, None where nothing was saved yet. With `step` it is that one or an error.
+    Without `step` it is `latest_valid`, None where nothing was saved yet. With `step` it is that one or an error. One that `judge`,
+    such as `require_run`, refuses with a CheckpointError counts as damaged.
 
     Raises:
         CheckpointError: on all ranks, when it (without `step`: every one) is damaged.
         ConfigError: on all ranks, when there is none after `step`.
     """
-    found = on_rank_0(lambda: latest_valid(root) if step is None else valid_at(root, step))
+    found = on_rank_0(lambda: latest_valid(root, judge=judge) if step is None else valid_at(root, step, judge=judge))
     fields = broadcast_json(found and {**asdict(found, recurse=False), "path": str(found.path), "config": unstructure(found.config)})
     if not fields:
         return None
     path, config, refused = Path(fields["path"]), structure(fields["config"]), tuple(fields["refused"])
     return Checkpoint(path=path, step=fields["step"], config=config, state=fields["state"], refused=refused)
+
+
+def require_run(checkpoint: Checkpoint) -> None:
+    """Let a checkpoint pass that a run can go on from: its files fit one another, and its state has a position and all counts.
+
+    Raises:
+        CheckpointError: naming the file and what in it does not fit.
+    """
+    if problems := unresumable(checkpoint.state):
+        raise CheckpointError(f"{checkpoint.path / STATE} is damaged: {listed_problems(problems)}; {OTHERS}")
+    _require_rates(checkpoint, groups=NUM_GROUPS)
+    require_moments(
+        checkpoint.path / OPTIMIZER, require_weights(checkpoint), is_begun=checkpoint.state["counters"]["watch"]["num_observed"] > 0
+    )
+    states = _states_by_owner(read_tensors(checkpoint.path / RNG))
+    owners = {f"rank{rank}" for rank in range(checkpoint.state["world_size"])}
+    try:
+        if states.keys() != owners:
+            raise ValueError(f"it has those of {len(states)} ranks, and world_size={len(owners)}")
+        for state in states.values():
+            require_rng(state)
+    except (ValueError, RuntimeError) as error:
+        raise _no_generators(checkpoint.path / RNG, error) from None
+
+
+def require_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return name -> weight, on the meta device, of a checkpoint whose weights are those of the decoder that its config.toml describes.
+
+    Their file's header alone is read, and nothing is allocated.
+
+    Raises:
+        CheckpointError: naming the tensors that are not.
+    """
+    try:
+        expected = undrawn_weights(checkpoint.config)
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint.path / CONFIG} describes no decoder ({error}); {OTHERS}") from None
+    require_forms(checkpoint.path / MODEL, expected)
+    return expected
 
 
 def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
@@ -72,7 +115,8 @@ def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.
     """
     load_model_tensors(model, checkpoint.path / MODEL)
     load_optimizer_tensors(model, optimizer, checkpoint.path / OPTIMIZER)
-    for group, rate in zip(optimizer.param_groups, checkpoint.state["schedule"]["lr"], strict=False):
+    _require_rates(checkpoint, groups=len(optimizer.param_groups))
+    for group, rate in zip(optimizer.param_groups, checkpoint.state["schedule"]["lr"], strict=True):
         group["lr"] = rate
     if scaler is not None and checkpoint.state["scaler"]:
         scaler.load_state_dict(checkpoint.state["scaler"])
@@ -85,27 +129,47 @@ def load_model(checkpoint: Checkpoint) -> Decoder:
     Raises:
         CheckpointError: when its weights do not fit the decoder that its config.toml describes.
     """
+    # before anything is allocated: its sizes may be a stranger's
+    require_weights(checkpoint)
     with torch.random.fork_rng(devices=[]):
         model = build_model(checkpoint.config)
     # no collective: a single process may look at a checkpoint while the others do something else
-    model.load_state_dict(read_weights(checkpoint.path / MODEL, model.state_dict()))
+    model.load_state_dict(read_tensors(checkpoint.path / MODEL))
     return model.eval()
+
+
+def _require_rates(checkpoint: Checkpoint, *, groups: int) -> None:
+    count = len(checkpoint.state["schedule"]["lr"])
+    if count != groups:
+        raise CheckpointError(
+            f"{checkpoint.path / STATE} is damaged: schedule.lr has {count} rates for {groups} groups of parameters; {OTHERS}"
+        )
 
 
 def _restore_generators(checkpoint: Checkpoint) -> None:
     path = checkpoint.path / RNG
     payload = broadcast_bytes(on_rank_0(lambda: safetensors.torch.save(read_tensors(path))))
-    states: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in safetensors.torch.load(payload).items():
-        owner, _, name = key.partition("/")
-        states.setdefault(owner, {})[name] = value
+    states = _states_by_owner(safetensors.torch.load(payload))
     try:
         if mine := states.get(f"rank{rank()}"):
             restore_rng(mine)
         else:
             seed_fresh_rng(step=checkpoint.step, rank=rank(), state_of_rank_0=states["rank0"])
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{path} does not hold the state of the generators ({error!r:.120}); {OTHERS}") from None
+        raise _no_generators(path, error) from None
+
+
+def _states_by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return rank -> generator -> state of the tensors of rng.safetensors."""
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        owner, _, name = key.partition("/")
+        states.setdefault(owner, {})[name] = value
+    return states
+
+
+def _no_generators(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} does not hold the state of the generators ({error!r:.120}); {OTHERS}")
 
 
 def _fixed_keys(config: RunConfig) -> Mapping[str, Any]:

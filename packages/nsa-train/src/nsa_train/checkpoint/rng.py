@@ -3,10 +3,24 @@
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+_NEEDED = {"torch_cpu", "python.words", "python.gauss"}
+_FORMS = {
+    "torch_cpu": {(torch.uint8, (len(torch.get_rng_state()),))},
+    # a seed and an offset
+    "torch_cuda": {(torch.uint8, (16,))},
+    "python.words": {(torch.int64, (626,))},
+    "python.gauss": {(torch.float64, (0,)), (torch.float64, (1,))},
+    "numpy.words": {(torch.int64, (626,))},
+    "numpy.gauss": {(torch.float64, (1,))},
+}
+"""Generator -> dtypes and shapes of its state."""
+_PYTHON_VERSION = 3
+"""Of the state that `random.getstate` returns."""
 
 
 def seed_rng(seed: int) -> None:
@@ -37,8 +51,48 @@ def capture_rng() -> dict[str, Tensor]:
     return state
 
 
+def require_rng(state: Mapping[str, Tensor]) -> None:
+    """Let the state of a process's generators pass that `restore_rng` can set.
+
+    Raises:
+        ValueError: naming the generator that it cannot.
+    """
+    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    for name in sorted(_NEEDED - forms.keys()):
+        raise ValueError(f"{name} is missing")
+    if ("numpy.words" in forms) != ("numpy.gauss" in forms):
+        raise ValueError("numpy.words and numpy.gauss belong together")
+    for name, form in forms.items():
+        if form not in _FORMS.get(name, ()):
+            raise ValueError(f"{name} is no state of a generator: {form[0]} {list(form[1])}")
+    # wrong bytes are refused by it
+    torch.Generator().set_state(state["torch_cpu"])
+    words = {name: state[name].tolist() for name in ("python.words", "numpy.words") if name in state}
+    sound = {
+        "python.words": lambda version, *rest: version == _PYTHON_VERSION and _is_twister(rest),
+        "numpy.words": lambda *rest: _is_twister(rest[:-1]) and rest[-1] in (0, 1),
+    }
+    for name, values in words.items():
+        if not sound[name](*values):
+            raise ValueError(f"{name} holds numbers that no generator has")
+    for name in ("python.gauss", "numpy.gauss"):
+        if name in state and not state[name].isfinite().all():
+            raise ValueError(f"{name} is not finite")
+
+
+def _is_twister(words: Sequence[int]) -> bool:
+    """Return whether `words` are 624 of 32 bits and a position among them; numpy would read beyond its memory at another."""
+    *keys, position = words
+    return all(0 <= key < 2**32 for key in keys) and 0 <= position <= len(keys)
+
+
 def restore_rng(state: Mapping[str, Tensor]) -> None:
-    """Put this process's generators where `state`, from `capture_rng`, was taken; those absent from it are left alone."""
+    """Put this process's generators where `state`, from `capture_rng`, was taken; those absent from it are left alone.
+
+    Raises:
+        ValueError: when it is no such state; nothing is changed then.
+    """
+    require_rng(state)
     torch.set_rng_state(state["torch_cpu"])
     version, *words = state["python.words"].tolist()
     gauss = state["python.gauss"].tolist()

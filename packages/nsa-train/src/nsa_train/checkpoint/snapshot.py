@@ -11,9 +11,11 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
+from nsa_train.checkpoint.manifest import MOST
 from nsa_train.checkpoint.rng import capture_rng
 from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors, write_tensors
 from nsa_train.config import RunConfig
+from nsa_train.errors import CheckpointError
 from nsa_train.parallel.ranks import gather_bytes, world_size
 from nsa_train.recipe import to_toml
 
@@ -34,12 +36,19 @@ class Snapshot:
         """Write the files of the checkpoint, its manifest excepted.
 
         Raises:
+            CheckpointError: when one of them would be larger than is read again.
             OSError: when the disk refuses.
         """
+        for name, text in ((CONFIG, self.config), (STATE, json.dumps(self.state))):
+            content = text.encode()
+            if len(content) > MOST[name]:
+                raise CheckpointError(
+                    f"{folder / name} is not written: it takes {len(content):,} bytes (at most {MOST[name]:,} are read again); "
+                    "name files by a glob, or lower train.batch_size"
+                )
+            (folder / name).write_bytes(content)
         for name, tensors in ((MODEL, self.model), (OPTIMIZER, self.optimizer), (RNG, self.rng)):
             write_tensors(folder / name, tensors)
-        (folder / CONFIG).write_text(self.config, encoding="utf-8")
-        (folder / STATE).write_text(json.dumps(self.state), encoding="utf-8")
 
 
 def capture(

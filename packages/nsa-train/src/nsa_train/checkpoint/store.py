@@ -1,18 +1,30 @@
 """Finding checkpoints and opening them: every byte is verified before any is used."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, field, frozen
 
-from nsa_train.checkpoint.layout import CONFIG, LATEST, STATE, latest_folder, locate_folder, root_without_latest, step_folders, step_name
-from nsa_train.checkpoint.manifest import read_manifest, verify_files
+from nsa_train.checkpoint.layout import (
+    CONFIG,
+    FILES,
+    LATEST,
+    MANIFEST,
+    STATE,
+    latest_folder,
+    locate_folder,
+    root_without_latest,
+    step_folders,
+    step_name,
+)
+from nsa_train.checkpoint.manifest import OTHERS, read_manifest, verify_files
+from nsa_train.checkpoint.schema import state_problems
 from nsa_train.config import RunConfig, structure
 from nsa_train.errors import CheckpointError, ConfigError
-from nsa_train.recipe import read_toml
-
-STATE_KEYS = {"world_size", "schedule", "scaler", "data", "routes", "counters"}
+from nsa_train.files import parse_json
+from nsa_train.recipe import parse_toml
+from nsa_train.structuring import listed_problems
 
 
 @frozen(kw_only=True)
@@ -26,6 +38,10 @@ class Checkpoint:
     """The content of state.json: world_size, schedule, scaler, data, routes, counters."""
     refused: tuple[str, ...] = ()
     """What was passed over to find this one, such as damaged checkpoints, a line each."""
+
+
+Judge = Callable[[Checkpoint], None]
+"""Raises a CheckpointError for one that will not do."""
 
 
 @frozen(kw_only=True)
@@ -53,24 +69,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
     root = root_without_latest(path)
     if root is not None and (found := latest_valid(root)):
         return evolve(found, refused=(f"{root / LATEST} names no checkpoint; {found.path.name} is taken", *found.refused))
-    folder = locate_folder(path)
-    manifest = verify_files(folder)
-    try:
-        config = structure(read_toml(folder / CONFIG))
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (ConfigError, ValueError, RecursionError) as error:
-        [reason, *_] = str(error).splitlines()
-        raise CheckpointError(f"{folder} cannot be read by this version ({reason:.200}); use the one that wrote it") from None
-    if not isinstance(state, dict) or set(state) != STATE_KEYS:
-        raise CheckpointError(f"{folder / STATE} does not hold exactly {sorted(STATE_KEYS)}; use the version that wrote it")
-    return Checkpoint(path=folder, step=manifest["step"], config=config, state=state)
+    return _opened(locate_folder(path))
 
 
-def latest_valid(root: Path) -> Checkpoint | None:
+def _opened(folder: Path) -> Checkpoint:
+    verified = verify_files(folder)
+    config = _config_of(folder / CONFIG, verified.contents[CONFIG])
+    state = _state_of(folder / STATE, verified.contents[STATE], config)
+    return Checkpoint(path=folder, step=verified.manifest["step"], config=config, state=state)
+
+
+def anything(checkpoint: Checkpoint) -> None:
+    """Let every checkpoint pass."""
+
+
+def latest_valid(root: Path, *, judge: Judge = anything) -> Checkpoint | None:
     """Return the checkpoint to go on from: what `root`/latest names, or where that is damaged the newest whole one before it.
 
-    Checkpoints of later steps than `latest` (of a run that was resumed from before them) come last. None: `root` holds no
-    checkpoint at all.
+    Checkpoints of later steps than `latest` (of a run that was resumed from before them) come last. One that `judge` refuses
+    with a CheckpointError counts as damaged. None: `root` holds no checkpoint at all.
 
     Raises:
         CheckpointError: when there are some and all are damaged.
@@ -78,7 +95,8 @@ def latest_valid(root: Path) -> Checkpoint | None:
     refused: list[str] = []
     for folder in _newest_first(root):
         try:
-            return evolve(open_checkpoint(folder), refused=tuple(refused))
+            judge(found := _opened(folder.resolve()))
+            return evolve(found, refused=tuple(refused))
         except CheckpointError as error:
             refused.append(str(error))
     if not refused:
@@ -86,8 +104,8 @@ def latest_valid(root: Path) -> Checkpoint | None:
     raise CheckpointError(f"none of the {len(refused)} checkpoints in {root} is whole; start a new run. The newest:\n{refused[0]}")
 
 
-def valid_at(root: Path, step: int) -> Checkpoint:
-    """Return the checkpoint of `root` after `step`.
+def valid_at(root: Path, step: int, *, judge: Judge = anything) -> Checkpoint:
+    """Return the checkpoint of `root` after `step`; `judge` as in `latest_valid`.
 
     Raises:
         ConfigError: when there is none; the message names those that exist.
@@ -97,7 +115,8 @@ def valid_at(root: Path, step: int) -> Checkpoint:
     if step not in folders:
         there = ", ".join(map(str, folders)) or "none"
         raise ConfigError(f"--resume={step}: {root} has no {step_name(step)} (there are: {there}); use --resume for the latest")
-    return open_checkpoint(folders[step])
+    judge(found := _opened(folders[step].resolve()))
+    return found
 
 
 def list_checkpoints(root: Path) -> list[Listed]:
@@ -113,7 +132,29 @@ def verify(path: Path) -> int:
         ConfigError: when there is none.
         CheckpointError: naming the first damaged file, what was expected and what found.
     """
-    return sum(file.stat().st_size for file in open_checkpoint(path).path.iterdir())
+    found = open_checkpoint(path).path
+    return sum((found / name).stat().st_size for name in (*FILES, MANIFEST))
+
+
+def _config_of(path: Path, content: bytes) -> RunConfig:
+    try:
+        config = structure(parse_toml(content))
+        config.nsa_config()
+    # a rule of the recipe, no TOML, or not UTF-8
+    except ValueError as error:
+        problems = listed_problems(str(error).splitlines())
+        raise CheckpointError(f"{path} is not a recipe that this version reads ({problems}); {OTHERS}") from None
+    return config
+
+
+def _state_of(path: Path, content: bytes, config: RunConfig) -> dict[str, Any]:
+    try:
+        state = parse_json(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); {OTHERS}") from None
+    if problems := state_problems(state, config):
+        raise CheckpointError(f"{path} is damaged: {listed_problems(problems)}; {OTHERS}")
+    return dict(state)
 
 
 def _newest_first(root: Path) -> list[Path]:

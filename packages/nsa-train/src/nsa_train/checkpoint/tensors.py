@@ -1,21 +1,45 @@
 """Weights and optimizer state as whole tensors under names that no wrapper changes, and back into sharded or plain ones."""
 
+import re
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.errors import CheckpointError
 from nsa_train.parallel.ranks import broadcast_json, broadcast_tensor, on_rank_0, rank
 from nsa_train.sharding import is_sharded
+from nsa_train.structuring import SHOWN, short
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and checkpoint wrappers put into a parameter's name."""
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "U8": "uint8"}
+"""As safetensors spells them, and as torch does."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter, beside the count of its steps."""
+NAMED = 3
+"""Most tensors that a message names; the others are counted."""
+
+
+class Form(NamedTuple):
+    """Dtype and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+    @classmethod
+    def of(cls, value: Tensor) -> "Form":
+        """Return that of `value`."""
+        return cls(str(value.dtype).removeprefix("torch."), tuple(value.shape))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -52,7 +76,58 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file ({error!r:.120}); take another step-* of this run") from None
+        raise _no_tensors(path, error) from None
+
+
+def read_forms(path: Path) -> dict[str, Form]:
+    """Return name -> dtype and shape of the tensors of a safetensors file; its header alone is read.
+
+    Raises:
+        CheckpointError: when it is none.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            return {name: Form(DTYPES.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape())) for name, part in slices.items()}
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise _no_tensors(path, error) from None
+
+
+def require_forms(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """Let the safetensors file `path` pass whose tensors are those `expected` by name, shape and dtype; its header alone is read.
+
+    Raises:
+        CheckpointError: naming the first few that are not, and how many more there are.
+    """
+    found = read_forms(path)
+    wanted = {name: Form.of(value) for name, value in expected.items()}
+    differing = [f"{name} expected {form}, found {found.get(name, 'none')}" for name, form in wanted.items() if found.get(name) != form]
+    # the names in the file are a stranger's
+    differing += [f"{_shown(name)} expected none, found {found[name]}" for name in sorted(set(found) - set(wanted))]
+    if differing:
+        more = f"; and {len(differing) - NAMED} more tensors" if len(differing) > NAMED else ""
+        raise CheckpointError(f"{path} does not fit its config.toml: {'; '.join(differing[:NAMED])}{more}; use the recipe that wrote it")
+
+
+def require_moments(path: Path, weights: Mapping[str, Tensor], *, is_begun: bool) -> None:
+    """Let the safetensors file `path` pass that holds the state of AdamW for `weights`: of each all of it, or nothing.
+
+    `is_begun`: a step was taken, so that some of them have a state. A parameter has none as long as no gradient reached it.
+
+    Raises:
+        CheckpointError: naming the first tensor that does not fit.
+    """
+    found, expected = read_forms(path), dict[str, Form]()
+    for name in {key.rpartition("/")[0] for key in found} & weights.keys():
+        expected |= {f"{name}/step": Form("float32", ()), **{f"{name}/{field}": Form.of(weights[name]) for field in MOMENTS}}
+    for key in sorted(found.keys() | expected):
+        _require_moment(path, key, expected.get(key), found.get(key))
+    if is_begun and not found:
+        raise CheckpointError(f"{path} is damaged: it holds nothing, and steps were taken; take another step-* of this run")
+    with safe_open(path, "pt") as file:
+        for key in found:
+            if key.endswith("/step") and not 0 <= (steps := float(file.get_tensor(key))) < inf:
+                raise CheckpointError(f"{path} is damaged: {key}={steps} is not a count of steps; take another step-* of this run")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
@@ -95,11 +170,11 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, p
     """
     parameters = _parameters(model)
     found = on_rank_0(lambda: _read_moments(path, parameters)) or {}
-    forms = broadcast_json({key: _form(value) for key, value in found.items()})
+    forms = broadcast_json({key: Form.of(value) for key, value in found.items()})
     fused = {id(p): bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups for p in group["params"]}
     for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
-    for key, (shape, kind) in forms.items():
+    for key, (kind, shape) in forms.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
         # torch keeps the step count of an optimizer that is not fused on the host
@@ -113,36 +188,35 @@ def read_weights(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]
     """Return the tensors of `path`, which are those that `targets` has by name, shape and dtype.
 
     Raises:
-        CheckpointError: naming the first that is not.
+        CheckpointError: naming those that are not.
     """
-    found = read_tensors(path)
-    for name in [*targets, *sorted(set(found) - set(targets))]:
-        expected, seen = (_described(tensors.get(name)) for tensors in (targets, found))
-        if expected != seen:
-            raise CheckpointError(
-                f"{path} does not fit its config.toml: {name} expected {expected}, found {seen}; use the recipe that wrote it"
-            )
-    return found
+    require_forms(path, targets)
+    return read_tensors(path)
 
 
 def _read_moments(path: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = read_tensors(path)
-    for key, value in found.items():
+    for key, form in read_forms(path).items():
         parameter = parameters.get(key.rpartition("/")[0])
-        if parameter is None or value.shape not in ((), parameter.shape):
-            raise CheckpointError(
-                f"{path} does not fit this model: {key} expected {_described(parameter)}, found {_described(value)}; "
-                "use the recipe that wrote it"
-            )
-    return found
+        if parameter is None or form.shape not in ((), tuple(parameter.shape)):
+            _require_moment(path, key, None if parameter is None else Form.of(parameter), form)
+    return read_tensors(path)
 
 
-def _described(value: Tensor | None) -> str:
-    return "none" if value is None else f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+def _require_moment(path: Path, key: str, expected: Form | None, found: Form | None) -> None:
+    if expected != found:
+        raise CheckpointError(
+            f"{path} does not fit this model: {_shown(key)} expected {expected or 'none'}, found {found or 'none'}; "
+            "use the recipe that wrote it"
+        )
 
 
-def _form(value: Tensor) -> list[object]:
-    return [list(value.shape), str(value.dtype).removeprefix("torch.")]
+def _shown(name: str) -> str:
+    """Return a tensor's name for a message: quoted and cut off where a stranger made it up."""
+    return name if re.fullmatch(rf"[\w./]{{1,{SHOWN}}}", name, re.ASCII) else short(name)
+
+
+def _no_tensors(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} is not a safetensors file ({error!r:.120}); take another step-* of this run")
 
 
 def _placed(whole: Tensor, *, like: Tensor) -> Tensor:

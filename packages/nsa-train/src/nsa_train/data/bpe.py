@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_train.data.tokenizer import GPT2_VOCAB_SIZE, Ids
 from nsa_train.errors import DataError
+from nsa_train.files import MOST_TOKENIZER, read_regular
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -74,7 +75,7 @@ def _of_json(file: Path) -> BytePairTokenizer:
     except ImportError:
         raise _not_installed("tokenizers") from None
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        tokenizer = tokenizers.Tokenizer.from_str(read_regular(file, MOST_TOKENIZER).decode("utf-8"))
     # tokenizers raises bare Exception for a file that is no tokenizer
     except Exception as error:  # noqa: BLE001
         raise DataError(f"data.tokenizer_path={str(file)!r} is no tokenizer ({str(error)[:120]}); name GPT-2's tokenizer.json") from None

@@ -39,6 +39,7 @@ from nsa_train.data.sources import (
 from nsa_train.data.sources.split import rank_of, shared, split
 from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
 from nsa_train.data.waiting import within
+from nsa_train.data_state import settings_of
 from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
 
@@ -345,17 +346,7 @@ def _walked(config: RunConfig, tokenizer: Tokenizer, reading: Reading, sequence:
 
 
 def _settings(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    data, train = config.data, config.train
-    return {
-        "source": data.source,
-        "tokenizer": data.tokenizer,
-        "vocab_size": tokenizer.vocab_size,
-        "shuffle_seed": data.shuffle_seed,
-        "packing": data.packing,
-        "mix": dict(data.mix),
-        "batch_size": train.batch_size,
-        "seq_len": train.seq_len,
-    }
+    return {**settings_of(config), "vocab_size": tokenizer.vocab_size}
 
 
 def _openings(documents: Sequence[Document]) -> tuple[bytes, ...]:

@@ -17,10 +17,8 @@ from nsa_train.data.order import Place, SeededOrder, Turns
 from nsa_train.data.packing import IGNORED, PackedRows, Row
 from nsa_train.data.sources.base import Bad
 from nsa_train.data.tokenizer import Ids
+from nsa_train.data_state import NUM_FIRST_TOKENS
 from nsa_train.errors import DataError
-
-NUM_FIRST_TOKENS = 32
-"""Tokens of the run's first row that are recorded."""
 
 
 class Lane(Protocol):
@@ -204,6 +202,12 @@ class BlockLane:
         """Return the document that the position stands in, after passing over what is held out or bad."""
         if self._document is None:
             self._document = self._next_document()
+            if self._offset >= len(self._document):
+                # from a checkpoint; a row would wait for its next token without end
+                raise DataError(
+                    f"data: the position of row {self._number} is token {self._offset} of record {self._record} of block {self._block}, "
+                    f"which has {len(self._document)} (the file changed, or the checkpoint is senseless); resume with the files of that run"
+                )
         return self._document
 
     def _next_document(self) -> Ids:

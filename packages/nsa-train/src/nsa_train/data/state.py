@@ -1,13 +1,11 @@
 """The position of a run in its data, as a checkpoint holds it: plain JSON, the same for any number of ranks and workers."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from nsa_train.data.opened import KEY, merge_hashes
+from nsa_train.data_state import VERSION, consumed_hash
 from nsa_train.errors import DataError
-
-VERSION = 1
 
 
 def state_of(fingerprint: dict[str, Any], batches: int, lanes: dict[str, Any]) -> dict[str, Any]:
@@ -55,9 +53,3 @@ def check_state(merged: dict[str, Any], fingerprint: dict[str, Any], lanes: int)
         raise DataError(
             f"data: the checkpoint has the positions of {len(merged['lanes'])} of {lanes} rows (a part is missing); save with merge_states"
         )
-
-
-def consumed_hash(lanes: dict[str, Any]) -> str:
-    """Return one hash of what `lanes` gave out, 16 hexadecimal digits: equal for equal tokens in equal order."""
-    text = " ".join(f"{number}:{lanes[number]['hash']}" for number in sorted(lanes, key=int))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

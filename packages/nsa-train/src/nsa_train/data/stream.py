@@ -10,7 +10,8 @@ from nsa_train.data.dataset import Dataset, open_dataset
 from nsa_train.data.opened import KEY, OpenedBlocks
 from nsa_train.data.packing import Batch
 from nsa_train.data.pipeline import Batches, LaneGroup, ReadAhead
-from nsa_train.data.state import check_state, consumed_hash, state_of
+from nsa_train.data.state import check_state, state_of
+from nsa_train.data_state import consumed_hash
 from nsa_train.errors import ConfigError
 from nsa_train.rules import undivided_rows
 

@@ -182,6 +182,21 @@ def weightless() -> Iterator[None]:
         yield
 
 
+def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:
+    """Return name -> weight of `config`'s decoder, on the meta device: their shapes and dtypes. Nothing is allocated.
+
+    Raises:
+        ConfigError: when its vocabulary does not fit its tokenizer.
+    """
+    # all layers are alike
+    with weightless():
+        one = _decoder(config, attention=config.model.attention, num_layers=1).state_dict()
+    prefix = "blocks.0."
+    layer = {name.removeprefix(prefix): weight for name, weight in one.items() if name.startswith(prefix)}
+    layers = {f"blocks.{index}.{name}": weight for index in range(config.model.n_layers) for name, weight in layer.items()}
+    return {name: weight for name, weight in one.items() if not name.startswith(prefix)} | layers
+
+
 class ParameterCounts(NamedTuple):
     """Weights of the two twins, the shared embedding counted once."""
 

@@ -8,9 +8,10 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +27,8 @@ from nsa_train.stopping import SIGNALS, TERMINATING
 
 CODES: dict[int, int] = {**dict.fromkeys(TERMINATING, TerminatedError.exit_code), signal.SIGINT: INTERRUPTED}
 """Signal that ends a run -> its exit code."""
+PATIENCE_S = 2
+"""From a second Ctrl-C until processes that have not ended are killed."""
 MOST_HOSTS = 1024
 MOST_RESTARTS = 1000
 
@@ -138,8 +141,18 @@ def _forwarding(folder: Path) -> Iterator[list[int]]:
     """Pass SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 on to the workers while the block runs; gives the exit codes of what was asked for."""
     heard: list[int] = []
 
+    def send(pids: list[int], number: int) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def forward(number: int, frame: FrameType | None) -> None:
         pids = worker_pids(folder)
+        if number == signal.SIGINT and INTERRUPTED in heard:
+            # they end by themselves, but for one that hangs, which torchrun would wait for
+            timer = threading.Timer(PATIENCE_S, send, (pids, signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
         if number in CODES:
             heard.append(CODES[number])
             # those that are not up yet stop when they are
@@ -147,11 +160,7 @@ def _forwarding(folder: Path) -> Iterator[list[int]]:
             if not pids:
                 message = f"stopped by {signal.Signals(number).name} before the processes were up; nothing was done"
                 raise SignalledError(f"{message}; start again with --resume auto", exit_code=CODES[number])
-        for pid in pids:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+        send(pids, number)
 
     before = {number: signal.signal(number, forward) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     try:

@@ -8,8 +8,8 @@ from pathlib import Path
 from attrs import frozen
 
 from nsa_train.checkpoint.layout import LATEST, step_folders
-from nsa_train.checkpoint.publish import ASIDE
 from nsa_train.config import RunConfig
+from nsa_train.files import ASIDE
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.places import existing_place
 from nsa_train.preflight.sizes import in_units

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from nsa_train.checkpoint import claimed_by_another
 from nsa_train.checkpoint.claim import HOLDER
+from nsa_train.files import ASIDE
 from nsa_train.preflight.findings import Preflight
 from nsa_train.rules import is_utf_8
 from nsa_train.run_dir import RunDirectory
@@ -29,7 +30,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         )
     elif not existing.is_dir() or not os.access(existing, os.W_OK):
         findings.failed.append(f"--out={str(out_dir)!r} cannot be written ({existing} refuses it); name another directory")
-    elif resuming and not RunDirectory(out_dir).holds_run:
+    elif resuming and not RunDirectory(out_dir).holds_run():
         found = "holds no run to resume (neither config.toml nor a heartbeat)" if out_dir.exists() else "does not exist: no run to resume"
         findings.failed.append(f"--out={str(out_dir)!r} {found}; name the run's directory, or use --resume auto, which starts one")
     elif other is not None:
@@ -51,10 +52,8 @@ def existing_place(path: Path) -> Path:
 
 def _is_untouched(paths: RunDirectory) -> bool:
     """Return whether a directory holds nothing; a run that was killed before its first record has claimed `checkpoints`, no more."""
-    return all(
-        path == paths.checkpoints and path.is_dir() and all(inside.name == HOLDER for inside in path.iterdir())
-        for path in paths.root.iterdir()
-    )
+    left = [path for path in paths.root.iterdir() if not path.name.startswith(ASIDE)]
+    return all(path == paths.checkpoints and path.is_dir() and all(inside.name == HOLDER for inside in path.iterdir()) for path in left)
 
 
 def _dangling_link(path: Path) -> Path | None:

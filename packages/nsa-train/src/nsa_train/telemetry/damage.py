@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train.errors import ConfigError
+from nsa_train.files import MOST_RECORDS, MOST_SAMPLE, read_regular, refusal
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.records import load_json, scan_events, scan_rows
@@ -25,6 +26,8 @@ def damaged_records(paths: RunDirectory) -> list[str]:
 
 
 def _lines_left_out(path: Path, scanned: Iterable[tuple[int, Any]]) -> str:
+    if problem := refusal(path, MOST_RECORDS):
+        return f"{path} cannot be read ({problem}); it is left out"
     numbers = [number for number, content in scanned if content is None]
     if not numbers:
         return ""
@@ -33,7 +36,7 @@ def _lines_left_out(path: Path, scanned: Iterable[tuple[int, Any]]) -> str:
 
 
 def _left_out(path: Path, read: Callable[[Path], object]) -> str:
-    if not path.is_file():
+    if not path.exists():
         return ""
     try:
         read(path)
@@ -45,7 +48,9 @@ def _left_out(path: Path, read: Callable[[Path], object]) -> str:
 
 
 def _undecoded(path: Path) -> str:
-    content = path.read_bytes()
+    if problem := refusal(path, MOST_SAMPLE):
+        return f"{path} cannot be read ({problem}); it is left out"
+    content = read_regular(path, MOST_SAMPLE)
     try:
         content.decode("utf-8")
     except UnicodeDecodeError as error:

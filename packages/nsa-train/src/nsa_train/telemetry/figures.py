@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from nsa_train.errors import ConfigError
+from nsa_train.files import MOST_RECORDS, refusal
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.records import read_events, read_rows
 from nsa_train.telemetry.starts import Start
@@ -49,6 +50,9 @@ def read_history(paths: RunDirectory) -> History:
     Raises:
         ConfigError: when the directory holds none.
     """
+    for path in (paths.training, paths.heartbeat):
+        if problem := refusal(path, MOST_RECORDS):
+            raise ConfigError(f"{path} cannot be read ({problem}); bring it back from a copy, and run `nsa-train report DIR`")
     missing = [path.name for path in (paths.training, paths.heartbeat) if not path.is_file()]
     if len(missing) == 1:
         raise ConfigError(

@@ -19,6 +19,7 @@ from attrs import field, mutable
 from nsa_core import NativeSparseAttention, default_registry
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError
+from nsa_train.files import written_whole
 from nsa_train.model.decoder import count_parameters
 from nsa_train.recipe import to_toml
 from nsa_train.routing import routing_decisions
@@ -249,9 +250,8 @@ class Recorder:
         paths.anomaly_type.unlink(missing_ok=True)
         paths.metrics.unlink(missing_ok=True)
         # whole or not at all: `nsa-train resume` reads it
-        aside = paths.config.with_name(".config.toml.aside")
-        aside.write_text(to_toml(self.config), encoding="utf-8")
-        aside.replace(paths.config)
+        with written_whole(paths.config) as aside:
+            aside.write_text(to_toml(self.config), encoding="utf-8")
         environment = describe_environment(
             self.device, routing, world_size=self.world_size, routes=self.fallbacks.preferred, **data_marks(self.config)
         )

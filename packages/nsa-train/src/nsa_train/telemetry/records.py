@@ -11,6 +11,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from nsa_train.errors import ConfigError
+from nsa_train.files import (
+    MOST_JSON,
+    MOST_LINE,
+    MOST_RECORDS,
+    IrregularFileError,
+    open_regular,
+    parse_json,
+    read_regular,
+    refusal,
+    written_whole,
+)
+
 TRAINING_COLUMNS = (
     *("step", "loss", "ppl", "lr", "toks_per_s", "grad_norm", "fetch_ms"),
     *("step_ms", "tokens", "mfu", "is_clipped", "data_synthetic"),
@@ -72,6 +85,10 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+class LongLineError(IrregularFileError):
+    """A line of a file that grows is too long to be one."""
+
+
 class CsvTable:
     """A CSV file that starts with its header; each row is on disk once it was appended."""
 
@@ -80,12 +97,10 @@ class CsvTable:
         self.path, self.columns = path, tuple(columns)
         rows = () if resumed_at is None else scan_rows(path)
         kept = [row for _, row in rows if row is not None and int(row["step"]) <= (resumed_at or 0)]
-        aside = path.with_name(f".{path.name}.aside")
-        with aside.open("w", newline="", encoding="utf-8") as file:
+        with written_whole(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n", extrasaction="ignore")
             writer.writeheader()
             writer.writerows(kept)
-        aside.replace(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write the values of `row`, which has no other than the table's columns; one that it lacks stays empty."""
@@ -159,6 +174,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return load_json(path)
     except (FileNotFoundError, ValueError):
+        # not regular is a ValueError, too
         return {}
 
 
@@ -169,10 +185,7 @@ def load_json(path: Path) -> dict[str, Any]:
         ValueError: when it holds none.
         OSError: when it cannot be read.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
+    content = parse_json(read_regular(path, MOST_JSON))
     if not isinstance(content, dict):
         raise ValueError(f"{type(content).__name__} in place of a table")
     return content
@@ -185,10 +198,15 @@ class Heartbeat:
         """Go on at the end of the file in `folder`; a line that a killed process left unfinished is closed first.
 
         `marks` stand in every event.
+
+        Raises:
+            ConfigError: when something else than a file that can be read stands there.
         """
         self.path, self.rank, self.marks = folder / f"heartbeat_rank{rank}.jsonl", rank, dict(marks or {})
         self._started_s = time.monotonic()
-        if self.path.is_file() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n"):
+        if problem := refusal(self.path, MOST_RECORDS):
+            raise ConfigError(f"{self.path} cannot be gone on with ({problem}); move it away, and go on with --resume")
+        if self.path.exists() and not _ends_whole(self.path):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n")
 
@@ -228,9 +246,8 @@ def pid_namespace() -> str | None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` as strict JSON, whole or not at all; figures that are not finite become null."""
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(json.dumps(_shortened(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    with written_whole(path) as aside:
+        aside.write_text(json.dumps(_shortened(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _shortened(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,13 +262,43 @@ def _short(value: Any, *, digits: int) -> Any:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    if not path.is_file():
+    number = 0
+    try:
+        for number, (line, _) in enumerate(lines_from(path, 0), 1):
+            yield number, line
+    except LongLineError:
+        yield number + 1, b""
+    except (FileNotFoundError, IrregularFileError):
+        # whoever has to know asks `refusal`
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            # the line's end is written last
+
+
+def lines_from(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
+    """Give each line of `path` from byte `start` on without its end, and the byte where the next one begins.
+
+    A last line without an end is left out.
+
+    Raises:
+        LongLineError: at a line of more than 16 MiB: it may have no end, as in a file of holes.
+        IrregularFileError: when it is no regular file, or larger than 4 GiB.
+        OSError: when it is not there or cannot be read.
+    """
+    with open_regular(path, MOST_RECORDS) as file:
+        file.seek(start)
+        while line := file.readline(MOST_LINE):
             if line.endswith(b"\n"):
-                yield number, line.rstrip(b"\r\n")
+                start += len(line)
+                yield line.rstrip(b"\r\n"), start
+            elif len(line) == MOST_LINE:
+                raise LongLineError(f"the line at byte {start:,} is longer than {MOST_LINE // 2**20} MiB")
+
+
+def _ends_whole(path: Path) -> bool:
+    """Return whether the last line of a regular file has its end, or there is none."""
+    with open_regular(path, MOST_RECORDS) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() in (b"", b"\n")
 
 
 def _fields_of(line: bytes, names: Sequence[str]) -> dict[str, str] | None:

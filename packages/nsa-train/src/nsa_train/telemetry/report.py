@@ -8,6 +8,7 @@ from typing import Any
 
 from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE
 from nsa_train.errors import ConfigError
+from nsa_train.files import MOST_SAMPLE, as_text, read_regular, refusal, written_whole
 from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.figures import BRANCH_NAMES, draw_curves, read_history
@@ -76,7 +77,8 @@ def write_report(paths: RunDirectory) -> None:
     import jinja2
 
     history = read_history(paths)
-    draw_curves(history, paths.curves)
+    with written_whole(paths.curves) as aside:
+        draw_curves(history, aside)
     environment, metrics = read_json(paths.environment), _read_metrics(paths.metrics)
     template = (files("nsa_train.telemetry") / "report.html.j2").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
@@ -102,12 +104,17 @@ def write_report(paths: RunDirectory) -> None:
         routes=last.get("routes") or {},
         last_step=last.get("step"),
         settings={name: _words(table) for name, table in _read_settings(paths.config).items()},
-        samples={path.stem: _read_text(path) for path in sorted(paths.samples.glob("*.txt"), reverse=True)},
+        samples={
+            path.stem: _read_text(path)
+            for path in sorted(paths.samples.glob("*.txt"), reverse=True)
+            if path.exists() and not refusal(path, MOST_SAMPLE)
+        },
         environment=_words({key: value for key, value in environment.items() if key not in ELSEWHERE}),
         packages=_words(_table(environment, "packages")),
         routing=_routing_rows(environment),
     )
-    paths.report.write_text(content, encoding="utf-8")
+    with written_whole(paths.report) as aside:
+        aside.write_text(content, encoding="utf-8")
 
 
 def _gate_rows(event: dict[str, Any]) -> list[dict[str, Any]]:
@@ -167,7 +174,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     """Return a text, U+FFFD in the place of control characters, which no page may hold."""
-    return CONTROL.sub("\ufffd", path.read_text(encoding="utf-8", errors="replace"))
+    return CONTROL.sub("\ufffd", as_text(read_regular(path, MOST_SAMPLE), errors="replace"))
 
 
 def _table(environment: dict[str, Any], name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from nsa_train.data.tokenizer import Tokenizer
+from nsa_train.files import written_whole
 from nsa_train.model.decoder import Decoder
 from nsa_train.model.generate import generate
 
@@ -36,4 +37,5 @@ def write_samples(
         return
     path.parent.mkdir(exist_ok=True)
     head = f"{SYNTHETIC_NOTE}\n\n" if is_synthetic else ""
-    path.write_text(head + "\n".join(texts), encoding="utf-8")
+    with written_whole(path) as aside:
+        aside.write_text(head + "\n".join(texts), encoding="utf-8")

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa_train.errors import INTERRUPTED, ConfigError, GuardError, HaltedError, TerminatedError, TrainError
+from nsa_train.files import IrregularFileError, written_whole
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import KINDS, RESTART_GRACE_S, RISING_FALLBACKS, Finding, RankWatch, rising
 from nsa_train.telemetry.health import Check, judge
-from nsa_train.telemetry.records import as_event, pid_namespace, read_rows
+from nsa_train.telemetry.records import as_event, lines_from, pid_namespace, read_rows
 
 FAILED_CODE, ANOMALY_CODE = TrainError.exit_code, GuardError.exit_code
 """Exit codes: the run ended by an error; something is wrong, or its own guards stopped the run."""
@@ -110,13 +111,15 @@ class Watcher:
         return RESTART_GRACE_S if self.awaits_restart(now) else 0.0
 
     def _new_events(self, path: Path) -> list[dict[str, Any]]:
-        with path.open("rb") as file:
-            file.seek(self._offsets.get(path, 0))
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-        # what a killed process left unfinished is no event
-        return [event for event in map(as_event, whole.splitlines()) if event is not None]
+        lines = []
+        try:
+            # what a killed process left unfinished is no event
+            for line, following in lines_from(path, self._offsets.get(path, 0)):
+                lines.append(line)
+                self._offsets[path] = following
+        except IrregularFileError as error:
+            raise ConfigError(f"{path} cannot be read ({error}); move it away, or watch the run from a copy of its directory") from None
+        return [event for event in map(as_event, lines) if event is not None]
 
     def _rising_in_table(self) -> list[Finding]:
         rows = list(read_rows(self.paths.fallbacks))[-2:]
@@ -215,7 +218,8 @@ def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Calla
             say(f"watch: {request_stack_dump(rank)}")
     watcher.paths.write_anomalies(dict.fromkeys(finding.kind for finding in found))
     if is_halting:
-        watcher.paths.halt.write_text(f"{found[0]}\n", encoding="utf-8")
+        with written_whole(watcher.paths.halt) as aside:
+            aside.write_text(f"{found[0]}\n", encoding="utf-8")
         say(f"watch: wrote {watcher.paths.halt}; all ranks save and stop at the same step")
     return ANOMALY_CODE
 

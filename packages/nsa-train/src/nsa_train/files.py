@@ -1,0 +1,134 @@
+"""Files that somebody else may have put into a directory: read where they are regular and small enough, written whole.
+
+A named pipe would be waited for without end, a device or a file of holes would fill the memory.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader, BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+MOST_RECIPE = 64 * 2**10
+"""Bytes of a recipe and of a config.toml."""
+MOST_MANIFEST = 2**20
+MOST_STATE = 128 * 2**20
+"""Bytes of a checkpoint's state.json: 65,536 lanes take 40 MiB."""
+MOST_JSON = 16 * 2**20
+"""Bytes of env.json, to which every resume adds, and of metrics.json."""
+MOST_TOKENIZER = 128 * 2**20
+"""Bytes of a tokenizer.json; the largest that are in use take 35 MB."""
+MOST_SAMPLE = 2**20
+"""Bytes of a text of samples/."""
+MOST_RECORDS = 4 * 2**30
+"""Bytes of a file that grows with every step: a heartbeat or a CSV table. Its lines are read one by one."""
+MOST_LINE = 16 * 2**20
+"""Bytes of one of its lines; a longer one ends what is read of the file."""
+ASIDE = ".aside-"
+"""What the name of a file begins with that is being written; it stays where the writer was killed."""
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+class IrregularFileError(ValueError):
+    """What stands under a name is no regular file, or a file too large to be read; the message says which, not the name."""
+
+
+@contextmanager
+def open_regular(path: Path, most: int | None) -> Iterator[BufferedReader]:
+    """Return the regular file `path` of at most `most` bytes (None: of any size), opened for reading; what a link names counts.
+
+    Raises:
+        IrregularFileError: when it is something else; nothing was waited for, and no device was opened.
+        OSError: when it is not there or cannot be read.
+    """
+    # a socket cannot be opened, and a device may act on it
+    _require_regular(path.stat(), most)
+    # what stands there by now may be another: without O_NONBLOCK, a pipe would be waited for
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        _require_regular(os.fstat(file.fileno()), most)
+        yield file
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return the content of the regular file `path`, at most `most` bytes.
+
+    Raises:
+        IrregularFileError: when it is something else, or larger.
+        OSError: when it is not there or cannot be read.
+    """
+    with open_regular(path, most) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise IrregularFileError(_refused("is larger than it says", most))
+    return content
+
+
+def refusal(path: Path, most: int) -> str:
+    """Return why what stands at `path` is not read; empty where it is, and where nothing stands there."""
+    try:
+        with open_regular(path, most):
+            return ""
+    except FileNotFoundError:
+        return ""
+    except (IrregularFileError, OSError) as error:
+        return str(error)
+
+
+def as_text(content: bytes, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """Return `content` decoded, every line end as a newline, as a file that is opened as text has it.
+
+    Raises:
+        UnicodeDecodeError: when it is not of that encoding.
+    """
+    return TextIOWrapper(BytesIO(content), encoding=encoding, errors=errors).read()
+
+
+def parse_json(content: bytes) -> Any:
+    """Return what UTF-8 JSON spells.
+
+    Raises:
+        ValueError: when it is none, or nests beyond what can be read.
+    """
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("its values are nested too deep") from None
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give a path to write a file to, which becomes `path` when the block ends without an error; what stood there is replaced.
+
+    It is replaced and never opened: neither is a pipe waited for nor a link followed.
+    """
+    aside = path.with_name(f"{ASIDE}{path.name}")
+    aside.unlink(missing_ok=True)
+    try:
+        yield aside
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _require_regular(found: os.stat_result, most: int | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise IrregularFileError(_refused(f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'no regular file')}", most))
+    if most is not None and found.st_size > most:
+        raise IrregularFileError(_refused(f"has {found.st_size:,} bytes", most))
+
+
+def _refused(what: str, most: int | None) -> str:
+    if most is None:
+        return f"it {what}, and only a regular file is read"
+    unit, size = next((unit, size) for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1)) if most >= size)
+    return f"it {what}, and only a regular file of at most {most // size} {unit} is read"
