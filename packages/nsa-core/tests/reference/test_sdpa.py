@@ -321,32 +321,63 @@ def test_nan_shows_in_the_rows_that_see_it_and_in_no_other_sequence(dtype: torch
         assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("place", range(3), ids=["q", "k", "v"])
+@pytest.mark.parametrize("place", range(5), ids=["q", "k", "v", "dout", "dlse"])
 @pytest.mark.parametrize("head_dim_v", [8, 6], ids=["fused", "separate products"])
-@pytest.mark.parametrize("rubbish", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_rows_and_keys_that_see_it_alone(rubbish: float, head_dim_v: int, place: int) -> None:
+@pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), 3e38])
+def test_rubbish_reaches_the_rows_and_keys_that_see_it_alone(rubbish: float, head_dim_v: int, place: int) -> None:
     inputs = make_inputs(Shape(num_queries=40, head_dim_v=head_dim_v), torch.float32)
-    token, size = 21, SMALL.window_size
+    token, window = 21, SMALL.window_size
+    dout = torch.ones(1, 40, 4, head_dim_v)
+    # a gradient of lse keeps the fused operator out
+    tensors = [inputs.q, inputs.k_win, inputs.v_win, dout] + [torch.ones(1, 40, 4)] * (place == 4)
     results = []
     for value in (None, rubbish):
-        leaves = [x.detach().clone() for x in (inputs.q, inputs.k_win, inputs.v_win)]
+        drawn = [x.detach().clone() for x in tensors]
         if value is not None:
             # of the first KV head, whose query heads are the first two
-            leaves[place][0, token, 0] = value
-        leaves = [x.requires_grad_() for x in leaves]
-        out = sliding_window_attention(*leaves, geometry=SMALL).out
-        results.append((out.detach(), *torch.autograd.grad(out.sum(), leaves)))
-    rows = range(token, token + size) if place else [token]
-    keys = range(token - size + 1, token + (size if place else 1))
-    heads = [0] if place == 0 else [0, 1]
-    for name, reached, per_head, plain, broken in zip(
-        ("out", "dq", "dk", "dv"), (rows, rows, keys, keys), (heads, heads, [0], [0]), *results, strict=True
-    ):
+            drawn[place][0, token, 0] = value
+        leaves = [x.requires_grad_() for x in drawn[:3]]
+        out, lse = sliding_window_attention(*leaves, geometry=SMALL)
+        gradients = torch.autograd.grad((out, lse)[: len(drawn) - 3], leaves, drawn[3:])
+        results.append((out.detach(), *gradients))
+    is_key, is_row = place in (1, 2), place in (0, 3, 4)
+    rows = range(token, token + window) if is_key else [token]
+    keys = range(token - window + 1, token + (window if is_key else 1))
+    heads = [0] if is_row else [0, 1]
+    # gradients of out and lse come after them
+    reached = {"out": rows if place < 3 else [], "dq": rows, "dk": keys, "dv": keys if place < 4 else []}
+    for (name, places), plain, broken in zip(reached.items(), *results, strict=True):
         differs = torch.zeros(plain.shape[1:3], dtype=torch.bool)
-        for head in per_head:
-            differs[list(reached), head] = True
+        for head in [0] if name in ("dk", "dv") else heads:
+            differs[list(places), head] = True
         assert torch.equal(plain[0][~differs], broken[0][~differs]), name
-        assert broken[0][differs].isnan().any(-1).all(), name
+        if not rubbish < float("inf"):
+            assert (~broken[0][differs].isfinite()).any(-1).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+@pytest.mark.parametrize("layout", ["dense", "cached"])
+def test_rows_that_see_nothing_pass_no_gradient_on(branch: str, layout: str, dtype: torch.dtype) -> None:
+    shape = Shape(num_queries=40, head_dim_v=8)
+    inputs = make_inputs(shape, dtype)
+    counts = {"query_count": torch.tensor([17], dtype=torch.int32)} if layout == "cached" else {}
+    indices = random_block_indices(shape, holes=True)
+    if counts:
+        indices[:, 17:] = -1
+    calls: dict[str, Any] = {
+        "cmp": (compressed_attention, inputs.k_cmp, inputs.v_cmp),
+        "slc": (selected_attention, inputs.k_slc, inputs.v_slc, indices),
+        "win": (sliding_window_attention, inputs.k_win, inputs.v_win),
+    }
+    operation, k, v, *rest = calls[branch]
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, k, v)]
+    out, lse = operation(*leaves, *rest, geometry=SMALL, **counts)
+    empty = (lse == float("-inf")).detach()
+    for result, others in ((out, empty.unsqueeze(-1)), (lse, empty)):
+        gradients = torch.autograd.grad(result, leaves, others.to(result).expand_as(result).clone(), retain_graph=True)
+        assert not any(x.any() for x in gradients)
+    assert bool(empty.any()) is (branch != "win" or layout == "cached")
 
 
 def test_rows_beyond_the_count_may_hold_nan() -> None:

@@ -169,7 +169,7 @@ def attend_backward(
     its error would stand in every gradient of large logits.
     """
     keys, values = tile.gather(k), tile.gather(v)
-    q, dout = tile.blank(q.to(keys.dtype)), tile.blank(dout.to(keys.dtype))
+    q, dout = q.to(keys.dtype), tile.blank(dout.to(keys.dtype))
     if dlse is not None or out.dtype != keys.dtype or not is_fusable(q, keys, values, scale):
         dlse = None if dlse is None else tile.blank(dlse)
         return _attend_backward(dout, dlse, q, keys, values, tile, scale)
@@ -177,7 +177,7 @@ def attend_backward(
     if are_ordinary(dout, q, keys, values) and is_within(lse, EXPONENT):
         return fused_attention_backward(dout, q, keys, values, out, lse, tile.visible, scale)
     rows, fusable_keys, fusable_values = fusable_rows(q, keys, values, tile.visible)
-    rows &= rows_within(dout, ORDINARY) & (lse.abs() <= EXPONENT) & rows_with_gradient(dout, None)
+    rows &= rows_within(dout, ORDINARY) & (lse.abs() <= EXPONENT)
     fusable_dout, fusable_q, fusable_out = only(rows, dout, q, out)
     fusable_lse = torch.where(rows, lse, 0)
     parts = fused_attention_backward(fusable_dout, fusable_q, fusable_keys, fusable_values, fusable_out, fusable_lse, tile.visible, scale)
