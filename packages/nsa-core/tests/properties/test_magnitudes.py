@@ -200,3 +200,18 @@ def test_a_huge_future_never_changes_the_past_of_a_layer(
         for ours, theirs in zip(usual, huge, strict=True):
             assert torch.equal(ours[:, : row + 1], theirs[:, : row + 1])
         assert not huge[1][:, row + 1 :].any()
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 6], ids=["equal head dimensions", "unequal"])
+@pytest.mark.parametrize("name", ["cmp", "slc", "win"])
+def test_a_key_of_minus_infinity_counts_as_hidden(name: str, head_dim_v: int) -> None:
+    shape = Shape(num_queries=29, head_dim_v=head_dim_v)
+    inputs = make_inputs(shape, torch.float64)
+    operation, k, v = operations(shape, inputs, None)[name]
+    q, k = inputs.q.abs(), k.clone()
+    # far below the others in every row, and no row sees it alone
+    k[:, 2] = -1e6
+    usual = gradients(operation, 28, q, k, v, of="out and a row of lse")
+    k[:, 2] = float("-inf")
+    for ours, theirs in zip(usual, gradients(operation, 28, q, k, v, of="out and a row of lse"), strict=True):
+        assert torch.equal(ours, theirs)
