@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_core.config import BRANCHES
-from nsa_core.gating import GateMLP, gates_from_logits
+from nsa_core.gating import GateMLP, gated_sum, gates_from_logits
 
 KINDS = ("sigmoid", "softmax")
 SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("cmp", "win"), ("slc", "win"), BRANCHES]
@@ -159,3 +159,26 @@ def test_logits_are_an_mlp_of_the_input_one_triple_per_head(random_input):
     hidden = x @ mlp.up.weight.T + mlp.up.bias
     flat = (hidden * torch.sigmoid(hidden)) @ mlp.down.weight.T + mlp.down.bias
     torch.testing.assert_close(mlp(x), torch.stack([flat[..., 3 * head : 3 * head + 3] for head in range(4)], 2))
+
+
+def test_the_gated_sum_is_at_least_float32_whatever_the_gates_are():
+    out, gates = torch.ones(1, 2, 3, 4, dtype=torch.bfloat16), torch.full((1, 2, 3, 3), 0.3, dtype=torch.float64)
+
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        assert gated_sum(gates, out.to(dtype), None, out.to(dtype)).dtype == expected
+    torch.testing.assert_close(gated_sum(gates, out, None, out), torch.full((1, 2, 3, 4), 0.6))
+
+
+def test_a_row_without_a_gradient_passes_none_on_whatever_its_gates_and_branches_hold():
+    branches = [torch.ones(1, 4, 2, 3) for _ in range(3)]
+    gates = torch.ones(1, 4, 2, 3)
+    gates[0, 1], branches[1][0, 2], branches[2][0, 3] = float("nan"), float("inf"), float("nan")
+    leaves = [x.requires_grad_() for x in (gates, *branches)]
+    dout = torch.zeros(1, 4, 2, 3)
+    dout[0, 0] = 2.0
+
+    gradients = torch.autograd.grad(gated_sum(*leaves), leaves, dout)
+
+    assert all(not x[0, 1:].any() for x in gradients)
+    assert (gradients[0][0, 0] == 6.0).all()
+    assert all((x[0, 0] == 2.0).all() for x in gradients[1:])

@@ -143,6 +143,8 @@ def test_a_score_of_nan_counts_as_0():
 
     assert choose_blocks(torch.tensor([[nan, nan, 0.1, nan, 0.2, nan, nan]]), torch.tensor([27]), geometry).tolist() == [[0, 2, 4, 6]]
     assert choose_blocks(torch.full((1, 7), nan), torch.tensor([27]), geometry).tolist() == [[0, 1, 2, 6]]
+    # not less than 0: the tie goes to the lower block
+    assert choose_blocks(torch.tensor([[0, nan, 0, nan, 0.1, 0, 0]]), torch.tensor([27]), geometry).tolist() == [[0, 1, 4, 6]]
 
 
 def test_a_row_that_holds_no_query_chooses_nothing():

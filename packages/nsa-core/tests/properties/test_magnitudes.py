@@ -24,7 +24,7 @@ from nsa_core.testing.tolerances import relative_error
 
 MAGNITUDES = {
     torch.float64: (1e18, 1e308),
-    torch.float32: (1e4, 1e9, 1e18, 1e30, 1e38, 3e38),
+    torch.float32: (1e4, 1e9, 1e18, 1e24, 1e30, 1e38, 3e38),
     torch.bfloat16: (1e38,),
     torch.float16: (6e4,),
 }
@@ -84,20 +84,22 @@ def operations(shape: Shape, inputs: Inputs, query_start: Tensor | None) -> dict
     }
 
 
-def gradients(operation: Operation, row: int, *tensors: Tensor) -> list[Tensor]:
-    """Return out and lse up to `row`, and the gradients of a combination of both with dO = 0 and dlse = 0 after it."""
+def gradients(operation: Operation, row: int, *tensors: Tensor, of: str = "out") -> list[Tensor]:
+    """Return out and lse up to `row`, and the gradients of out, lse, or out and one row of lse, 0 after it."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out, lse = operation(*leaves)
-    seen = torch.where(lse == float("-inf"), 0, lse)[:, : row + 1]
+    past_out, past_lse = out[:, : row + 1], torch.where(lse == float("-inf"), 0, lse)[:, : row + 1]
     weights = torch.arange(1, row + 2).view(1, -1, 1)
-    loss = (out[:, : row + 1] * weights.unsqueeze(-1)).sum() + (seen * weights).sum()
-    return [out[:, : row + 1].detach(), lse[:, : row + 1].detach(), *torch.autograd.grad(loss, leaves)]
+    losses = {"out": (past_out * weights.unsqueeze(-1)).sum(), "lse": (past_lse * weights).sum()}
+    loss = losses["out"] + past_lse[:, row].sum() if of == "out and a row of lse" else losses[of]
+    return [past_out.detach(), past_lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+@pytest.mark.parametrize("of", ["out", "lse", "out and a row of lse"])
 @pytest.mark.parametrize("layout", ["dense", "cached"])
 @pytest.mark.parametrize("name", ["cmp", "slc", "win"])
 @pytest.mark.parametrize(("dtype", "magnitude"), CASES)
-def test_a_huge_future_stays_out_of_lse_and_its_gradient_too(name: str, layout: str, dtype: torch.dtype, magnitude: float) -> None:
+def test_a_huge_future_stays_out_of_every_gradient(name: str, layout: str, of: str, dtype: torch.dtype, magnitude: float) -> None:
     shape = Shape(num_queries=29, head_dim_v=8)
     inputs = make_inputs(shape, dtype)
     query_start = torch.zeros(1, dtype=torch.int32) if layout == "cached" else None
@@ -105,8 +107,9 @@ def test_a_huge_future_stays_out_of_lse_and_its_gradient_too(name: str, layout: 
     for row in (6, 20):
         ends = block_rows(shape) if name == "cmp" else torch.arange(shape.num_queries)
         last = int((ends <= row).sum()) - 1
-        usual = gradients(operation, row, inputs.q, k, v)
-        huge = gradients(operation, row, with_future(inputs.q, row, magnitude), *(with_future(x, last, magnitude) for x in (k, v)))
+        changed = (with_future(inputs.q, row, magnitude), *(with_future(x, last, magnitude) for x in (k, v)))
+        usual = gradients(operation, row, inputs.q, k, v, of=of)
+        huge = gradients(operation, row, *changed, of=of)
         for ours, theirs in zip(usual, huge, strict=True):
             assert torch.equal(ours, theirs)
         for x, kept in zip(huge[2:], (row, last, last), strict=True):
@@ -116,20 +119,40 @@ def test_a_huge_future_stays_out_of_lse_and_its_gradient_too(name: str, layout: 
 @pytest.mark.parametrize("head_dim_v", [8, 6], ids=["equal head dimensions", "unequal"])
 @pytest.mark.parametrize(("dtype", "magnitude"), CASES)
 def test_a_huge_future_never_changes_the_past_of_dense_attention(head_dim_v: int, dtype: torch.dtype, magnitude: float) -> None:
-    inputs = make_inputs(Shape(num_queries=29, head_dim_v=head_dim_v), dtype)
+    inputs = make_inputs(Shape(num_queries=70, head_dim_v=head_dim_v), dtype)
     tensors = (inputs.q, inputs.k_win, inputs.v_win)
 
     def dense(*x: Tensor) -> BranchOutput:
         return BranchOutput(causal_attention(*x), torch.zeros(x[0].shape[:3]))
 
-    for row in (6, 20):
-        usual, huge = gradients(dense, row, *tensors), gradients(dense, row, *(with_future(x, row, magnitude) for x in tensors))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(usual, huge, strict=True))
-        assert not any(x[:, row + 1 :].any() for x in huge[2:])
+    for row in (6, 30):
+        usual = gradients(dense, row, *tensors)
+        # all three, and v alone: torch's kernels multiply a weight of 0 with it
+        for places in ((0, 1, 2), (2,)):
+            changed = (with_future(x, row, magnitude) if place in places else x for place, x in enumerate(tensors))
+            huge = gradients(dense, row, *changed)
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(usual, huge, strict=True))
+            assert not any(x[:, row + 1 :].any() for x in huge[2:])
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 6], ids=["equal head dimensions", "unequal"])
+@pytest.mark.parametrize("scale", [1e12, -1e38])
+def test_a_huge_scale_lets_no_future_through_either(scale: float, head_dim_v: int) -> None:
+    inputs = make_inputs(Shape(num_queries=70, head_dim_v=head_dim_v), torch.float32)
+    tensors = (inputs.q, inputs.k_win, inputs.v_win)
+
+    def dense(*x: Tensor) -> BranchOutput:
+        return BranchOutput(causal_attention(*x, scale=scale), torch.zeros(x[0].shape[:3]))
+
+    for operation in (lambda *x: sliding_window_attention(*x, geometry=SMALL, scale=scale), dense):
+        usual, huge = gradients(operation, 12, *tensors), gradients(operation, 12, *(with_future(x, 12, 1e2) for x in tensors))
+        for ours, theirs in zip(usual, huge, strict=True):
+            assert torch.equal(ours[:, :13].nan_to_num(), theirs[:, :13].nan_to_num())
+        assert not any(x[:, 13:].any() for x in huge[2:])
 
 
 @pytest.mark.parametrize("head_dim_v", [8, 6], ids=["fused", "separate products"])
-@pytest.mark.parametrize("magnitude", [1e4, 1e9, 1e18, 1e30, 1e37])
+@pytest.mark.parametrize("magnitude", [1e4, 3e5, 1e9, 1e18, 1e30, 1e37])
 def test_huge_scores_give_the_gradients_of_the_oracle(magnitude: float, head_dim_v: int) -> None:
     inputs = make_inputs(Shape(num_queries=40, head_dim_v=head_dim_v), torch.float32)
     ours = [x.requires_grad_() for x in (inputs.q, inputs.k_win * magnitude, inputs.v_win)]
@@ -177,3 +200,18 @@ def test_a_huge_future_never_changes_the_past_of_a_layer(
         for ours, theirs in zip(usual, huge, strict=True):
             assert torch.equal(ours[:, : row + 1], theirs[:, : row + 1])
         assert not huge[1][:, row + 1 :].any()
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 6], ids=["equal head dimensions", "unequal"])
+@pytest.mark.parametrize("name", ["cmp", "slc", "win"])
+def test_a_key_of_minus_infinity_counts_as_hidden(name: str, head_dim_v: int) -> None:
+    shape = Shape(num_queries=29, head_dim_v=head_dim_v)
+    inputs = make_inputs(shape, torch.float64)
+    operation, k, v = operations(shape, inputs, None)[name]
+    q, k = inputs.q.abs(), k.clone()
+    # far below the others in every row, and no row sees it alone
+    k[:, 2] = -1e6
+    usual = gradients(operation, 28, q, k, v, of="out and a row of lse")
+    k[:, 2] = float("-inf")
+    for ours, theirs in zip(usual, gradients(operation, 28, q, k, v, of="out and a row of lse"), strict=True):
+        assert torch.equal(ours, theirs)

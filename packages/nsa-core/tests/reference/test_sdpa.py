@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from nsa_core import (
+    BackendRegistry,
     BlockGeometry,
+    Capability,
     LayerTelemetry,
     NativeSparseAttention,
     NSAConfig,
@@ -26,7 +28,7 @@ from nsa_core.gating import gated_sum, gates_from_logits
 from nsa_core.reference import branches, naive, padded, sdpa, tiles
 from nsa_core.reference.causal import causal_attention
 from nsa_core.testing import masks
-from nsa_core.testing.cases import STEP_ROWS, Case, cases
+from nsa_core.testing.cases import STEP_ROWS, Case, cases, paged
 from nsa_core.testing.conformance import check_backend
 from nsa_core.testing.inputs import SMALL, Shape, make_inputs, random_block_indices
 from nsa_core.testing.tolerances import allowed_error, max_error, relative_error
@@ -97,9 +99,9 @@ def test_the_branches_pass_opcheck(branch: str, shape: Shape) -> None:
     assert len(results) == 4
 
 
-@pytest.mark.parametrize("absent", [None, 0, 1, 2])
-def test_the_gated_sum_passes_opcheck(absent: int | None) -> None:
-    outputs = [None if place == absent else torch.randn(1, 5, 2, 3, requires_grad=True) for place in range(3)]
+@pytest.mark.parametrize(("absent", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (2, torch.float64)])
+def test_the_gated_sum_passes_opcheck(absent: int, dtype: torch.dtype) -> None:
+    outputs = [None if place == absent else torch.randn(1, 5, 2, 3, dtype=dtype, requires_grad=True) for place in range(3)]
     results = torch.library.opcheck(gated_sum, (torch.rand(1, 5, 2, 3, requires_grad=True), *outputs))
     assert set(results.values()) == {"SUCCESS"}
 
@@ -294,6 +296,58 @@ def test_a_window_alone_attends_over_a_cache(holds: str) -> None:
     assert relative_error(out, whole[batch, index]) < 1e-12
 
 
+def test_the_compressed_branch_alone_attends_over_a_cache() -> None:
+    inputs = make_inputs(Shape(num_queries=40, batch=2))
+    start, absent = torch.tensor([33, 20], dtype=torch.int32), (None, None, None, None)
+    batch, index = torch.arange(2).unsqueeze(1), start.long().unsqueeze(1) + torch.arange(6)
+    whole = nsa_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, *absent, inputs.gates, geometry=SMALL)
+    step = (inputs.q[batch, index], inputs.k_cmp, inputs.v_cmp, *absent, inputs.gates[batch, index])
+    assert relative_error(nsa_attention(*step, geometry=SMALL, query_start=start), whole[batch, index]) < 1e-12
+
+
+def test_a_window_of_the_last_tokens_stands_beside_pages() -> None:
+    inputs, tail, size = make_inputs(Shape(num_queries=40, batch=2)), SMALL.window_size - 1, SMALL.selection_block_size
+    start = torch.tensor([33, 20], dtype=torch.int32)
+    batch, index = torch.arange(2).unsqueeze(1), start.long().unsqueeze(1) + torch.arange(6)
+    remembered = start.long().unsqueeze(1) - tail + torch.arange(tail + 6)
+    order = torch.tensor([[4, 0, 3, 9, 7], [1, 5, 2, 6, 8]], dtype=torch.int32)
+    pages = [paged(x, order, size // SMALL.compression_stride if place < 2 else size) for place, x in enumerate(inputs.tensors[1:5])]
+    last = torch.full((2,), tail, dtype=torch.int32)
+
+    def attend(k_win: Tensor, v_win: Tensor, **options: Any) -> Tensor:
+        step = (inputs.q[batch, index], *pages, k_win, v_win, inputs.gates[batch, index])
+        return nsa_attention(*step, geometry=SMALL, query_start=start, page_table=order, window_query_start=last, **options)
+
+    window = (inputs.k_win[batch, remembered], inputs.v_win[batch, remembered])
+    assert relative_error(attend(*window), nsa_attention(*inputs.tensors, geometry=SMALL)[batch, index]) < 1e-12
+    # pages have no batch, the window has
+    with pytest.raises(InputError, match="k_win"):
+        attend(*(torch.cat([x, x[:1]]) for x in window))
+    # and no backend of all branches in one takes a window with a start of its own
+    registry = BackendRegistry((*sdpa.sdpa_backends(), WholeOperation()))
+    assert torch.equal(attend(*window, registry=registry), attend(*window))
+    with pytest.raises(AssertionError, match="asked for"):
+        nsa_attention(*inputs.tensors, geometry=SMALL, registry=registry)
+
+
+@frozen
+class WholeOperation:
+    """A backend of all branches in one that says when it is asked."""
+
+    name: str = "whole"
+    operation: Operation = Operation.NSA
+    capability: Capability = Capability()
+
+    def reasons_against(self, request: Any) -> tuple[Any, ...]:
+        return ()
+
+    def preference(self, request: Any) -> int:
+        return 1
+
+    def __call__(self, *tensors: Tensor, **options: Any) -> Tensor:
+        raise AssertionError("it was asked for")
+
+
 def test_keys_that_end_before_the_last_row_are_refused_of_a_window_alone() -> None:
     inputs = make_inputs(Shape(num_queries=40))
     step = (inputs.q[:, :6], None, None, None, None, inputs.k_win, inputs.v_win, inputs.gates[:, :6])
@@ -321,32 +375,69 @@ def test_nan_shows_in_the_rows_that_see_it_and_in_no_other_sequence(dtype: torch
         assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("place", range(3), ids=["q", "k", "v"])
+@pytest.mark.parametrize("place", range(5), ids=["q", "k", "v", "dout", "dlse"])
 @pytest.mark.parametrize("head_dim_v", [8, 6], ids=["fused", "separate products"])
-@pytest.mark.parametrize("rubbish", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_rows_and_keys_that_see_it_alone(rubbish: float, head_dim_v: int, place: int) -> None:
+@pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), 3e38])
+def test_rubbish_reaches_the_rows_and_keys_that_see_it_alone(rubbish: float, head_dim_v: int, place: int) -> None:
     inputs = make_inputs(Shape(num_queries=40, head_dim_v=head_dim_v), torch.float32)
-    token, size = 21, SMALL.window_size
+    token, window = 21, SMALL.window_size
+    dout = torch.ones(1, 40, 4, head_dim_v)
+    # a gradient of lse keeps the fused operator out
+    tensors = [inputs.q, inputs.k_win, inputs.v_win, dout] + [torch.ones(1, 40, 4)] * (place == 4)
     results = []
     for value in (None, rubbish):
-        leaves = [x.detach().clone() for x in (inputs.q, inputs.k_win, inputs.v_win)]
+        drawn = [x.detach().clone() for x in tensors]
         if value is not None:
             # of the first KV head, whose query heads are the first two
-            leaves[place][0, token, 0] = value
-        leaves = [x.requires_grad_() for x in leaves]
-        out = sliding_window_attention(*leaves, geometry=SMALL).out
-        results.append((out.detach(), *torch.autograd.grad(out.sum(), leaves)))
-    rows = range(token, token + size) if place else [token]
-    keys = range(token - size + 1, token + (size if place else 1))
-    heads = [0] if place == 0 else [0, 1]
-    for name, reached, per_head, plain, broken in zip(
-        ("out", "dq", "dk", "dv"), (rows, rows, keys, keys), (heads, heads, [0], [0]), *results, strict=True
-    ):
+            drawn[place][0, token, 0] = value
+        leaves = [x.requires_grad_() for x in drawn[:3]]
+        out, lse = sliding_window_attention(*leaves, geometry=SMALL)
+        gradients = torch.autograd.grad((out, lse)[: len(drawn) - 3], leaves, drawn[3:])
+        results.append((out.detach(), *gradients))
+    is_key, is_row = place in (1, 2), place in (0, 3, 4)
+    rows = range(token, token + window) if is_key else [token]
+    keys = range(token - window + 1, token + (window if is_key else 1))
+    heads = [0] if is_row else [0, 1]
+    # gradients of out and lse come after them
+    reached = {"out": rows if place < 3 else [], "dq": rows, "dk": keys, "dv": keys if place < 4 else []}
+    for (name, places), plain, broken in zip(reached.items(), *results, strict=True):
         differs = torch.zeros(plain.shape[1:3], dtype=torch.bool)
-        for head in per_head:
-            differs[list(reached), head] = True
+        for head in [0] if name in ("dk", "dv") else heads:
+            differs[list(places), head] = True
         assert torch.equal(plain[0][~differs], broken[0][~differs]), name
-        assert broken[0][differs].isnan().any(-1).all(), name
+        if (name, place) == ("dv", 2):
+            # dv does not depend on v: its rows may be summed in another order, no more
+            torch.testing.assert_close(plain, broken)
+        elif not rubbish < float("inf"):
+            assert (~broken[0][differs].isfinite()).any(-1).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
+@pytest.mark.parametrize("layout", ["dense", "cached"])
+def test_rows_that_see_nothing_pass_no_gradient_on(branch: str, layout: str, dtype: torch.dtype) -> None:
+    shape = Shape(num_queries=40, head_dim_v=8)
+    inputs = make_inputs(shape, dtype)
+    counts = {"query_count": torch.tensor([17], dtype=torch.int32)} if layout == "cached" else {}
+    indices = random_block_indices(shape, holes=True)
+    if counts:
+        indices[:, 17:] = -1
+    calls: dict[str, Any] = {
+        "cmp": (compressed_attention, inputs.k_cmp, inputs.v_cmp),
+        "slc": (selected_attention, inputs.k_slc, inputs.v_slc, indices),
+        "win": (sliding_window_attention, inputs.k_win, inputs.v_win),
+    }
+    operation, k, v, *rest = calls[branch]
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, k, v)]
+    out, lse = operation(*leaves, *rest, geometry=SMALL, **counts)
+    empty = (lse == float("-inf")).detach()
+    if counts:
+        assert empty[:, 17:].all()
+        assert not out[:, 17:].any()
+    for result, others in ((out, empty.unsqueeze(-1)), (lse, empty)):
+        gradients = torch.autograd.grad(result, leaves, others.to(result).expand_as(result).clone(), retain_graph=True)
+        assert not any(x.any() for x in gradients)
+    assert bool(empty.any()) is (branch != "win" or layout == "cached")
 
 
 def test_rows_beyond_the_count_may_hold_nan() -> None:

@@ -15,12 +15,14 @@ from nsa_core.reference.containment import (
     EXPONENT,
     ORDINARY,
     are_ordinary,
-    finite_rows,
+    finite,
     fusable_rows,
+    is_finite,
     is_within,
     only,
     rows_with_gradient,
     rows_within,
+    sees_no_number,
 )
 from nsa_core.reference.fused import fused_attention, fused_attention_backward, is_fusable
 
@@ -103,6 +105,8 @@ class Tile(NamedTuple):
     """bool, broadcastable to (X, G, R, K) with X = B * tiles."""
     sees: Tensor | None = None
     """bool, broadcastable to (X, G, R): whether a row sees anything; None: every one does."""
+    is_ordinary: bool = False
+    """True where everything that the step reads is known to be ordinary; else the step looks for itself."""
 
     def gather(self, stored: Tensor) -> Tensor:
         """Return `(X, G, K, D)`, this step's rows of k or v `(B, T, G, D)`, in the accumulator's dtype."""
@@ -147,9 +151,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[T
     """Return out `(X, G, R, M, D_v)` and lse `(X, G, R, M)` of q `(X, G, R, M, D_k)` over stored k, v."""
     keys, values = tile.gather(k), tile.gather(v)
     q = q.to(values.dtype)
-    if not is_fusable(q, keys, values):
+    if not is_fusable(q, keys, values, scale):
         out, lse = _attend(q, keys, values, tile, scale)
-    elif are_ordinary(q, keys, values):
+    elif tile.is_ordinary or are_ordinary(q, keys, values):
         out, lse = fused_attention(q, keys, values, tile.visible, scale)
     else:
         rows, fusable_keys, fusable_values = fusable_rows(q, keys, values, tile.visible)
@@ -169,15 +173,15 @@ def attend_backward(
     its error would stand in every gradient of large logits.
     """
     keys, values = tile.gather(k), tile.gather(v)
-    q, dout = tile.blank(q.to(keys.dtype)), tile.blank(dout.to(keys.dtype))
-    if dlse is not None or out.dtype != keys.dtype or not is_fusable(q, keys, values):
+    q, dout = q.to(keys.dtype), tile.blank(dout.to(keys.dtype))
+    if dlse is not None or out.dtype != keys.dtype or not is_fusable(q, keys, values, scale):
         dlse = None if dlse is None else tile.blank(dlse)
         return _attend_backward(dout, dlse, q, keys, values, tile, scale)
     lse = tile.blank(lse)
-    if are_ordinary(dout, q, keys, values) and is_within(lse, EXPONENT):
+    if (tile.is_ordinary or are_ordinary(dout, q, keys, values)) and is_within(lse, EXPONENT):
         return fused_attention_backward(dout, q, keys, values, out, lse, tile.visible, scale)
     rows, fusable_keys, fusable_values = fusable_rows(q, keys, values, tile.visible)
-    rows &= rows_within(dout, ORDINARY) & (lse.abs() <= EXPONENT) & rows_with_gradient(dout, None)
+    rows &= rows_within(dout, ORDINARY) & (lse.abs() <= EXPONENT)
     fusable_dout, fusable_q, fusable_out = only(rows, dout, q, out)
     fusable_lse = torch.where(rows, lse, 0)
     parts = fused_attention_backward(fusable_dout, fusable_q, fusable_keys, fusable_values, fusable_out, fusable_lse, tile.visible, scale)
@@ -188,12 +192,12 @@ def attend_backward(
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """Return out and lse as `attend` does, by separate products."""
-    whole = None
-    if not are_ordinary(q, keys, values):
-        whole, keys, values = finite_rows(q, keys, values, tile.visible)
-    scores = _scores(q * scale, keys, tile, whole)
+    scores = _scores(q * scale, keys, tile)
     weights = scores.softmax(-1)
-    out = torch.matmul(weights.flatten(2, 3), values).view(*q.shape[:-1], values.shape[-1])
+    is_ordinary = tile.is_ordinary or are_ordinary(values)
+    out = torch.matmul(weights.flatten(2, 3), values if is_ordinary else finite(values)).view(*q.shape[:-1], values.shape[-1])
+    if not is_ordinary:
+        out.masked_fill_(sees_no_number(values, tile.visible).unsqueeze(-1), float("nan"))
     # the largest weight is exp(largest score - lse)
     return out, scores.amax(-1) - weights.amax(-1).log()
 
@@ -202,34 +206,31 @@ def _attend_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, tile: Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv as `attend_backward` does, by separate products."""
-    whole, hidden = None, None
-    if not are_ordinary(dout, dlse, q, keys, values):
+    q, hidden, idle = q * scale, None, None
+    finite_q, finite_keys = q, keys
+    if not (tile.is_ordinary or are_ordinary(dout, dlse, q, keys, values)):
         hidden = ~tile.visible.unsqueeze(-2)
-        acts = rows_with_gradient(dout, dlse)
         # a row without a gradient adds none, whatever it holds
-        (q,) = only(acts, q)
-        whole, keys, values = finite_rows(q, keys, values, tile.visible)
-        whole = ~acts | (whole & rows_within(dout, torch.finfo(dout.dtype).max))
-        q, dout = only(whole, q, dout)
-    q = q * scale
+        idle = ~rows_with_gradient(dout, dlse).unsqueeze(-1)
+        # a row with a gradient that is no number makes NaN of all that it sees, and of nothing else
+        q = q.masked_fill(~is_finite(dout).unsqueeze(-1), float("nan"))
+        finite_q, finite_keys, dout = finite(q), finite(keys), finite(dout)
     rows_dout = dout.flatten(2, 3)
-    weights = _hide(_scores(q, keys, tile, whole).softmax(-1), hidden)
+    weights = _hide(_scores(q, keys, tile).softmax(-1), hidden, idle)
     dv = torch.matmul(weights.flatten(2, 3).transpose(-1, -2), rows_dout)
-    dweights = _hide(torch.matmul(rows_dout, values.transpose(-1, -2)).view_as(weights), hidden)
+    dweights = _hide(torch.matmul(rows_dout, values.transpose(-1, -2)).view_as(weights), hidden, idle)
     dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
     if dlse is not None:
         dscores += weights * dlse.unsqueeze(-1)
     dscores = _hide(dscores, hidden).flatten(2, 3)
-    dq = torch.matmul(dscores, keys).mul_(scale).view_as(q)
-    dk = torch.matmul(dscores.transpose(-1, -2), q.flatten(2, 3))
+    dq = torch.matmul(dscores, finite_keys).mul_(scale).view_as(q)
+    dk = torch.matmul(dscores.transpose(-1, -2), finite_q.flatten(2, 3))
     return dq, dk, dv
 
 
-def _scores(q: Tensor, keys: Tensor, tile: Tile, whole: Tensor | None) -> Tensor:
-    """Return the scores `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`: -inf where hidden, NaN in rows that are not `whole`."""
+def _scores(q: Tensor, keys: Tensor, tile: Tile) -> Tensor:
+    """Return the scores `(X, G, R, M, K)` of scaled q `(X, G, R, M, D_k)`, -inf where hidden."""
     x, g, r, m, d = q.shape
-    if whole is not None:
-        q = q.masked_fill(~whole.unsqueeze(-1), float("nan"))
     scores = torch.matmul(q.reshape(x, g, r * m, d), keys.transpose(-1, -2)).view(x, g, r, m, keys.shape[2])
     # filled, not added to: no score is so high that it shows
     scores.masked_fill_(~tile.visible.unsqueeze(-2), float("-inf"))
@@ -239,16 +240,26 @@ def _scores(q: Tensor, keys: Tensor, tile: Tile, whole: Tensor | None) -> Tensor
     return scores
 
 
-def _hide(x: Tensor, hidden: Tensor | None) -> Tensor:
-    """Return x `(X, G, R, M, K)` with zeros, in place, where it is hidden."""
-    return x if hidden is None else x.masked_fill_(hidden, 0.0)
+def _hide(x: Tensor, *masks: Tensor | None) -> Tensor:
+    """Return x `(X, G, R, M, K)` with zeros, in place, where one of `masks` holds."""
+    for mask in masks:
+        if mask is not None:
+            x.masked_fill_(mask, 0.0)
+    return x
+
+
+def _is_call_ordinary(scale: float, q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
+    """Return True where one look at whole tensors says that every step is ordinary; not over stores, of which a step may read little."""
+    return k.shape[1] <= q.shape[1] and abs(scale) <= 1 and are_ordinary(q, k, *others)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: float) -> tuple[Tensor, Tensor]:
     """Return out `(B, S, H, D_v)` and lse `(B, S, H)` of a branch cut into `tiles`; rows in no tile see nothing."""
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
-    for tile in tiles:
+    is_ordinary = _is_call_ordinary(scale, q, k, v)
+    for step in tiles:
+        tile = step._replace(is_ordinary=is_ordinary)
         part, part_lse = attend(tile.take(q, k.shape[2]), k, v, tile, scale)
         tile.put(out, part)
         tile.put(lse, part_lse)
@@ -270,7 +281,9 @@ def run_backward(dout: Tensor, dlse: Tensor | None, saved: Saved, tiles: Iterabl
     q, k, v, out, lse = saved
     acc, num_kv_heads = accumulator_dtype(q.dtype), k.shape[2]
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=acc), v.new_zeros(v.shape, dtype=acc)
-    for tile in tiles:
+    is_ordinary = _is_call_ordinary(scale, q, k, v, dout, dlse)
+    for step in tiles:
+        tile = step._replace(is_ordinary=is_ordinary)
         part_dlse = None if dlse is None else tile.take(dlse, num_kv_heads)
         rows, part_dout, part_out, part_lse = (tile.take(x, num_kv_heads) for x in (q, dout, out, lse))
         part_dq, part_dk, part_dv = attend_backward(part_dout, part_dlse, part_out, part_lse, rows, k, v, tile, scale)
