@@ -33,11 +33,11 @@ class Some:
         return self.backend.reasons_against(request) + (Reason.incapable("left to the slow tier"),) * self._is_dear(request)
 
     def _is_dear(self, request: BranchRequest) -> bool:
-        """Return True of the longer edge lengths, of groups and head dimensions in half precision, of float16 but in two operations."""
+        """Return True of the longer edge lengths, of groups, head dimensions and many sequences in half precision, of most float16."""
         if request.dtype == torch.float16 and self.operation not in (Operation.SELECT, Operation.WIN):
             return True
         if request.layout is not Layout.DENSE:
-            return False
+            return request.dtype != torch.float32 and request.num_sequences > 6
         if request.dtype != torch.float32:
             return request.batch == 2 or request.num_heads != 4 or request.head_dim_qk != 8
         return request.batch == 2 and request.num_queries > 13 and request.num_queries != 33

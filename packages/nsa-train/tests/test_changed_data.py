@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from nsa_train.checkpoint.claim import HOLDER
 from nsa_train.cli import run_command
 from nsa_train.errors import DataError, PeerError
 from nsa_train.trainer import Trainer
@@ -38,8 +37,7 @@ def test_a_resume_on_a_file_with_an_edited_line_names_it_and_touches_nothing(
     (tmp_path / "a.jsonl").write_bytes(content.replace(b"document 3 ", b"DOCUMENT 3 ", 1))
 
     def files() -> dict[Path, bytes]:
-        # who holds the directory is named until the process ends
-        return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != HOLDER}
+        return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
     before = files()
     capsys.readouterr()

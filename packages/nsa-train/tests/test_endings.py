@@ -66,7 +66,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_says_where_it_goes_on(
     assert code == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"nsa-train: the run in {run.root} broke off ([Errno {number}] {os.strerror(number)}; ")
-    assert line.endswith(f" MiB are free); {kept}; mend that and go on with --resume")
+    assert line.endswith(f" MiB are free); {kept}; fix that and go on with --resume")
 
 
 @pytest.mark.parametrize("last", [4, 60], ids=["early", "late"])

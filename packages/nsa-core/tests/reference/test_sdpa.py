@@ -585,10 +585,12 @@ def test_the_causal_helper_refuses_unequal_lengths() -> None:
         causal_attention(q, k, k)
 
 
-def test_the_causal_helper_equals_the_oracle() -> None:
-    inputs = make_inputs(Shape(num_queries=23))
-    expected = naive.dense_attention(inputs.q, inputs.k_win, inputs.v_win).out
-    assert relative_error(causal_attention(inputs.q, inputs.k_win, inputs.v_win), expected) < 1e-12
+@pytest.mark.parametrize("scale", [None, 0.7, 0.0, -0.3])
+@pytest.mark.parametrize("head_dim_v", [8, 6])
+def test_the_causal_helper_equals_the_oracle(head_dim_v: int, scale: float | None) -> None:
+    inputs = make_inputs(Shape(num_queries=23, head_dim_v=head_dim_v))
+    expected = naive.dense_attention(inputs.q, inputs.k_win, inputs.v_win, scale=scale).out
+    assert relative_error(causal_attention(inputs.q, inputs.k_win, inputs.v_win, scale=scale), expected) < 1e-12
 
 
 def test_the_telemetry_names_the_backend_that_ran() -> None:

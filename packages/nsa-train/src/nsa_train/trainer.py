@@ -66,12 +66,12 @@ class Trainer:
         dataset = open_dataset(config)
         self.tokenizer, self.prompts = dataset.tokenizer, dataset.prompts()
         self.validation = open_validation(config, rank=world.rank, world_size=world.world_size, dataset=dataset)
-        self.writer = CheckpointWriter(RunDirectory(out_dir).checkpoints, keep_last=train.keep_last, is_async=train.async_save)
         self.stream = open_training_stream(
             config, rank=world.rank, world_size=world.world_size, dataset=dataset, announce=display.note if world.is_main else None
         )
         if resume:
             self._load_position(resume)
+        self.writer = CheckpointWriter(RunDirectory(out_dir).checkpoints, keep_last=train.keep_last, is_async=train.async_save)
         self.recorder = Recorder(
             config,
             out_dir,

@@ -23,7 +23,8 @@ from nsa_train.errors import ConfigError
 from nsa_train.parallel.launch import Hosts, must_launch, num_processes
 from nsa_train.parallel.outcomes import FOLDER, LAUNCHER, STOP, has_lost_launcher, joint_code, note_worker, reported, worker_pids
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.watch import _is_gone, watch
+from nsa_train.telemetry.anomalies import RankWatch
+from nsa_train.telemetry.watch import is_gone, watch
 
 TIMEOUT_S = 120
 
@@ -134,7 +135,7 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once_and_starts_none_anew(tiny_recipe
     assert not (run.checkpoints / "latest").exists()
     assert len([beat for beat in _beats(run, 0) if beat["msg"] == "boot"]) == 1
     assert [beat["reason"] for beat in _beats(run, 0) if beat["msg"] == "halt"] == ["interrupted by a second Ctrl-C"]
-    assert [pid for pid in (held, other) if not _is_gone(pid)] == []
+    assert [pid for pid in (held, other) if not is_gone(RankWatch(rank=0, pid=pid))] == []
 
 
 AGENT = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -153,7 +154,7 @@ def test_ranks_whose_launcher_was_killed_save_and_end(tiny_recipe: Path, tmp_pat
     assert f"belongs to another process that still runs: pid {pids[0]} on host {platform.node()} " in claim
     assert f"end that one (kill {pids[0]}, which saves)" in claim
     deadline = time.monotonic() + 30
-    while (left := [pid for pid in pids if not _is_gone(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in pids if not is_gone(RankWatch(rank=0, pid=pid))]) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)

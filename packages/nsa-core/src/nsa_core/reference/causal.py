@@ -31,21 +31,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
             f"q has {q.shape[1]} rows, k has {k.shape[1]} (the causal mask is aligned to the top left, so they must be equal); "
             f"use an explicit mask for a step over a cache"
         )
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    if factor <= 0:
+        # torch's fused CPU kernel multiplies the -inf of hidden scores by it as well
+        q, factor = q * factor, 1.0
+    moderate_q = MODERATE / max(1.0, abs(factor))
     can_read = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not can_read or (is_within(q, MODERATE) and is_within(k, MODERATE) and is_within(v, ORDINARY)):
-        return _causal(q, k, v, scale)
+    if not can_read or (is_within(q, moderate_q) and is_within(k, MODERATE) and is_within(v, ORDINARY)):
+        return _causal(q, k, v, factor)
     keys = rows_within(k, MODERATE) & rows_within(v, ORDINARY)
     only_moderate = keys.int().cummin(1).values.bool().repeat_interleave(q.shape[2] // k.shape[2], 2)
-    rows = (rows_within(q, MODERATE) & only_moderate).unsqueeze(-1)
+    rows = (rows_within(q, moderate_q) & only_moderate).unsqueeze(-1)
     usual_k, usual_v = (torch.where(keys.unsqueeze(-1), x, 0) for x in (k, v))
-    usual = _causal(torch.where(rows, q, 0), usual_k, usual_v, scale)
+    usual = _causal(torch.where(rows, q, 0), usual_k, usual_v, factor)
     length, sizes = q.shape[1], list(BlockGeometry(window_size=q.shape[1]).as_tuple())
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
     rest = sdpa_attention("win", q, k, v, None, sizes, factor, None, None, None, None, length, length)[0]
     return torch.where(rows, usual, rest.to(usual.dtype))
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)

@@ -18,9 +18,13 @@ HIDDEN = torch.finfo(torch.float32).min / 4
 """Added to a score that must not count: far below every score, and finite, so that a row of them stays finite."""
 
 
-def is_fusable(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True where the operator exists and takes the tensors: float32 on a CPU, D_k = D_v."""
-    exists = _FORWARD is not None and _BACKWARD is not None
+LARGEST_SCALE = 2.0**30
+"""Up to this scale ordinary queries and keys make scores that stay away from `HIDDEN`."""
+
+
+def is_fusable(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Return True where the operator exists and takes the tensors: float32 on a CPU, D_k = D_v, and no monstrous scale."""
+    exists = _FORWARD is not None and _BACKWARD is not None and abs(scale) <= LARGEST_SCALE
     return exists and q.device.type == "cpu" and q.dtype == k.dtype == torch.float32 and q.shape[-1] == v.shape[-1]
 
 

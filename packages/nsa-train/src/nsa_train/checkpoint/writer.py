@@ -123,4 +123,4 @@ def refused_by_disk(what: str, error: OSError, root: Path) -> str:
     free = shutil.disk_usage(existing).free / 2**20
     before = latest_folder(root)
     kept = f"{before.name} is still there" if before and before.is_dir() else "there is no checkpoint yet"
-    return f"{what} ({error}; {free:.1f} MiB are free); {kept}; mend that and go on with --resume"
+    return f"{what} ({error}; {free:.1f} MiB are free); {kept}; fix that and go on with --resume"
