@@ -15,6 +15,7 @@ class Hopper:
         policy = (Reason.policy("slow on SM 8.9 [measured]"),) if request.compute_capability == (8, 9) else ()
         return self.capability.reasons_against(request) + policy
     def preference(self, request): return 10
+    def notes_on(self, request): return ("an old one [slow]",) if request.device_type == "cuda" else ()
     def __call__(self, *tensors, geometry, scale, placement): raise NotImplementedError
 
 @hookimpl

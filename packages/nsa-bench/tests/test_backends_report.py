@@ -112,6 +112,7 @@ def test_the_json_holds_choice_and_reasons_of_every_operation(install):
         "is_eligible": False,
         "is_capable": True,
         "reasons": [{"kind": "policy", "message": "slow on SM 8.9 [measured]"}],
+        "notes": ["an old one [slow]"],
     }
     assert candidates["sdpa"]["is_eligible"]
     assert window(content)["chosen"] != "hopper"
@@ -170,6 +171,7 @@ def test_the_csv_has_a_row_per_operation_and_backend(install):
     [hopper] = [row for row in rows if row["backend"] == "hopper"]
     assert (hopper["operation"], hopper["is_chosen"], hopper["is_capable"]) == ("win", False, True)
     assert hopper["reasons"] == "policy: slow on SM 8.9 [measured]"
+    assert hopper["notes"] == "an old one [slow]"
     assert (hopper["device_compute_capability"], hopper["needs_grad"]) == ("8.9", True)
     [select] = [row for row in rows if (row["operation"], row["backend"]) == ("select", "sdpa")]
     assert not select["needs_grad"]

@@ -40,6 +40,11 @@ def test_reasons_stand_beside_each_backend_brackets_and_all(install, show):
     assert "slow on SM 8.9 [measured]" in line
 
 
+def test_notes_stand_below_the_standing(install, show):
+    install("hopper_kernels")
+    assert "note: an old one [slow]" in show(*routing_tables(report((9, 0))))
+
+
 def test_every_operation_has_a_line(show):
     text = show(*routing_tables(report()))
     for operation in ("cmp", "select", "slc", "win", "nsa"):

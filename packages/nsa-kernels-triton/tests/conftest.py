@@ -46,6 +46,12 @@ def simulator():
     return beside_this_file("gluon_simulator")
 
 
+@pytest.fixture(scope="session")
+def extremes():
+    """Give the module of `test_extremes.py`, whose assertions hold for simulated kernels as well."""
+    return beside_this_file("test_extremes")
+
+
 @pytest.fixture
 def check_late_stream(monkeypatch, simulator):
     """Give what asserts, on a CPU, that no result of a function changes where what is launched beside others runs at the join.

@@ -207,9 +207,15 @@ def test_a_head_dimension_is_padded_in_two_parts(head_dim, columns):
     assert padded(head_dim) == columns
 
 
+@pytest.fixture
+def known_triton(monkeypatch):
+    """Let a Triton be installed that the kernels for compute capability 9.0 are written for."""
+    monkeypatch.setattr(policy, "has_gluon", lambda: True)
+
+
+@pytest.mark.usefixtures("known_triton")
 @pytest.mark.parametrize("kind", policy.RINGS)
 def test_rings_are_for_half_precision_on_capability_9_0(kind):
-    assert policy.has_gluon(), "the installed triton compiles them"
     assert policy.ring(kind, (9, 0), 128, 128, 2) is not None
     for capability, head_dim_qk, head_dim_v, itemsize in (
         (None, 128, 128, 2),
@@ -225,16 +231,19 @@ def test_rings_are_for_half_precision_on_capability_9_0(kind):
         assert policy.ring(kind, capability, head_dim_qk, head_dim_v, itemsize) is None
 
 
+@pytest.mark.usefixtures("known_triton")
 @pytest.mark.parametrize("kind", sorted(policy.RINGS.keys() - {"scores"}))
 def test_values_are_refused_for_their_own_sake(kind):
     for head_dim_qk, head_dim_v in ((128, 32), (128, 84), (192, 200), (192, 256), (64, 72), (128, 136)):
         assert policy.ring(kind, (9, 0), head_dim_qk, head_dim_v, 2) is None
 
 
+@pytest.mark.usefixtures("known_triton")
 def test_scores_of_narrow_heads_have_no_ring():
     assert policy.ring("scores", (9, 0), 64, 128, 2) is None
 
 
+@pytest.mark.usefixtures("known_triton")
 @pytest.mark.parametrize(
     ("head_dim", "parts"),
     [(40, (64, 0)), (64, (64, 0)), (72, (128, 0)), (96, (128, 0)), (136, (128, 64)), (192, (128, 64))],
@@ -244,11 +253,13 @@ def test_heads_between_the_rings_take_the_next_one(head_dim, parts):
     assert policy.ring("window_forward", (9, 0), head_dim, 40, 2) is policy.RINGS["window_forward"][sum(parts)]
 
 
+@pytest.mark.usefixtures("known_triton")
 def test_values_fit_the_place_of_the_first_columns_of_q():
     assert policy.ring("window_forward", (9, 0), 80, 96, 2) is policy.RINGS["window_forward"][128]
     assert policy.ring("window_forward", (9, 0), 64, 72, 2) is None
 
 
+@pytest.mark.usefixtures("known_triton")
 def test_values_in_two_parts_have_rings_of_their_own():
     for kind in policy.RINGS:
         wide = policy.RINGS[kind][192] if kind == "scores" else policy.WIDE_RINGS.get(kind)
@@ -256,13 +267,47 @@ def test_values_in_two_parts_have_rings_of_their_own():
         assert policy.ring(kind, (9, 0), 128, 136, 2) is (policy.RINGS[kind][128] if kind == "scores" else None)
 
 
-def test_an_unknown_triton_leaves_the_portable_kernels(monkeypatch):
+@pytest.fixture
+def unknown_triton(monkeypatch):
+    """Let a Triton be installed that the kernels for compute capability 9.0 are not written for."""
     monkeypatch.setattr(policy, "version", lambda name: "3.99.0")
-    policy.has_gluon.cache_clear()
-    try:
+    for remembered in (policy.has_gluon, policy._warn_without_gluon):
+        remembered.cache_clear()
+    yield
+    for remembered in (policy.has_gluon, policy._warn_without_gluon):
+        remembered.cache_clear()
+
+
+@pytest.mark.usefixtures("unknown_triton")
+def test_an_unknown_triton_leaves_the_portable_kernels_with_one_warning():
+    with pytest.warns(UserWarning, match="capability 9.0 are off: Triton 3.99.0 is installed, and they run on 3.6 and 3.7") as warned:
         assert policy.ring("window_forward", (9, 0), 128, 128, 2) is None
-    finally:
-        policy.has_gluon.cache_clear()
+        assert policy.ring("interval_dq", (9, 0), 128, 128, 2) is None
+    assert len(warned) == 1
+
+
+@pytest.mark.usefixtures("unknown_triton")
+def test_nobody_is_warned_of_kernels_that_would_not_run_anyway(recwarn):
+    for capability, head_dim, itemsize in (((8, 0), 128, 2), ((9, 0), 128, 4), ((9, 0), 32, 2), (None, 128, 2)):
+        assert policy.ring("window_forward", capability, head_dim, head_dim, itemsize) is None
+    assert not recwarn
+
+
+@pytest.mark.usefixtures("unknown_triton")
+@pytest.mark.parametrize("operation", Operation)
+def test_routing_says_why_the_kernels_of_9_0_are_off(operation):
+    decision = explain_routing(gpu(9, 0, operation=operation, head_dim_qk=128, head_dim_v=128))
+    [candidate] = [candidate for candidate in decision.candidates if candidate.name == "triton"]
+    assert decision.chosen == "triton"
+    assert candidate.notes == (policy.without_gluon(),)
+    assert f"note: {policy.without_gluon()}" in str(decision)
+    for other in (gpu(8, 0, operation=operation), gpu(9, 0, operation=operation, dtype=torch.float32, kv_dtype=torch.float32)):
+        assert not any(candidate.notes for candidate in explain_routing(other).candidates)
+
+
+def test_routing_has_nothing_to_add_where_the_kernels_of_9_0_are_on(monkeypatch):
+    monkeypatch.setattr(policy, "has_gluon", lambda: True)
+    assert not any(candidate.notes for candidate in explain_routing(gpu(9, 0, operation="nsa")).candidates)
 
 
 @pytest.mark.parametrize("kind", policy.RINGS)

@@ -9,7 +9,8 @@ The JSON file (`routing.json`):
         num_keys, num_heads, num_kv_heads, head_dim_qk, head_dim_v, layout, deterministic.
     operations: a list in the order of `Operation`; each has `operation`, `needs_grad`, `chosen` (a name, or null where
         "auto" finds none) and `candidates`, most preferred first: `name`, `preference`, `is_eligible` ("auto" may take it),
-        `is_capable` (it runs when it is named) and `reasons`, each `kind` ("incapable" | "policy") and `message`.
+        `is_capable` (it runs when it is named), `reasons`, each `kind` ("incapable" | "policy") and `message`, and `notes`
+        (sentences on how it serves the call, such as why its kernels for this GPU are off).
     plugins: `loaded` (`name`, `origin`, `backends`: a list of `operation` and `name`) and `broken` (`name`, `origin`, `error`).
 
 The CSV file has one row per operation and backend.
@@ -214,6 +215,7 @@ def _decision_to_json(decision: RoutingDecision) -> dict[str, Any]:
                 "is_eligible": candidate.is_eligible,
                 "is_capable": candidate.is_capable,
                 "reasons": [{"kind": reason.kind.value, "message": reason.message} for reason in candidate.reasons],
+                "notes": list(candidate.notes),
             }
             for candidate in decision.candidates
         ],
@@ -229,7 +231,7 @@ def to_rows(report: RoutingReport) -> list[dict[str, Any]]:
         **{name: request[name] for name in ("dtype", "layout", "num_queries", "num_keys")},
         **{name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")},
     }
-    nothing: dict[str, Any] = {"name": None, "preference": None, "is_eligible": False, "is_capable": False, "reasons": []}
+    nothing: dict[str, Any] = {"name": None, "preference": None, "is_eligible": False, "is_capable": False, "reasons": [], "notes": []}
     return [
         {
             "operation": operation["operation"],
@@ -239,6 +241,7 @@ def to_rows(report: RoutingReport) -> list[dict[str, Any]]:
             "is_eligible": candidate["is_eligible"],
             "is_capable": candidate["is_capable"],
             "reasons": "; ".join(f"{reason['kind']}: {reason['message']}" for reason in candidate["reasons"]),
+            "notes": "; ".join(candidate["notes"]),
             "needs_grad": operation["needs_grad"],
             **common,
         }

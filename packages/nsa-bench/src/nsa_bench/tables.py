@@ -67,6 +67,7 @@ def _operations(decisions: tuple[RoutingDecision, ...]) -> Table:
             table.add_row(operation.value, choice, "", "", "none installed" + (": the branches run one by one" if fused else ""))
         for place, candidate in enumerate(decision.candidates):
             verdict = "\n".join(str(reason) for reason in candidate.reasons) or "eligible"
+            verdict = "\n".join((verdict, *(f"note: {note}" for note in candidate.notes)))
             first = (Text(operation.value), choice) if place == 0 else (Text(), Text())
             table.add_row(*first, Text(candidate.name), str(candidate.preference), Text(verdict))
     return table

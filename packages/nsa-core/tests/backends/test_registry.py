@@ -357,3 +357,15 @@ def test_the_default_registry_explains_the_reference():
     decision = explain_routing(REQUEST, "sdpa")
     assert decision.chosen == "sdpa"
     assert decision.request is REQUEST
+
+
+def test_a_backend_may_say_how_it_serves_a_request():
+    class Slow(CountingBackend):
+        def notes_on(self, request):
+            return (f"slow for {request.operation}",)
+
+    [noted, silent] = BackendRegistry((Slow(name="slow", level=2), CountingBackend())).explain(REQUEST).candidates
+    assert noted.notes == ("slow for win",)
+    assert noted.is_eligible
+    assert silent.notes == ()
+    assert "note: slow for win" in str(BackendRegistry((Slow(),)).explain(REQUEST))

@@ -26,6 +26,10 @@ class TritonBackend:
         """Return how much the kernels are wanted: above the reference on a GPU."""
         return policy.preference(request)
 
+    def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
+        """Return what a user should know of how the kernels serve `request`."""
+        return policy.notes_on(request)
+
     def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:
         """Compute the operation on the tensors that `Operation` lists for it."""
         return _compute_of(self.operation)(*tensors, geometry, scale, placement)

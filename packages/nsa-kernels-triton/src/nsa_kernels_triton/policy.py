@@ -5,6 +5,7 @@ tied to one architecture, and a capability that the tables do not know gets the 
 """
 
 import os
+import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -231,8 +232,15 @@ dO . O over few columns does not average the rounding of O, and at these widths 
 
 
 def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Ring | None:
-    """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves."""
-    return _ring(kind, head_dim_qk, head_dim_v) if capability == RING_CAPABILITY and itemsize == 2 and has_gluon() else None
+    """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves.
+
+    Warns once where that is so because of the installed Triton alone.
+    """
+    found = _ring(kind, head_dim_qk, head_dim_v) if capability == RING_CAPABILITY and itemsize == 2 else None
+    if found is not None and not has_gluon():
+        _warn_without_gluon()
+        return None
+    return found
 
 
 @cache
@@ -257,17 +265,44 @@ def ring_parts(head_dim: int) -> Parts:
 
 GLUON_MODULE = "triton.experimental.gluon.language.nvidia.hopper"
 GLUON_VERSIONS = ("3.6.", "3.7.")
-"""Triton's versions whose Gluon, an experimental part, the kernels of `hopper` were compiled with."""
+"""Triton's versions whose Gluon, an experimental part, the kernels of `hopper` were compiled with and ran on."""
 
 
 @cache
 def has_gluon() -> bool:
     """Return True where the installed triton compiles the kernels of `hopper`."""
+    installed = _installed()
+    # builds under another name, such as nightly ones, are no version that is known
+    return installed is not None and installed.startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None
+
+
+def _installed() -> str | None:
     try:
-        # builds under another name, such as nightly ones, are no version that is known
-        return version("triton").startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None
+        return version("triton")
     except PackageNotFoundError:
-        return False
+        return None
+
+
+def notes_on(request: BranchRequest) -> tuple[str, ...]:
+    """Return what a user should know of how the kernels serve `request`: where those for compute capability 9.0 are off, why."""
+    is_theirs = request.device_type == "cuda" and request.compute_capability == RING_CAPABILITY and request.dtype.itemsize == 2
+    has_ring = is_theirs and any(_ring(kind, request.head_dim_qk, request.head_dim_v) for kind in RINGS)
+    return (without_gluon(),) if has_ring and not has_gluon() else ()
+
+
+def without_gluon() -> str:
+    """Return why the kernels for compute capability 9.0 are off, and which versions of Triton have them."""
+    known = [version.removesuffix(".") for version in GLUON_VERSIONS]
+    return (
+        f"the kernels for compute capability 9.0 are off: Triton {_installed()} is installed, and they run on {' and '.join(known)}, whose "
+        f"Gluon is another; the portable kernels run in their place, up to a third slower. Install triton=={known[-1]}.*, with a torch that "
+        f"takes it, to have them"
+    )
+
+
+@cache
+def _warn_without_gluon() -> None:
+    warnings.warn(without_gluon(), stacklevel=2)
 
 
 @cache

@@ -196,3 +196,11 @@ class BranchBackend(Protocol):
 
     def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:
         """Compute the operation; differentiable through autograd where `capability.gradient`."""
+
+
+@runtime_checkable
+class NotingBackend(Protocol):
+    """A backend that also says how it would serve a request, such as by slower kernels than its fastest: optional."""
+
+    def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
+        """Return what a user should know of that, a sentence each; empty where there is nothing to say."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from nsa_core.backends.base import BranchBackend, BranchRequest, Operation, Reason, ReasonKind
+from nsa_core.backends.base import BranchBackend, BranchRequest, NotingBackend, Operation, Reason, ReasonKind
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import BackendUnavailableError, DuplicateBackendError
 from nsa_core.tracing import constant_when_traced
@@ -28,6 +28,8 @@ class Candidate:
     name: str
     preference: int
     reasons: tuple[Reason, ...]
+    notes: tuple[str, ...] = ()
+    """What a user should know of how it serves the request; none of it stands against it."""
 
     @property
     def is_eligible(self) -> bool:
@@ -57,6 +59,7 @@ class RoutingDecision:
         for candidate in self.candidates:
             verdict = "; ".join(str(reason) for reason in candidate.reasons) or "eligible"
             lines.append(f"  {candidate.name} (preference {candidate.preference}): {verdict}")
+            lines += [f"    note: {note}" for note in candidate.notes]
         return "\n".join(lines)
 
 
@@ -169,6 +172,7 @@ class BackendRegistry:
                 name=backend.name,
                 preference=backend.preference(request),
                 reasons=tuple(backend.reasons_against(request)),
+                notes=tuple(backend.notes_on(request)) if isinstance(backend, NotingBackend) else (),
             )
             for backend in self.backends
             if backend.operation == request.operation
