@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "group of 1": {"num_heads": 2, "num_kv_heads": 2},
     "other geometry": {"geometry": BlockGeometry(16, 16, 32, 33, 1, 1, 100)},
     "float32": {"dtype": torch.float32},
+    "float16": {"dtype": torch.float16, "num_heads": 16, "num_kv_heads": 1},
     # more heads, and more strides of a block, than a tile holds
     "group of 256": {"num_heads": 256, "num_kv_heads": 1},
     "large blocks": {"geometry": BlockGeometry(32, 2, 512, 2, 0, 1, 512)},

@@ -319,13 +319,14 @@ def _load(ptr: Pointer, mask: Any = None, other: Any = None) -> Tensor:
 _PROGRAM: dict[str, tuple[int, int, int]] = {}
 
 LANGUAGE = SimpleNamespace(
-    int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, constexpr=lambda x: x,
+    int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, float16=torch.float16, constexpr=lambda x: x,
     program_id=lambda axis: torch.tensor(_PROGRAM["id"][axis]), num_programs=lambda axis: torch.tensor(_PROGRAM["grid"][axis]),
     to_tensor=torch.tensor,
     arange=lambda start, end, layout=None: torch.arange(start, end), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-    full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), zeros_like=torch.zeros_like,
+    full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), zeros_like=torch.zeros_like, abs=torch.abs,
     where=lambda condition, x, y: torch.where(_tensor(condition), _tensor(x), _tensor(y)),
-    minimum=lambda x, y: torch.minimum(_tensor(x), _tensor(y)), maximum=lambda x, y: torch.maximum(_tensor(x), _tensor(y)),
+    minimum=lambda x, y, propagate_nan=None: torch.minimum(_tensor(x), _tensor(y)), PropagateNan=SimpleNamespace(ALL=None),
+    maximum=lambda x, y: torch.maximum(_tensor(x), _tensor(y)),
     join=lambda x, y: torch.stack([x, y], -1), split=lambda x: x.unbind(-1),
     gather=lambda x, index, axis: x.gather(axis, index.long()),
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,

@@ -60,7 +60,7 @@ ATTEND, TILE = kernels.forward_kernel, dict(
 )
 
 def attend(factor):
-    return ATTEND, ((1, 1, 1), *(tensor() for _ in range(6)), *[None] * 5, 1, 4, 4, 1, factor), TILE
+    return ATTEND, ((1,), *(tensor() for _ in range(6)), *[None] * 5, 1, 4, 4, 1, 1, 1, factor, factor), TILE
 
 CASES = {
     "plain": (SUM, ((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK),
@@ -72,8 +72,8 @@ CASES = {
     "other dtype": (SUM, ((3, 2), tensor(), tensor(), tensor(dtype=torch.bfloat16), tensor(), 32, 48, 3), BLOCK),
     "other constant": (SUM, ((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), dict(BLOCK=2048)),
     "other option": (SUM, ((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK | {"num_warps": 1}),
-    "a tensor": (DELTA, ((1,), *(tensor() for _ in range(6)), 4), ROWS),
-    "None": (DELTA, ((1,), *(tensor() for _ in range(3)), None, tensor(), tensor(), 4), ROWS),
+    "a tensor": (DELTA, ((1,), *(tensor() for _ in range(7)), 4), ROWS),
+    "None": (DELTA, ((1,), *(tensor() for _ in range(3)), None, tensor(), tensor(), tensor(), 4), ROWS),
     "a float": attend(0.5),
     "another float": attend(1.0),
 }

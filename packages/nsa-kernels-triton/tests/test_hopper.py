@@ -8,7 +8,7 @@ from attrs import evolve
 
 from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
 from nsa_core.testing import properties
-from nsa_core.testing.inputs import Shape, make_inputs
+from nsa_core.testing.inputs import Shape, make_inputs, random_block_indices
 from nsa_core.testing.properties import Where
 from nsa_core.testing.tolerances import allowed_error, max_error
 from nsa_kernels_triton import launch, policy
@@ -54,6 +54,7 @@ def simulated(monkeypatch, simulator):
         # so short that every place is used again, and no shorter than a kernel can do with
         return found and evolve(found, num_stages=3 if kind == "selected_backward" else 2)
 
+    monkeypatch.setattr(policy, "has_gluon", lambda: True)
     monkeypatch.setattr(policy, "tiles", lambda kind, _capability, dk, dv, _itemsize: tiles(kind, (9, 0), dk, dv, 2))
     monkeypatch.setattr(policy, "ring", short_ring)
     for module in (launch, interval, select, selected):
@@ -368,3 +369,52 @@ def test_lse_has_a_gradient_too(attend, simulated):
     for ours, exact in zip(gradients("triton"), gradients("sdpa"), strict=True):
         assert max_error(ours, exact.double()) <= allowed_error(exact.double(), torch.float32)
     assert simulated["forward_kernels", "forward_kernel"].num_launches
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("size", [300, 1e5, 1e18])
+@pytest.mark.parametrize(("branch", "head_dims"), [("cmp", (64, 64)), ("win", (64, 64)), ("win", (192, 128)), ("slc", (64, 64)), ("slc", (192, 128))])
+def test_weights_are_right_where_lse_is_some_roundings_off(branch, head_dims, size, extremes):
+    shape = shape_of(140, head_dims, (2, 1))
+    inputs = extremes.scaled(make_inputs(shape, torch.float32), size)
+    indices = random_block_indices(shape)
+    extremes.assert_gradients_forgive_roundings(branch, inputs, indices, GEOMETRY, size)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_rows_without_a_gradient_give_none_whatever_their_scores_are(head_dims):
+    length, silent_from = 200, 137
+    inputs = make_inputs(shape_of(length, head_dims, (16, 1)), torch.float32)
+    num_blocks = (silent_from - GEOMETRY.compression_block_size) // GEOMETRY.compression_stride + 1
+    # of q, the compressed keys and values, and the others
+    seen = [silent_from, num_blocks, num_blocks, *[silent_from] * 5]
+
+    def evaluate(size):
+        leaves = [x.clone() for x in inputs.tensors]
+        for place in (1, 3, 5):
+            future = leaves[place][:, seen[place] :]
+            future.copy_(size * torch.sign(future))
+        leaves = [x.requires_grad_() for x in leaves]
+        out = nsa_attention(*leaves, geometry=GEOMETRY, backend="triton")
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+        dout[:, silent_from:] = 0
+        return torch.autograd.grad(out, leaves, dout)
+
+    for end, before, after in zip(seen, evaluate(1), evaluate(3e38), strict=True):
+        assert torch.equal(before[:, :end], after[:, :end])
+        assert not after[:, end:].any()
+
+
+@pytest.mark.parametrize("attend", [sliding_window_attention, compressed_attention])
+def test_rows_of_extreme_scores_are_done_again(attend, simulated):
+    kernel = simulated["forward_kernels", "forward_kernel"]
+    inputs = make_inputs(shape_of(300, (128, 128), (16, 1)), torch.float32)
+    is_window = attend is sliding_window_attention
+    k, v = (inputs.k_win, inputs.v_win) if is_window else (inputs.k_cmp, inputs.v_cmp)
+    found = attend(1e18 * inputs.q, 1e18 * k, v, geometry=GEOMETRY, backend="triton")
+    assert kernel.arguments[5].any()
+    exact = attend(1e18 * inputs.q.double(), 1e18 * k.double(), v.double(), geometry=GEOMETRY, backend="sdpa")
+    assert max_error(found.out, exact.out) <= allowed_error(exact.out, torch.bfloat16)
+    attend(inputs.q, k, v, geometry=GEOMETRY, backend="triton")
+    assert not kernel.arguments[5].any()

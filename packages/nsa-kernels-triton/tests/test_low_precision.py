@@ -76,13 +76,16 @@ def assert_within_twice_torchs_error(ours: list[Tensor], fused: list[Tensor], ex
         assert error <= limit, f"{'gradient ' + str(place - 1) if place else 'out'} is off by {error:.2e} (allowed: {limit:.2e})"
 
 
-@pytest.mark.parametrize("factor", [1, 50], ids=["", "logits x 50"])
+@pytest.mark.parametrize(("factor", "key_factor"), [(1, 1), (50, 1), (100, 100), (300, 300)], ids=["", "q x 50", "q, k x 100", "q, k x 300"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
-def test_a_branch_is_as_exact_as_torchs_fused_attention(branch: str, shape: Shape, dtype: torch.dtype, factor: int) -> None:
+def test_a_branch_is_as_exact_as_torchs_fused_attention(
+    branch: str, shape: Shape, dtype: torch.dtype, factor: int, key_factor: int
+) -> None:
     inputs = make_inputs(shape, device=DEVICE)
-    inputs = inputs._replace(q=factor * inputs.q).to(dtype)
+    keys = {name: key_factor * getattr(inputs, name) for name in ("k_cmp", "k_slc", "k_win")}
+    inputs = inputs._replace(q=factor * inputs.q, **keys).to(dtype)
     indices = random_block_indices(shape, holes=True, device=DEVICE)
     k, v = {"cmp": inputs[1:3], "slc": inputs[3:5], "win": inputs[5:7]}[branch]
     extra: tuple[Tensor, ...] = (indices,) if branch == "slc" else ()

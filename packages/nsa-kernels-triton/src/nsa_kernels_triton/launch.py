@@ -139,6 +139,22 @@ def score_factor(q: Tensor, scale: float) -> float:
     return scale if is_exact(q) else scale * LOG2E
 
 
+def coarse_factor(q: Tensor, scale: float) -> float:
+    """Return the power of two next to `score_factor`, of a scale from 0 on: products with it are exact, however large."""
+    factor = score_factor(q, scale)
+    return 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
+
+
+def no_extremes(q: Tensor, *branches: int) -> Tensor:
+    """Return where the backward pass of each branch learns what is extreme, int32 (*branches, 4), for `row_deltas` to fill.
+
+    The first number is 1 where weights of some row are to be restrained: its scores are so large that lse does not normalise them, or not
+    finite. Of float16 alone the others are the bits of float32 numbers: the largest square of the size of a row of dO (times its gate,
+    if that is above 1) and of a row of values, and the largest |dlse|. They bound dS.
+    """
+    return torch.zeros(*branches, 4, dtype=torch.int32, device=q.device)
+
+
 def exact_out(q: Tensor, v: Tensor) -> Tensor:
     """Return the buffer of outputs that the backward pass reads in place of the rounded ones; empty where those will do."""
     shape = (*q.shape[:3], v.shape[3]) if not is_exact(q) and v.shape[3] <= policy.WIDEST_EXACT else (0,)
@@ -209,11 +225,15 @@ class Sequences(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Tiles of sequences: a grid's first two axes."""
+    """Tiles of sequences."""
 
     cu_tiles: Tensor | None
     """Packed: int32 (N + 1,), the first tile of each sequence."""
     num_tiles: int
     """Bound on the tiles of one sequence; packed: of all."""
     num_sequences: int
-    """Extent of the grid's second axis."""
+    """Columns of tiles: the sequences, or 1 where they are packed."""
+
+    def grid(self, num_groups: int, splits: int = 1) -> tuple[int]:
+        """Return the grid of a program for each tile, split, column and group: one axis, for the others end at 65,535."""
+        return (self.num_tiles * splits * self.num_sequences * num_groups,)

@@ -9,6 +9,13 @@ INTERPRETING = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+EXTREME = tl.constexpr(2.0**22)
+"""Scores, in the units of `exponential`, whose float32 roundings change a weight by half of it or more."""
+EXTREME_MARGIN = tl.constexpr(2.0**-21)
+"""What the roundings of such a score and of its lse come to, as a share of it."""
+WIDEST_REFINED = tl.constexpr(2.0**10)
+"""Scores up to which a sum of weights is exact enough to tell whether it lacks 2^-12."""
+
 
 @triton.jit
 def wide(x):
@@ -47,29 +54,77 @@ def log_sum(row_max, row_sum, EXACT: tl.constexpr):
     """Return the natural lse of a running maximum and sum in the units of `exponential`."""
     if EXACT:
         return row_max + tl.log2(row_sum) * LN2
-    return (row_max + tl.log2(row_sum)) * LN2
+    # rounded once
+    return row_max * LN2 + tl.log2(row_sum) * LN2
+
+
+@triton.jit
+def coarser(shift, factor, coarse_factor):
+    """Return what multiplies the products of rows whose largest score, in the units of `exponential`, is `shift`.
+
+    A GPU computes product * factor - shift in one step, and shift itself was rounded: a row's largest weight is 1 up to that rounding.
+    Where scores are EXTREME it would be anything, infinite too. There the factor is the power of two next to it, which rounds nothing.
+    """
+    return tl.where(tl.abs(shift) < EXTREME, factor, coarse_factor)
 
 
 @triton.jit
 def shift_of(lse, EXACT: tl.constexpr):
-    """Return what `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0."""
-    shift = tl.where(lse == float("-inf"), float("inf"), lse)
-    if EXACT:
-        return shift
-    return shift * LOG2E
+    """Return what `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0.
+
+    EXTREME ones are smaller by what rounding comes to: largest weights are 1 or more there, and `largest_weight` makes them 1.
+    """
+    shift = lse if EXACT else lse * LOG2E
+    size = tl.abs(shift)
+    shift = tl.where((size >= EXTREME) & (size < float("inf")), shift - size * EXTREME_MARGIN, shift)
+    return tl.where(lse == float("-inf"), float("inf"), shift)
 
 
 @triton.jit
-def refined_delta(weights, dweights, delta, dlse, EXACT: tl.constexpr):
-    """Return delta = dO . O - dlse of rows, more exactly where nearly all of a row's weight lies in this tile (rows, keys).
+def largest_weight(shift):
+    """Return what the weights of rows are cut at: 1 where scores are EXTREME, where rounding alone may make more, and nothing elsewhere."""
+    return tl.where(tl.abs(shift) < EXTREME, float("inf"), 1.0)
 
-    There it is the sum of weights * dweights. The rounding of O stands in delta (unless it is EXACT, float32), and shows
+
+@triton.jit
+def cut(weights, largest):
+    """Return weights of at most `largest`; NaN stays."""
+    return tl.minimum(weights, largest, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def restrained(weights, shift):
+    """Return weights that are cut at `largest_weight`, and 0 where the shift is infinite, whatever the scores are."""
+    return tl.where(shift == float("inf"), 0.0, cut(weights, largest_weight(shift)))
+
+
+@triton.jit
+def refined_delta(weights, dweights, delta, dlse, shift, is_end, EXACT: tl.constexpr):
+    """Return delta = dO . O - dlse of rows, more exactly where nearly all of a row's weight lies in this tile (rows, keys), which `is_end`.
+
+    There it is the mean of dweights by these weights. The rounding of O stands in delta (unless it is EXACT, float32), and shows
     where few keys have weight: dS should cancel to nothing then.
     """
     if EXACT:
         return delta
     share = tl.sum(weights, 1)
-    return tl.where(share > 1 - 2**-12, tl.sum(weights * dweights, 1) - dlse, delta)
+    has_all = is_end & (share > 1 - 2**-12) & (tl.abs(shift) < WIDEST_REFINED)
+    return tl.where(has_all, tl.sum(weights * dweights, 1) / share - dlse, delta)
+
+
+@triton.jit
+def lowered_by(extremes_ptr):
+    """Return by how many powers of two dS is to be lowered, so that float16 holds it; `launch.no_extremes` says what is there."""
+    # squares are below 2^(exponent - 126); |dS| <= 2 |dO| |v| + |dlse|, and twice that where scores are nearly EXTREME
+    square = (tl.load(extremes_ptr + 1) >> 23) + (tl.load(extremes_ptr + 2) >> 23) - 252
+    bound = tl.maximum((square + 1) // 2 + 1, (tl.load(extremes_ptr + 3) >> 23) - 126) + 1
+    return tl.minimum(tl.maximum(bound - 14, 0), 126)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """Return 2^exponent, float32, of an int32 from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -103,6 +158,13 @@ def store_columns(base_ptr, rows, row_mask, values, FIRST: tl.constexpr, WIDTH: 
     ptrs = base_ptr + rows[:, None] + columns[None, :]
     mask = row_mask[:, None] & (columns < NUM_COLUMNS)[None, :]
     tl.store(ptrs, cast(values, base_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def place_of_program(num_tiles, num_columns):
+    """Return the tile, the column of sequences and the group of a program, whose grid is (tiles * columns * G,): other axes end at 65,535."""
+    number = tl.program_id(0)
+    return number % num_tiles, number // num_tiles % num_columns, number // (num_tiles * num_columns)
 
 
 @triton.jit

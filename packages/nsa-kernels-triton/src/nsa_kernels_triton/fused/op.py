@@ -127,15 +127,19 @@ def triton_nsa_attention_backward(
     blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
     dout, q, gates = dout.contiguous(), q.contiguous(), gates.contiguous()
     k_cmp, v_cmp, k_win, v_win = (x.contiguous() for x in (k_cmp, v_cmp, k_win, v_win))
-    deltas, shifts, dgates = interval.branch_deltas(dout, (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win), gates)
+    v_slc = v_slc.contiguous()
+    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
+    deltas, shifts, extremes, dgates = interval.branch_deltas(dout, outs, lses, gates, (v_cmp, v_slc, v_win))
     if ring_for("selected_backward", q, v_cmp) is not None:
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
-    cmp = interval.Operands(dout, deltas[0], None, shifts[0], q, k_cmp, v_cmp, gates, 0, False, sizes, scale, blocks)
-    win = interval.Operands(dout, deltas[2], None, shifts[2], q, k_win, v_win, gates, 2, True, sizes, scale, tokens)
+    cmp = interval.Operands(dout, deltas[0], None, shifts[0], extremes[0], q, k_cmp, v_cmp, gates, 0, False, sizes, scale, blocks)
+    win = interval.Operands(dout, deltas[2], None, shifts[2], extremes[2], q, k_win, v_win, gates, 2, True, sizes, scale, tokens)
     dq, dk_cmp, dv_cmp = interval.backward(cmp)
     dq, dk_win, dv_win = interval.backward(win, dq)
-    dq, dk_slc, dv_slc = selected.backward(dout, deltas[1], shifts[1], q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens)
+    dq, dk_slc, dv_slc = selected.backward(
+        dout, deltas[1], shifts[1], extremes[1], q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens
+    )
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 

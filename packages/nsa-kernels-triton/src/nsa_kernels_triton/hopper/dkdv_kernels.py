@@ -18,8 +18,13 @@ from nsa_kernels_triton.hopper.tiles import (
     barrier,
     find_sequence,
     load_tile,
+    lowered_by,
     mask_of,
+    place_of_program,
+    power_of_two,
     query_rows,
+    restrained,
+    rounded,
     start_next,
     start_scores,
     visible_keys,
@@ -75,18 +80,23 @@ def _seen_rows(
 
 @gluon.jit
 def _seen_weights(
-    scores, shift_smem, gate_smem, row, is_masked, row_last, position, keys, factor,
+    scores, shift_smem, gate_smem, row, middle, full_end, row_last, position, keys, factor,
     HG: gl.constexpr, GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Return the weights (keys, rows), times the gates, of a tile of rows that starts with `row`."""
+    """Return the weights (keys, rows), times the gates, of a tile of rows that starts with `row`.
+
+    The rows middle .. full_end - 1 see all keys; `full_end` is negative where some row of the call has extreme scores.
+    """
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     weights = gl.exp2(scores * factor - shift_smem.load(OF_ROWS)[None, :])
-    if is_masked:
+    if (row < middle) | (row + ROWS > full_end):
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, SCORES))
         t = gl.where(rows < row_last, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
         weights = gl.where((keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :]), weights, 0.0)
+        if full_end < 0:
+            weights = restrained(weights, shift_smem.load(OF_ROWS)[None, :])
     if GATED:
         weights = weights * gate_smem.load(OF_ROWS)[None, :]
     return weights
@@ -95,7 +105,7 @@ def _seen_weights(
 @gluon.jit
 def _multiply(
     half: gl.constexpr, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
-    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end, scale, factor,
+    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end, scale, factor, extreme, lowering,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -136,6 +146,8 @@ def _multiply(
     )
     if num_keys < key0 + HALF:
         middle = row_end
+    # tiles of extreme rows take the way of those that see a part of the keys
+    full_end = gl.where(extreme != 0, -1, full_end)
     # the other half may see rows that this one does not: their tiles pass by
     num_tiles = gl.cdiv(row_end - row_from, ROWS)
     first_tile = (row_first - row_from) // ROWS
@@ -155,12 +167,12 @@ def _multiply(
             dweights = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             row = row_from + tile * ROWS
             weights = _seen_weights(
-                scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+                scores, shift_smem.index(stage), gate_smem.index(stage), row, middle, full_end, row_last, position, keys,
                 factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
             )  # fmt: skip
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
-            dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
+            dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
             dk1 = warpgroup_mma(gl.convert_layout(dscores, LEFT_K1), q1_smem.index(stage), dk1, is_async=True)
             # the next tile's scores are computed behind this one's products
             scores = start_next(tile + 1, end_tile, k1, k1, q1_smem, q1_smem, full, zeros, 0, STAGES, False)
@@ -176,11 +188,11 @@ def _multiply(
         scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
         row = row_from + first_tile * ROWS
         weights = _seen_weights(
-            scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+            scores, shift_smem.index(stage), gate_smem.index(stage), row, middle, full_end, row_last, position, keys,
             factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
         )  # fmt: skip
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
-        dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
+        dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
         dv = warpgroup_mma_wait(0, deps=[dv])
         for tile in range(first_tile + 1, end_tile):
             before = (tile - 1) % STAGES
@@ -195,11 +207,11 @@ def _multiply(
             scores, dweights = warpgroup_mma_wait(PENDING, deps=[scores, dweights])
             row = row_from + tile * ROWS
             weights = _seen_weights(
-                scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+                scores, shift_smem.index(stage), gate_smem.index(stage), row, middle, full_end, row_last, position, keys,
                 factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
             )  # fmt: skip
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
-            dscores = (weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :])).to(dtype)
+            dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
             if K2 > 0:
                 dk1, dk2, dv = warpgroup_mma_wait(0, deps=[dk1, dk2, dv])
             else:
@@ -238,26 +250,25 @@ def _store(
 @CachedLaunch
 @gluon.jit
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dk_ptr, dv_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
+    num_sequences, num_queries, num_keys, num_key_rows, num_tiles, num_splits, num_columns, split_queries, search_steps, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits, sequences or 1, G).
+    """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits * columns * G,).
 
     A tile's keys are shared out to two times four computing warps, by which the same rows pass.
     """
     HG: gl.constexpr = H // G
     HALF: gl.constexpr = KEYS // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    tile = gl.program_id(0) % num_tiles
+    tile, sequence, group = place_of_program(num_tiles * num_splits, num_columns)
     # late splits first: they meet every key, the early ones only some
-    split = gl.num_programs(0) // num_tiles - 1 - gl.program_id(0) // num_tiles
-    sequence = gl.program_id(1)
-    group = gl.program_id(2)
+    split = num_splits - 1 - tile // num_tiles
+    tile = tile % num_tiles
     if PACKED:
         sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
         if sequence >= num_sequences:
@@ -271,6 +282,11 @@ def dkdv_kernel(
         key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
         num_keys = (gl.load(cu_keys_ptr + sequence + 1) - key_row0).to(gl.int32)
     key0 = tile * KEYS
+    extreme = gl.load(extremes_ptr)
+    lowering = 1.0
+    if dtype == gl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        scale *= power_of_two(lowered_by(extremes_ptr))
 
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, max(K2, 16)], dtype)
@@ -323,7 +339,7 @@ def dkdv_kernel(
                 (
                     0, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
-                    position, num_valid, row_from, row_end, scale, factor,
+                    position, num_valid, row_from, row_end, scale, factor, extreme, lowering,
                     G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
                 ),
             ),
@@ -332,7 +348,7 @@ def dkdv_kernel(
                 (
                     1, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
                     dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
-                    position, num_valid, row_from, row_end, scale, factor,
+                    position, num_valid, row_from, row_end, scale, factor, extreme, lowering,
                     G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
                 ),
             ),

@@ -12,7 +12,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.forward_kernels import tile_of
-from nsa_kernels_triton.hopper.tiles import barrier, load_keys, load_tile, mask_of, start_scores, store_tile, visible_keys
+from nsa_kernels_triton.hopper.tiles import (
+    barrier,
+    load_keys,
+    load_tile,
+    lowered_by,
+    mask_of,
+    power_of_two,
+    restrained,
+    rounded,
+    start_scores,
+    store_tile,
+    visible_keys,
+)
+from nsa_kernels_triton.tiles import WIDEST_REFINED
+
+EXTREME_CALL = gl.constexpr(2**30)
+"""More than there are keys."""
 
 
 @gluon.jit
@@ -65,25 +81,34 @@ def _load(
 
 @gluon.jit
 def _dscores(
-    scores, dweights, shift, delta, first, end, key, is_masked, factor,
+    scores, dweights, shift, delta, first, end, key, middle, tail, factor, lowering,
     SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Return dS of a tile of keys that starts with `key`."""
+    """Return dS of a tile of keys that starts with `key`; rows see all of it from `middle` on and below `tail`.
+
+    EXTREME_CALL stands in `middle` as well where some row of the call has extreme scores.
+    """
     weights = gl.exp2(scores * factor - shift[:, None])
-    if is_masked:
+    if (key < middle) | (key >= tail):
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
         is_visible = keys[None, :] < end[:, None]
         if IS_WINDOW:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
         weights = gl.where(is_visible, weights, 0.0)
+        is_masked = (key < middle) | (key >= tail)
+        if middle >= EXTREME_CALL:
+            weights = restrained(weights, shift[:, None])
+            is_masked = (key < middle - EXTREME_CALL) | (key >= tail)
         # as `tiles.refined_delta`, without a gradient of lse
-        delta = gl.where(gl.sum(weights, 1) > 1 - 2**-12, gl.sum(weights * dweights, 1), delta)
-    return (weights * (dweights - delta[:, None])).to(dtype)
+        share = gl.sum(weights, 1)
+        has_all = is_masked & (share > 1 - 2**-12) & (gl.abs(shift) < WIDEST_REFINED)
+        delta = gl.where(has_all, gl.sum(weights * dweights, 1) / share, delta)
+    return rounded(weights * (dweights - delta[:, None]), lowering, dtype)
 
 
 @gluon.jit
 def _multiply(
-    part: gl.constexpr, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+    part: gl.constexpr, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -122,6 +147,7 @@ def _multiply(
         rows = row0 + gl.arange(0, PART, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
+        middle += gl.where(extreme != 0, EXTREME_CALL, 0)
         head0 = q_row0 * H + group * HG
         mbarrier.wait(rows_full.index(place), (number // PLACES) & 1)
         shift = gl.where(t < 0, float("inf"), shift_smem.index(PARTS * place + part).load(OF_ROWS))
@@ -145,8 +171,9 @@ def _multiply(
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 key = start + (tile - used) * KEYS
                 dscores = _dscores(
-                    scores, dweights, shift, delta, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS, dtype
-                )
+                    scores, dweights, shift, delta, first, end, key, middle, tail, factor, lowering,
+                    SCORES, IS_WINDOW, KEYS, dtype,
+                )  # fmt: skip
                 dq1 = warpgroup_mma(gl.convert_layout(dscores, LEFT1), k1_smem.index(stage), dq1, is_async=True)
                 dq1 = warpgroup_mma_wait(0, deps=[dq1])
                 mbarrier.arrive(k_empty.index(stage), count=1)
@@ -168,8 +195,10 @@ def _multiply(
                 first,
                 end,
                 start,
-                (start < middle) | (start >= tail),
+                middle,
+                tail,
                 factor,
+                lowering,
                 SCORES,
                 IS_WINDOW,
                 KEYS,
@@ -191,8 +220,9 @@ def _multiply(
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 key = start + tile * KEYS
                 dscores = _dscores(
-                    scores, dweights, shift, delta, first, end, key, (key < middle) | (key >= tail), factor, SCORES, IS_WINDOW, KEYS, dtype
-                )
+                    scores, dweights, shift, delta, first, end, key, middle, tail, factor, lowering,
+                    SCORES, IS_WINDOW, KEYS, dtype,
+                )  # fmt: skip
                 if K2 > 0:
                     dq1, dq2 = warpgroup_mma_wait(0, deps=[dq1, dq2])
                 else:
@@ -247,7 +277,7 @@ def _place(
 @CachedLaunch
 @gluon.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, num_items, search_steps, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
@@ -261,6 +291,11 @@ def dq_kernel(
     """
     PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    extreme = gl.load(extremes_ptr)
+    lowering = 1.0
+    if dtype == gl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        scale *= power_of_two(lowered_by(extremes_ptr))
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, K1], dtype)
     K2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, max(K2, 16)], dtype)
     V1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, V1], dtype)
@@ -314,21 +349,21 @@ def dq_kernel(
                 (
                     _multiply,
                     (
-                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        2, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        2, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
@@ -349,14 +384,14 @@ def dq_kernel(
                 (
                     _multiply,
                     (
-                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor,
+                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),

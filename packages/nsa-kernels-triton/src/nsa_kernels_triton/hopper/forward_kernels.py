@@ -27,6 +27,7 @@ from nsa_kernels_triton.hopper.tiles import (
     store_tile,
     visible_keys,
 )
+from nsa_kernels_triton.tiles import EXTREME
 
 SAFE_SUM = gl.constexpr(2.0**64)
 """Sums of weights up to this leave room for values of as much, in float32."""
@@ -102,7 +103,7 @@ def _load(
     q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, OPTIMISTIC: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
     """Fetch what the tiles of the program need, and what those need that are to be done again."""
@@ -111,13 +112,12 @@ def _load(
         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
         False, SHARED, NUM_INITIAL, NUM_LOCAL,
     )  # fmt: skip
-    if OPTIMISTIC:
-        first_number, num_again = _tiles_of_second_pass(rings[12], overflows_ptr, num_items, PARTS)
-        _load_tiles(
-            q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_again, early, first_number, loaded,
-            H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-            True, SHARED, NUM_INITIAL, NUM_LOCAL,
-        )  # fmt: skip
+    first_number, num_again = _tiles_of_second_pass(rings[12], overflows_ptr, num_items, PARTS)
+    _load_tiles(
+        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_again, early, first_number, loaded,
+        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+        True, SHARED, NUM_INITIAL, NUM_LOCAL,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -193,12 +193,13 @@ def _chosen(key, own, word, is_early, KEYS: gl.constexpr, NUM_INITIAL: gl.conste
 @gluon.jit
 def _weights(
     scores, shift, first, end, chosen, key, is_masked, is_first, factor,
-    SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, OPTIMISTIC: gl.constexpr, SHARED: gl.constexpr,
+    SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, OPTIMISTIC: gl.constexpr, REDO: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Return the weights of a tile of keys, the rows' new shifts, and what the sums so far are to be multiplied by.
 
     A shift is what a row's scores are lowered by before they become weights: its maximum so far. OPTIMISTIC: the maximum of the
-    first tile in which the row sees a key, which `is_first` may be for some row; the sums so far stay as they are.
+    first tile in which the row sees a key, which `is_first` may be for some row; the sums so far stay as they are. REDO: scores and
+    shifts are without the factor, which multiplies their difference: a score's own rounding may be larger than a weight can bear.
     """
     if is_masked:
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
@@ -211,12 +212,14 @@ def _weights(
         if is_first:
             found = gl.where(shift == float("-inf"), _maxima(scores, chosen, factor, SHARED), shift)
     else:
-        found = gl.maximum(shift, _maxima(scores, chosen, factor, SHARED))
+        found = gl.maximum(shift, _maxima(scores, chosen, 1.0 if REDO else factor, SHARED))
     # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
     lowered = gl.where(found == float("-inf"), 0.0, found)
-    rescale = gl.exp2(shift - lowered)
+    rescale = gl.exp2((shift - lowered) * (factor if REDO else 1.0))
     if SHARED:
         lowered = gl.where(chosen, lowered, float("inf"))
+    if REDO:
+        return gl.exp2((scores - lowered[:, None]) * factor), found, rescale
     return gl.exp2(scores * factor - lowered[:, None]), found, rescale
 
 
@@ -255,14 +258,13 @@ def _attend(
         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
         OPTIMISTIC, False, SHARED, NUM_INITIAL, NUM_LOCAL,
     )  # fmt: skip
-    if OPTIMISTIC:
-        mbarrier.arrive(rings[12].index(0), count=1)
-        first_number, num_again = _tiles_of_second_pass(rings[12], overflows_ptr, num_items, PARTS)
-        _attend_to_tiles(
-            part, rings, places, overflows_ptr, num_again, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
-            H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-            False, True, SHARED, NUM_INITIAL, NUM_LOCAL,
-        )  # fmt: skip
+    mbarrier.arrive(rings[12].index(0), count=1)
+    first_number, num_again = _tiles_of_second_pass(rings[12], overflows_ptr, num_items, PARTS)
+    _attend_to_tiles(
+        part, rings, places, overflows_ptr, num_again, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
+        H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
+        False, True, SHARED, NUM_INITIAL, NUM_LOCAL,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -275,8 +277,8 @@ def _attend_to_tiles(
 ):  # fmt: skip
     """Write out and lse of one part of the rows of the program's tiles. The product with v overlaps with the next keys' softmax.
 
-    OPTIMISTIC: write as well whether a sum of weights became too large. REDO: only rows of which that was so. `first_number` tiles
-    of rows and `used` tiles of keys came before; return how many of keys have come in all.
+    Unless REDO, write as well whether a sum of weights or a shift became too large; REDO: only rows of which that was so. `first_number`
+    tiles of rows and `used` tiles of keys came before; return how many of keys have come in all.
     """
     q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = rings
     HG: gl.constexpr = H // G
@@ -336,7 +338,7 @@ def _attend_to_tiles(
                 chosen = _chosen(key, own, word, is_early, KEYS, NUM_INITIAL, NUM_LOCAL)
             weights, shift, rescale = _weights(
                 scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), True, factor,
-                SCORES, IS_WINDOW, KEYS, OPTIMISTIC, SHARED,
+                SCORES, IS_WINDOW, KEYS, OPTIMISTIC, REDO, SHARED,
             )  # fmt: skip
             sums = _thread_sums(weights, PART, KEYS)
             if OPTIMISTIC:
@@ -362,7 +364,7 @@ def _attend_to_tiles(
                     chosen = _chosen(key, own, word, is_early, KEYS, NUM_INITIAL, NUM_LOCAL)
                 weights, shift, rescale = _weights(
                     scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), is_first, factor,
-                    SCORES, IS_WINDOW, KEYS, OPTIMISTIC, SHARED,
+                    SCORES, IS_WINDOW, KEYS, OPTIMISTIC, REDO, SHARED,
                 )  # fmt: skip
                 if OPTIMISTIC:
                     tops = gl.maximum(tops, _thread_tops(weights, PART, KEYS))
@@ -400,15 +402,19 @@ def _attend_to_tiles(
         head0 = q_row0 * H + group * HG
         sees_any = first < end
         if SHARED:
-            sees_any = sees_any & (row_sum != 0)
+            # no weight is left of extreme scores that were rounded up
+            sees_any = sees_any & ((row_sum != 0) | ((gl.abs(shift) >= EXTREME) & (shift != float("-inf"))))
         # what a row holds that sees nothing may be NaN
         inverse = gl.where(sees_any, 1.0 / divisor, 0.0)
         heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
-        lse = gl.where(sees_any, (shift + gl.log2(gl.where(sees_any, row_sum, 1.0))) * LN2, float("-inf"))
+        if REDO:
+            shift = shift * factor
+        # rounded once
+        lse = gl.where(sees_any, shift * LN2 + gl.log2(gl.where(sees_any, row_sum, 1.0)) * LN2, float("-inf"))
         wanted = rows // HG < num_rows
-        if OPTIMISTIC:
+        if not REDO:
             # NaN is not below; the rows of the past must not know who else is done again
-            is_wrong = sees_any & (((row_sum < SAFE_SUM) & (shift > float("-inf"))) == 0)
+            is_wrong = sees_any & (((row_sum < SAFE_SUM) & (gl.abs(shift) < EXTREME)) == 0)
             lse = gl.where(is_wrong, float("inf"), lse)
             flag = overflows_ptr + part * num_items + item
             gl.store(flag, 0)
@@ -417,7 +423,7 @@ def _attend_to_tiles(
         # outputs leave through the rows' own place
         barrier()
         gl.store(lse_ptr + heads, lse, mask=wanted)
-        if OPTIMISTIC:
+        if not REDO:
             # over the 0 from before the barrier
             gl.store(flag + gl.zeros([PART], gl.int32, OF_ROWS), is_wrong.to(gl.int32), mask=is_wrong)
         out1_smem = _finish(q1, acc1, inverse, V1, PART, ACC1)
@@ -463,8 +469,8 @@ def forward_kernel(
 
     Softmax by running maxima spends a third of its instructions on the maxima and on what a new one asks for. OPTIMISTIC: a row
     keeps the maximum of its first keys, which serves as long as no later score is far above it: outputs are right where a sum of
-    weights stays below `SAFE_SUM`. Of every part of a tile, int32 (PARTS, num_items) at `overflows_ptr` says 1 where one does not;
-    after its last tile a program does such tiles again, by running maxima, and writes those of their rows whose lse stands at
+    weights stays below `SAFE_SUM`. Nor are they where scores are EXTREME. Of every part of a tile, int32 (PARTS, num_items) at
+    `overflows_ptr` says 1 where some row is wrong; after its last tile a program does such tiles again, by running maxima, and writes those of their rows whose lse stands at
     +inf: what a row holds never depends on the others.
 
     SHARED: tiles of keys are selection blocks. Rows at positions below `early` see all of those that they chose: the bits of int64
@@ -545,7 +551,7 @@ def forward_kernel(
                     (
                         q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
                         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
             ],
@@ -576,7 +582,7 @@ def forward_kernel(
                     (
                         q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
                         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
-                        OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
+                        SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
                 ),
             ],

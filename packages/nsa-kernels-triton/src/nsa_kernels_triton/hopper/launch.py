@@ -76,6 +76,7 @@ def interval_dq(
     dout: Tensor,
     shift: Tensor,
     delta: Tensor,
+    extremes: Tensor,
     gates: Tensor | None,
     dq: Tensor,
     scale: float,
@@ -90,7 +91,7 @@ def interval_dq(
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     kernels.dq_kernel[(min(num_items, num_multiprocessors(q)),)](
-        q, k, v, dout, shift, delta, _gate(gates, constants["GATE"], delta), dq,
+        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dq,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
         scale, score_factor(q, scale),
@@ -102,13 +103,14 @@ def interval_dq(
 
 
 def interval_dkdv(
-    grid: tuple[int, int, int],
+    grid: tuple[int],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dout: Tensor,
     shift: Tensor,
     delta: Tensor,
+    extremes: Tensor,
     gates: Tensor | None,
     dk: Tensor,
     dv: Tensor,
@@ -120,7 +122,7 @@ def interval_dkdv(
     from nsa_kernels_triton.hopper import dkdv_kernels as kernels
 
     kernels.dkdv_kernel[grid](
-        q, k, v, dout, shift, delta, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
+        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
         **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
         **_ring_constants(ring), **options_of_one(ring),
@@ -172,6 +174,7 @@ def selected_backward(
     dout: Tensor,
     shift: Tensor,
     delta: Tensor,
+    extremes: Tensor,
     gates: Tensor | None,
     rest: tuple[Any, ...],
     constants: dict[str, Any],
@@ -185,7 +188,7 @@ def selected_backward(
     is_wide = sizes["K2"] > 0
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     kernel[(num_items,)](
-        q, k, v, dout, shift, delta, _gate(gates, constants["GATE"], delta), *rest,
+        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), *rest,
         **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_ring_constants(ring),
         **(options_of_one(ring) if is_wide else _options(ring)),
     )  # fmt: skip

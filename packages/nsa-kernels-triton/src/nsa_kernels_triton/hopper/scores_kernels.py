@@ -10,9 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.tiles import (
-    LOG2E,
     barrier,
     bits_of,
+    cut,
     exchange_lanes,
     float_of,
     hand_over,
@@ -20,8 +20,10 @@ from nsa_kernels_triton.hopper.tiles import (
     mask_of,
     place_of,
     start_scores,
+    shift_of,
     visible_keys,
 )
+from nsa_kernels_triton.tiles import EXTREME
 
 
 @gluon.jit
@@ -164,18 +166,23 @@ def _sum_heads(values):
 
 @gluon.jit
 def _store(
-    scores, shift, ends, reached, block, is_masked, scores_ptr, first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
+    scores, shift, ends, reached, block, tail, scores_ptr, first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
     G: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
     PART: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Write the importance of a tile's blocks. `reached` holds what the tile before gives to the first one; return that of this tile."""
+    """Write the importance of a tile's blocks. `reached` holds what the tile before gives to the first one; return that of this tile.
+
+    Every query sees all keys of the blocks up to `tail`, which is negative where some row's scores are extreme.
+    """
     BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
     exponents = scores * factor - shift[:, None]
-    if is_masked:
+    if block > tail:
         columns = gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
         in_order = _key_order(columns, PADDED_STRIDES)
         stride = in_order % PADDED_STRIDES
         keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
+        # weights of extreme rows are at most 1
+        exponents = cut(exponents, gl.where(gl.abs(shift) < EXTREME, float("inf"), 0.0)[:, None])
         exponents = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), exponents, float("-inf"))
     # behind the masks, so that the assembler can sum some weights while others are computed
     weights = gl.exp2(exponents)
@@ -258,11 +265,14 @@ def _score(
             exists = (queries <= last_query) & (rows % HEADS < HG)
             heads = (q_row0 + queries) * H + group * HG + rows % HEADS
             lse = gl.load(lse_ptr + heads, mask=exists, other=float("-inf"))
-            shift = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            shift = shift_of(lse, False)
+            size = gl.abs(shift)
+            extreme = gl.max(((size >= EXTREME) & (size < float("inf"))).to(gl.int32), 0)
             _first, ends = visible_keys(gl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
             # the first query sees all keys of the blocks before `tail`, and so does every other
             _first, full_end = visible_keys(position + query0, False, SIZE, STRIDE, 1)
             tail = full_end // STRIDES - BLOCKS if STRIDES == PADDED_STRIDES else -1
+            tail = gl.where(extreme != 0, -1, tail)
             zeros = gl.zeros([PART, KEYS], gl.float32, SCORES)
             num_key_tiles = gl.cdiv(scored_blocks, BLOCKS)
             mbarrier.wait(q_full.index(0), number & 1)
@@ -285,7 +295,7 @@ def _score(
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 block = tile * BLOCKS
                 reached = _store(
-                    scores, shift, ends, reached, block, block > tail, scores_ptr,
+                    scores, shift, ends, reached, block, tail, scores_ptr,
                     first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
                     G, STRIDES, PADDED_STRIDES, REACH, PART, KEYS, WIDTH, COLUMNS, SCORES, PLACES,
                 )  # fmt: skip

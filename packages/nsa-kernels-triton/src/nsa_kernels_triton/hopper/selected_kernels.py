@@ -17,7 +17,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
-from nsa_kernels_triton.hopper.tiles import LN2, barrier, hand_over, load_tile, mask_of, start_next, start_scores
+from nsa_kernels_triton.hopper.tiles import (
+    LN2,
+    barrier,
+    coarser,
+    hand_over,
+    load_tile,
+    lowered_by,
+    mask_of,
+    power_of_two,
+    restrained,
+    rounded,
+    start_next,
+    start_scores,
+)
+
+EXTREME_CALL = gl.constexpr(2)
+"""Added to what says whether an item is masked."""
 
 
 @gluon.jit
@@ -111,15 +127,20 @@ def gather(
 
 @gluon.jit
 def weights_of(
-    scores, zeros, dout, v_smem, shift_smem, gate_smem, own_smem, keys, is_masked, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
+    scores, zeros, dout, v_smem, shift_smem, gate_smem, own_smem, keys, masks, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Return a tile's weights, times the gates, and their gradients, whose product is under way."""
+    """Return a tile's weights, times the gates, and their gradients, whose product is under way.
+
+    `masks`: 0 where all queries see all keys and no row of the call has extreme scores, EXTREME_CALL or more where one has.
+    """
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     scores = warpgroup_mma_wait(0, deps=[scores])
     dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     weights = gl.exp2(scores * factor - shift_smem.load(OF_ROWS)[None, :])
-    if is_masked:
+    if masks != 0:
         weights = gl.where(keys[:, None] <= own_smem.load(OF_ROWS)[None, :], weights, 0.0)
+        if masks >= EXTREME_CALL:
+            weights = restrained(weights, shift_smem.load(OF_ROWS)[None, :])
     if GATED:
         weights = weights * gate_smem.load(OF_ROWS)[None, :]
     return weights, dweights
@@ -128,7 +149,8 @@ def weights_of(
 @gluon.jit
 def _multiply(
     k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
-    full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, masks, scale, factor,
+    lowering, dk_scale,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -149,12 +171,12 @@ def _multiply(
         dout = dout_smem.index(stage)
         weights, dweights = weights_of(
             scores, zeros, dout, v_smem, shift_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
-            keys, is_masked, factor, GATED, SCORES,
+            keys, masks, factor, GATED, SCORES,
         )  # fmt: skip
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC_V, 2)), dout, dv, is_async=True)
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
         dweights = warpgroup_mma_wait(1, deps=[dweights])
-        dscores = (weights * (dweights - delta[None, :])).to(dtype)
+        dscores = rounded(weights * (dweights - delta[None, :]), lowering, dtype)
         ds_smem.store(dscores)
         dk = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_K, 2)), q, dk, is_async=True)
         fence_async_shared()
@@ -171,7 +193,7 @@ def _multiply(
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk * scale, G, D_K, 0, K1, KEYS, ACC_K)
+    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk * dk_scale, G, D_K, 0, K1, KEYS, ACC_K)
     add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, 0, V1, KEYS, ACC_V)
 
 
@@ -214,7 +236,7 @@ def add_or_store(
 @CachedLaunch
 @gluon.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
@@ -251,6 +273,12 @@ def backward_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
 
+    masks = is_masked.to(gl.int32) + gl.load(extremes_ptr) * EXTREME_CALL
+    lowering = 1.0
+    dk_scale = scale
+    if dtype == gl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        dk_scale *= power_of_two(lowered_by(extremes_ptr))
     num_keys = last_key + 1 - key_row0
     key_place = key_row0.to(gl.int64) * G + group
     load_tile(k_ptr + key_place * D_K, k_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
@@ -270,7 +298,7 @@ def backward_kernel(
                 (
                     k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
                     full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
+                    key_row0, last_key, group, place, num_item_rows, masks, scale, factor, lowering, dk_scale,
                     G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
                 ),
             ),
@@ -363,7 +391,7 @@ def _gather_queries(
 @gluon.jit
 def _attend(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
-    out_ptr, lse_ptr, key_row0, last_key, num_rows, is_masked, factor,
+    out_ptr, lse_ptr, key_row0, last_key, num_rows, is_masked, factor, coarse_factor,
     G: gl.constexpr, HG: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -390,10 +418,11 @@ def _attend(
         visible = scores
         if is_masked:
             visible = gl.where((keys[None, :] <= own[:, None]) & (keys <= last_key)[None, :], scores, float("-inf"))
-        row_max = gl.max(visible, 1) * factor
+        row_max = gl.max(visible, 1)
         # rows that do not exist see nothing
         row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-        weights = gl.exp2(visible * factor - row_max[:, None])
+        row_factor = coarser(row_max * factor, factor, coarse_factor)
+        weights = gl.exp2(visible * row_factor[:, None] - (row_max * row_factor)[:, None])
         row_sum = gl.sum(weights, 1)
         left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
         acc1 = warpgroup_mma(left, v_smem.index(0), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
@@ -411,7 +440,7 @@ def _attend(
         total = gl.where(row_sum > 0, row_sum, 1.0)
         rows = tile * ROWS + gl.arange(0, ROWS, OF_ROWS)
         target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
-        gl.store(lse_ptr + target, (row_max + gl.log2(total)) * LN2, mask=rows < num_rows)
+        gl.store(lse_ptr + target, row_max * factor * LN2 + gl.log2(total) * LN2, mask=rows < num_rows)
         inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC))
         rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PIECES))
         target_t = (entry_t // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry_t % SLOTS_TOTAL) * HG + rows_t % HG
@@ -433,7 +462,7 @@ def _attend(
 @gluon.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_lse_ptr, items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr,
-    first_row, num_rows, num_pieces, factor,
+    first_row, num_rows, num_pieces, factor, coarse_factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -480,7 +509,7 @@ def forward_kernel(
                 (
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, own_smem, entry_smem, full, empty, keys_full,
                     out_ptr + group * (SLOTS_TOTAL * HG * D_V), part_lse_ptr + group * (SLOTS_TOTAL * HG),
-                    key_row0, last_key, num_item_rows, is_masked, factor,
+                    key_row0, last_key, num_item_rows, is_masked, factor, coarse_factor,
                     G, HG, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
                 ),
             ),

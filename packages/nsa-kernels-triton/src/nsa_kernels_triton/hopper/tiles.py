@@ -14,6 +14,21 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 find_sequence = gluon.jit(tiles.find_sequence.fn)
 query_rows = gluon.jit(tiles.query_rows.fn)
 visible_keys = gluon.jit(tiles.visible_keys.fn)
+place_of_program = gluon.jit(tiles.place_of_program.fn)
+coarser = gluon.jit(tiles.coarser.fn)
+shift_of = gluon.jit(tiles.shift_of.fn)
+restrained = gluon.jit(tiles.restrained.fn)
+cut = gluon.jit(tiles.cut.fn)
+lowered_by = gluon.jit(tiles.lowered_by.fn)
+power_of_two = gluon.jit(tiles.power_of_two.fn)
+
+
+@gluon.jit
+def rounded(dscores, lowering, dtype: gl.constexpr):
+    """Return dS in `dtype`; what float16 cannot hold is `lowering` times as large."""
+    if dtype == gl.float16:
+        dscores = dscores * lowering
+    return dscores.to(dtype)
 
 
 @gluon.jit

@@ -15,14 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
-from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, store_parts, weights_of
-from nsa_kernels_triton.hopper.tiles import barrier, load_tile, start_next
+from nsa_kernels_triton.hopper.selected_kernels import EXTREME_CALL, add_or_store, gather, load_item, store_parts, weights_of
+from nsa_kernels_triton.hopper.tiles import barrier, load_tile, lowered_by, power_of_two, rounded, start_next
 
 
 @gluon.jit
 def _multiply_values(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
-    full, empty, dq_ptr, dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    full, empty, dq_ptr, dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, masks, scale, factor,
+    lowering,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -47,7 +48,7 @@ def _multiply_values(
             gate_smem.index(stage),
             own_smem.index(stage),
             keys,
-            is_masked,
+            masks,
             factor,
             GATED,
             SCORES,
@@ -55,7 +56,7 @@ def _multiply_values(
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2)), dout, dv, is_async=True)
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
         dweights = warpgroup_mma_wait(1, deps=[dweights])
-        ds_smem.store((weights * (dweights - delta[None, :])).to(dtype))
+        ds_smem.store(rounded(weights * (dweights - delta[None, :]), lowering, dtype))
         fence_async_shared()
         barrier()
         dq = warpgroup_mma(k1_smem.permute((1, 0)), ds_smem, gl.zeros([K1, ROWS], gl.float32, SCORES), use_acc=False, is_async=True)
@@ -73,7 +74,8 @@ def _multiply_values(
 @gluon.jit
 def _multiply_keys(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
-    full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, masks, scale, factor,
+    lowering, dk_scale,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -92,11 +94,11 @@ def _multiply_keys(
         stage = tile % STAGES
         weights, dweights = weights_of(
             scores, zeros, dout_smem.index(stage), v_smem, shift_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
-            keys, is_masked, factor, GATED, SCORES,
+            keys, masks, factor, GATED, SCORES,
         )  # fmt: skip
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
         dweights = warpgroup_mma_wait(0, deps=[dweights])
-        dscores = (weights * (dweights - delta[None, :])).to(dtype)
+        dscores = rounded(weights * (dweights - delta[None, :]), lowering, dtype)
         dk1 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_1, 2)), q1_smem.index(stage), dk1, is_async=True)
         dk2 = warpgroup_mma(gl.convert_layout(dscores, gl.DotOperandLayout(0, ACC_2, 2)), q2_smem.index(stage), dk2, is_async=True)
         ds_smem.store(dscores)
@@ -111,14 +113,14 @@ def _multiply_keys(
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * scale, G, D_K, 0, K1, KEYS, ACC_1)
-    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk2 * scale, G, D_K, K1, K2, KEYS, ACC_2)
+    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * dk_scale, G, D_K, 0, K1, KEYS, ACC_1)
+    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk2 * dk_scale, G, D_K, K1, K2, KEYS, ACC_2)
 
 
 @CachedLaunch
 @gluon.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -161,6 +163,12 @@ def backward_kernel(
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=2)
 
+    masks = is_masked.to(gl.int32) + gl.load(extremes_ptr) * EXTREME_CALL
+    lowering = 1.0
+    dk_scale = scale
+    if dtype == gl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        dk_scale *= power_of_two(lowered_by(extremes_ptr))
     num_keys = last_key + 1 - key_row0
     key_place = key_row0.to(gl.int64) * G + group
     load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
@@ -182,7 +190,7 @@ def backward_kernel(
                 (
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(0), dq2_smem, full, empty, dq_ptr, dk_ptr, dk_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
+                    key_row0, last_key, group, place, num_item_rows, masks, scale, factor, lowering, dk_scale,
                     G, HG, D_K, K1, K2, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
                 ),
             ),
@@ -191,7 +199,7 @@ def backward_kernel(
                 (
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(1), dq1_smem, full, empty, dq_ptr, dv_ptr, dv_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor,
+                    key_row0, last_key, group, place, num_item_rows, masks, scale, factor, lowering,
                     G, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
                 ),
             ),

@@ -9,14 +9,20 @@ import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
+    EXTREME,
     cast,
+    coarser,
     dot,
     exponential,
     find_sequence,
     load_columns,
     log_sum,
+    lowered_by,
+    place_of_program,
+    power_of_two,
     query_rows,
     refined_delta,
+    restrained,
     shift_of,
     store_columns,
     visible_keys,
@@ -50,32 +56,32 @@ def _products(a1, a2, b1, b2, SECOND: tl.constexpr):
 
 @triton.jit
 def _forward_step(
-    acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, start, first, end, last_end, factor,
+    acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, start, first, end, last_end, factor, coarse_factor,
     G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys start .. start + BLOCK_KEYS - 1 into the running softmax."""
+    """Fold the keys start .. start + BLOCK_KEYS - 1 into the running softmax; `row_max` is the largest product, without the factor."""
     keys = start + tl.arange(0, BLOCK_KEYS)
     key_mask = keys < last_end
     rows = (k_row0 + keys) * G + group
     k1, k2 = _load_tile(k_ptr, rows, key_mask, D_K, K1, K2, MASK != NONE)
-    scores = _products(q1, q2, k1, k2, K2)
+    products = _products(q1, q2, k1, k2, K2)
+    is_visible = keys[None, :] < end[:, None]
+    visible = products
     if MASK != NONE:
-        is_visible = keys[None, :] < end[:, None]
         if MASK == BOTH_ENDS:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
-        # scaled before it is masked: 0 * -inf would be NaN
-        scores = tl.where(is_visible, scores * factor, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = exponential(scores - shift[:, None], EXACT)
-    else:
-        # factor >= 0, so the largest product makes the largest score
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-        shift = new_max
-        weights = exponential(scores * factor - shift[:, None], EXACT)
-    rescale = exponential(row_max - shift, EXACT)
+        visible = tl.where(is_visible, products, float("-inf"))
+    # factor >= 0, so the largest product makes the largest score
+    new_max = tl.maximum(row_max, tl.max(visible, 1))
+    # a row that has seen nothing yet is lowered by 0
+    largest = tl.where(new_max == float("-inf"), 0.0, new_max)
+    row_factor = coarser(largest * factor, factor, coarse_factor)
+    weights = exponential(products * row_factor[:, None] - (largest * row_factor)[:, None], EXACT)
+    if MASK != NONE:
+        # masked after it is scaled: 0 * -inf would be NaN
+        weights = tl.where(is_visible, weights, 0.0)
+    rescale = tl.where(row_max == float("-inf"), 0.0, exponential((row_max - largest) * row_factor, EXACT))
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     v1, v2 = _load_tile(v_ptr, rows, key_mask, D_V, V1, V2, MASK != NONE)
     acc1 = dot(cast(weights, v1.dtype), v1, acc1 * rescale[:, None])
@@ -103,17 +109,16 @@ def _key_loops(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, exact_ptr, lse_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, search_steps, factor,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, factor, coarse_factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of one tile of rows; grid (tiles, sequences or 1, G). The longest rows come first."""
+    """Write out and lse of one tile of rows; grid (tiles * columns * G,), a column being a sequence, or all packed ones. The longest rows come first."""
     HG: tl.constexpr = H // G
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    sequence = tl.program_id(1)
-    group = tl.program_id(2)
+    tile, sequence, group = place_of_program(num_tiles, num_columns)
+    tile = num_tiles - 1 - tile
     if PACKED:
         sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
         if sequence >= num_sequences:
@@ -145,17 +150,17 @@ def forward_kernel(
     if IS_WINDOW:
         for key in tl.range(start, middle, BLOCK_KEYS):
             acc1, acc2, row_max, row_sum = _forward_step(
-                acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor,
+                acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor, coarse_factor,
                 G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
             )  # fmt: skip
     for key in tl.range(middle, tail, BLOCK_KEYS):
         acc1, acc2, row_max, row_sum = _forward_step(
-            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor,
+            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor, coarse_factor,
             G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, NONE,
         )  # fmt: skip
     for key in tl.range(tail, last_end, BLOCK_KEYS):
         acc1, acc2, row_max, row_sum = _forward_step(
-            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor,
+            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor, coarse_factor,
             G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
         )  # fmt: skip
     sees_any = first < end
@@ -170,17 +175,20 @@ def forward_kernel(
         store_columns(out_ptr, heads * D_V, exists, acc2, V1, V2, D_V)
         if exact_ptr is not None:
             store_columns(exact_ptr, heads * D_V, exists, acc2, V1, V2, D_V)
-    lse = log_sum(row_max, tl.where(sees_any, row_sum, 1.0), EXACT)
+    lse = log_sum(row_max * factor, tl.where(sees_any, row_sum, 1.0), EXACT)
     tl.store(lse_ptr + heads, tl.where(sees_any, lse, float("-inf")), mask=exists)
 
 
 @triton.jit
 def _dq_step(
-    acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, start, first, end, last_end, factor,
+    acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, start, first, end, last_end, factor, ends_from, lowering,
     G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Add dS @ k of the keys start .. start + BLOCK_KEYS - 1; the scale is applied to the sum."""
+    """Add dS @ k of the keys start .. start + BLOCK_KEYS - 1, dS times `lowering`; the scale is applied to the sum.
+
+    A masked tile may hold extreme rows, and from `ends_from` on it is one that some row sees a part of.
+    """
     keys = start + tl.arange(0, BLOCK_KEYS)
     key_mask = keys < last_end
     rows = (k_row0 + keys) * G + group
@@ -193,9 +201,12 @@ def _dq_step(
         is_visible = keys[None, :] < end[:, None]
         if MASK == BOTH_ENDS:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
-        weights = tl.where(is_visible, weights, 0.0)
-        delta = refined_delta(weights, dweights, delta, dlse, EXACT)
-    dscores = cast(weights * (dweights - delta[:, None]), k1.dtype)
+        weights = tl.where(is_visible, restrained(weights, shift[:, None]), 0.0)
+        delta = refined_delta(weights, dweights, delta, dlse, shift, start >= ends_from, EXACT)
+    dscores = weights * (dweights - delta[:, None])
+    if k1.dtype == tl.float16:
+        dscores *= lowering
+    dscores = cast(dscores, k1.dtype)
     acc1 = dot(dscores, k1, acc1)
     if K2 > 0:
         acc2 = dot(dscores, k2, acc2)
@@ -205,9 +216,9 @@ def _dq_step(
 @CachedLaunch
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dlse_ptr, gates_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, dlse_ptr, gates_ptr, dq_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, search_steps, scale, factor,
+    num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, scale, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
@@ -219,9 +230,13 @@ def dq_kernel(
     GATE >= 0: the branch's output was scaled by gates[..., GATE]. ADD: dQ is added to what stands there.
     """
     HG: tl.constexpr = H // G
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    sequence = tl.program_id(1)
-    group = tl.program_id(2)
+    tile, sequence, group = place_of_program(num_tiles, num_columns)
+    tile = num_tiles - 1 - tile
+    is_extreme = tl.load(extremes_ptr) != 0
+    lowering = 1.0
+    if q_ptr.dtype.element_ty == tl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        scale *= power_of_two(lowered_by(extremes_ptr))
     if PACKED:
         sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
         if sequence >= num_sequences:
@@ -264,17 +279,19 @@ def dq_kernel(
         for key in tl.range(start, middle, BLOCK_KEYS):
             acc1, acc2 = _dq_step(
                 acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
-                factor, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
+                factor, start, lowering, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
             )  # fmt: skip
-    for key in tl.range(middle, tail, BLOCK_KEYS):
+    # tiles of extreme rows take the way of those that some row sees a part of
+    unmasked_end = tl.where(is_extreme, middle, tail)
+    for key in tl.range(middle, unmasked_end, BLOCK_KEYS):
         acc1, acc2 = _dq_step(
             acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
-            factor, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, NONE,
+            factor, tail, lowering, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, NONE,
         )  # fmt: skip
-    for key in tl.range(tail, last_end, BLOCK_KEYS):
+    for key in tl.range(unmasked_end, last_end, BLOCK_KEYS):
         acc1, acc2 = _dq_step(
             acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
-            factor, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
+            factor, tail, lowering, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
         )  # fmt: skip
     # what a row holds that does not count may be NaN
     counts = (t >= 0)[:, None]
@@ -292,7 +309,7 @@ def dq_kernel(
 @triton.jit
 def _dkdv_step(
     dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, position, row, last_row,
-    keys, factor, H: tl.constexpr, HG: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    keys, factor, lowering, H: tl.constexpr, HG: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
@@ -328,7 +345,8 @@ def _dkdv_step(
     if MASK != NONE:
         first, end = visible_keys(tl.where(exists, position + rows // HG, -1), IS_WINDOW, SIZE, STRIDE, WINDOW)
         is_visible = (keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :])
-        weights = tl.where(is_visible, weights, 0.0)
+        # such a tile may hold extreme rows
+        weights = tl.where(is_visible, restrained(weights, shift[None, :]), 0.0)
     dout1 = load_columns(dout_ptr, heads * D_V, exists, 0, V1, D_V, MASK != NONE)
     dweights = dot(v1, tl.trans(dout1), tl.zeros([k1.shape[0], BLOCK_ROWS], tl.float32))
     dout2 = dout1
@@ -344,6 +362,8 @@ def _dkdv_step(
     if MASK != NONE:
         # the end of a store may be NaN
         dscores = tl.where(is_visible, dscores, 0.0)
+    if q1.dtype == tl.float16:
+        dscores *= lowering
     dscores = cast(dscores, q1.dtype)
     dk1 = dot(dscores, q1, dk1)
     if K2 > 0:
@@ -354,25 +374,24 @@ def _dkdv_step(
 @CachedLaunch
 @triton.jit
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gates_ptr, dk_ptr, dv_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_key_rows, num_tiles, split_queries, search_steps, scale, factor,
+    num_sequences, num_queries, num_keys, num_key_rows, num_tiles, num_splits, num_columns, split_queries, search_steps, scale, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV that the queries of one split give to one tile of keys; grid (tiles * splits, sequences or 1, G).
+    """Write dK and dV that the queries of one split give to one tile of keys; grid (tiles * splits * columns * G,).
 
     Splits are cut from the sequence's start, `split_queries` each; split s writes row s * num_key_rows + key row, so that
     their sum has one order. A split without a query writes zeros.
     """
     HG: tl.constexpr = H // G
-    tile = tl.program_id(0) % num_tiles
+    tile, sequence, group = place_of_program(num_tiles * num_splits, num_columns)
     # late splits first: they meet every key, the early ones only some
-    split = tl.num_programs(0) // num_tiles - 1 - tl.program_id(0) // num_tiles
-    sequence = tl.program_id(1)
-    group = tl.program_id(2)
+    split = num_splits - 1 - tile // num_tiles
+    tile = tile % num_tiles
     if PACKED:
         sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
         if sequence >= num_sequences:
@@ -423,6 +442,12 @@ def dkdv_kernel(
     dk2 = tl.zeros([BLOCK_KEYS, K2 if K2 > 0 else 16], tl.float32)
     dv1 = tl.zeros([BLOCK_KEYS, V1], tl.float32)
     dv2 = tl.zeros([BLOCK_KEYS, V2 if V2 > 0 else 16], tl.float32)
+    # tiles of extreme rows take the way of those that see a part of the keys
+    tail = tl.where(tl.load(extremes_ptr) != 0, middle, tail)
+    lowering = 1.0
+    if q_ptr.dtype.element_ty == tl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        scale *= power_of_two(lowered_by(extremes_ptr))
     head0 = q_row0 * H + group * HG
     q_ptr += head0 * D_K
     dout_ptr += head0 * D_V
@@ -433,17 +458,17 @@ def dkdv_kernel(
     for row in tl.range(row_from, middle, BLOCK_ROWS):
         dk1, dk2, dv1, dv2 = _dkdv_step(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, position, row, row_end,
-            keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, BOTH_ENDS,
+            keys, factor, lowering, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, BOTH_ENDS,
         )  # fmt: skip
     for row in tl.range(middle, tail, BLOCK_ROWS):
         dk1, dk2, dv1, dv2 = _dkdv_step(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, position, row, row_end,
-            keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, NONE,
+            keys, factor, lowering, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, NONE,
         )  # fmt: skip
     for row in tl.range(tail, row_end, BLOCK_ROWS):
         dk1, dk2, dv1, dv2 = _dkdv_step(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, q_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, position, row, row_end,
-            keys, factor, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, BOTH_ENDS,
+            keys, factor, lowering, H, HG, D_K, D_V, K1, K2, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, GATE, BLOCK_ROWS, EXACT, BOTH_ENDS,
         )  # fmt: skip
     rows += split.to(tl.int64) * num_key_rows * G
     store_columns(dk_ptr, rows * D_K, key_mask, dk1 * scale, 0, K1, D_K)
@@ -457,52 +482,95 @@ def dkdv_kernel(
 @CachedLaunch
 @triton.jit
 def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, shift_ptr, num_rows,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write of each (query, head), float32, delta = dO . O - dlse, what the softmax's gradient subtracts, and its scores' `shift_of`."""
+    """Write of each (query, head), float32, delta = dO . O - dlse, what the softmax's gradient subtracts, and its scores' `shift_of`.
+
+    A row whose dO and dlse are 0 counts as one that sees nothing. What is extreme goes to `extremes_ptr`, int32 (4,).
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
-    out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    delta = tl.sum(out * dout, 1)
+    dlse = tl.zeros([BLOCK_ROWS], tl.float32)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + rows, mask=exists, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + rows, delta, mask=exists)
-    tl.store(shift_ptr + rows, shift_of(tl.load(lse_ptr + rows, mask=exists, other=0.0), EXACT), mask=exists)
+        dlse = tl.load(dlse_ptr + rows, mask=exists, other=0.0).to(tl.float32)
+    # a sum, for a maximum may hide NaN
+    has_gradient = (tl.sum(tl.abs(dout), 1) != 0) | (dlse != 0)
+    _store_delta(out_ptr, lse_ptr, dout, dlse, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
+    if dout_ptr.dtype.element_ty == tl.float16:
+        note_largest(extremes_ptr + 1, tl.sum(dout * dout, 1))
+        note_largest(extremes_ptr + 3, tl.abs(dlse))
 
 
 @CachedLaunch
 @triton.jit
 def branch_deltas_kernel(
-    cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, dout_ptr, deltas_ptr, shifts_ptr, dgates_ptr, num_rows,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, dout_ptr, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr,
+    num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3).
 
-    And what their scores are to be lowered by, float32 (3, rows).
+    And what their scores are to be lowered by, float32 (3, rows), and what is extreme, int32 (3, 4); see `delta_kernel`.
     """
+    HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
     dout = load_columns(dout_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    _store_branch(cmp_ptr, cmp_lse_ptr, dout, deltas_ptr, shifts_ptr, dgates_ptr, rows, exists, D_V, WIDTH, EXACT)
+    _store_branch(
+        cmp_ptr, cmp_lse_ptr, dout, gates_ptr, deltas_ptr, shifts_ptr, extremes_ptr, dgates_ptr, rows, exists, D_V, WIDTH, EXACT, HALF
+    )  # fmt: skip
     deltas_ptr += num_rows
     shifts_ptr += num_rows
-    _store_branch(slc_ptr, slc_lse_ptr, dout, deltas_ptr, shifts_ptr, dgates_ptr + 1, rows, exists, D_V, WIDTH, EXACT)
+    _store_branch(
+        slc_ptr, slc_lse_ptr, dout, gates_ptr + 1, deltas_ptr, shifts_ptr, extremes_ptr + 4, dgates_ptr + 1, rows, exists, D_V, WIDTH, EXACT, HALF
+    )  # fmt: skip
     deltas_ptr += num_rows
     shifts_ptr += num_rows
-    _store_branch(win_ptr, win_lse_ptr, dout, deltas_ptr, shifts_ptr, dgates_ptr + 2, rows, exists, D_V, WIDTH, EXACT)
+    _store_branch(
+        win_ptr, win_lse_ptr, dout, gates_ptr + 2, deltas_ptr, shifts_ptr, extremes_ptr + 8, dgates_ptr + 2, rows, exists, D_V, WIDTH, EXACT, HALF
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_branch(
-    out_ptr, lse_ptr, dout, delta_ptr, shift_ptr, dgate_ptr, rows, exists, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr
-):
-    out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
-    delta = tl.sum(out * dout, 1)
-    tl.store(delta_ptr + rows, delta, mask=exists)
+    out_ptr, lse_ptr, dout, gate_ptr, delta_ptr, shift_ptr, extremes_ptr, dgate_ptr, rows, exists,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Write what `branch_deltas_kernel` writes of one branch."""
+    has_gradient = tl.sum(tl.abs(dout), 1) != 0
+    delta = _store_delta(out_ptr, lse_ptr, dout, 0.0, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
     tl.store(dgate_ptr + 3 * rows, cast(delta, dgate_ptr.dtype.element_ty), mask=exists)
-    tl.store(shift_ptr + rows, shift_of(tl.load(lse_ptr + rows, mask=exists, other=0.0), EXACT), mask=exists)
+    if HALF:
+        gate = tl.load(gate_ptr + 3 * rows, mask=exists, other=0.0).to(tl.float32)
+        note_largest(extremes_ptr + 1, tl.sum(dout * dout, 1) * tl.maximum(gate * gate, 1.0))
+
+
+@triton.jit
+def _store_delta(
+    out_ptr, lse_ptr, dout, dlse, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Write delta, what scores are to be lowered by, and whether a row's weights are to be restrained; return delta."""
+    out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
+    delta = tl.where(has_gradient, tl.sum(out * dout, 1) - dlse, 0.0)
+    tl.store(delta_ptr + rows, delta, mask=exists)
+    lse = tl.load(lse_ptr + rows, mask=exists, other=float("-inf"))
+    shift = shift_of(lse, EXACT)
+    tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
+    # NaN is not below
+    is_extreme = (lse != float("-inf")) & ((tl.abs(shift) < EXTREME) == 0)
+    tl.store(extremes_ptr, 1, mask=tl.max(is_extreme.to(tl.int32), 0) > 0)
+    return delta
+
+
+@triton.jit
+def note_largest(extreme_ptr, numbers):
+    """Raise the int32 at a pointer to the bits of the largest of `numbers`, which are at least 0; what is not finite does not count."""
+    bits = tl.where(numbers < float("inf"), numbers, 0.0).to(tl.int32, bitcast=True)
+    largest = tl.max(bits, 0)
+    # most programs need not write
+    tl.atomic_max(extreme_ptr, largest, mask=largest > tl.load(extreme_ptr), sem="relaxed")
 
 
 @CachedLaunch
@@ -523,3 +591,12 @@ def _add_splits(splits_ptr, sum_ptr, num_columns, splits, BLOCK: tl.constexpr):
     for split in tl.range(0, splits):
         total += tl.load(splits_ptr + wide(split) * num_columns + columns, mask=exists, other=0.0)
     tl.store(sum_ptr + columns, cast(total, sum_ptr.dtype.element_ty), mask=exists)
+
+
+@CachedLaunch
+@triton.jit
+def value_sizes_kernel(v_ptr, extremes_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Note the largest square of the size of a row of values at `extremes_ptr` + 2: float16 holds dS if it is lowered by enough."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    v = load_columns(v_ptr, rows * D_V, rows < num_rows, 0, WIDTH, D_V, True).to(tl.float32)
+    note_largest(extremes_ptr + 2, tl.sum(v * v, 1))

@@ -13,11 +13,13 @@ from nsa_kernels_triton.launch import (
     Sequences,
     beside,
     cdiv,
+    coarse_factor,
     exact_out,
     geometry_of,
     is_exact,
     join,
     next_power_of_2,
+    no_extremes,
     on_its_device,
     optional,
     queries_of_whole_tiles,
@@ -99,9 +101,9 @@ def interval_attention_backward(
     """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
     sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    delta, shift = row_deltas(out, lse, dout, dlse)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    operands = Operands(dout, delta, dlse, shift, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences)
+    delta, shift, extremes = row_deltas(out, lse, dout, dlse, v)
+    operands = Operands(dout, delta, dlse, shift, extremes, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences)
     gradients = backward(operands)
     if not operands.is_empty:
         join(q)
@@ -205,41 +207,57 @@ def attend_into(
         return
     tiles = tiles_for("interval_forward", q, q.shape[3], v.shape[3])
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False, limit=limit)
-    kernels.forward_kernel[(tiling.num_tiles, tiling.num_sequences, k.shape[2])](
+    kernels.forward_kernel[tiling.grid(k.shape[2])](
         q, k, v, out, optional(exact), lse,
         *sequences.arguments(tiling),
-        sequences.num_sequences, q.shape[1], k.shape[1], sequences.search_steps, score_factor(q, scale),
+        sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, sequences.search_steps,
+        score_factor(q, scale), coarse_factor(q, scale),
         **_constants(q, k, v, is_window, geometry, sequences),
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
-def row_deltas(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return dO . O - dlse and what the kernels lower scores by to get weights, `(B, S, H)` float32."""
-    delta, shift = torch.empty_like(lse), torch.empty_like(lse)
+def row_deltas(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dO . O - dlse and what the kernels lower scores by to get weights, `(B, S, H)` float32, and what is extreme.
+
+    dO, v and out are contiguous; `no_extremes` says what the last one holds.
+    """
+    delta, shift, extremes = torch.empty_like(lse), torch.empty_like(lse), no_extremes(dout)
     if delta.numel():
         grid, sizes = _over_rows(dout)
-        kernels.delta_kernel[grid](out, dout, lse, dlse, delta, shift, delta.numel(), **sizes)
-    return delta, shift
+        kernels.delta_kernel[grid](out, dout, lse, dlse, delta, shift, extremes, delta.numel(), EXACT=is_exact(dout), **sizes)
+        _note_values(extremes, v)
+    return delta, shift, extremes
 
 
-def branch_deltas(dout: Tensor, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `row_deltas` of the three branches, `(3, B, S, H)`, and dO . O once more, as the gates' gradient, which it is."""
+def branch_deltas(
+    dout: Tensor, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], gates: Tensor, values: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `row_deltas` of the three branches, `(3, B, S, H)` and `(3, 4)`, and dO . O once more, as the gates' gradient, which it is."""
     deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
-    shifts, dgates = torch.empty_like(deltas), gates.new_empty(gates.shape)
+    shifts, extremes, dgates = torch.empty_like(deltas), no_extremes(dout, 3), gates.new_empty(gates.shape)
     if deltas.numel():
         grid, sizes = _over_rows(dout)
-        kernels.branch_deltas_kernel[grid](*outs, *lses, dout, deltas, shifts, dgates, deltas[0].numel(), **sizes)
-    return deltas, shifts, dgates
+        kernels.branch_deltas_kernel[grid](
+            *outs, *lses, dout, gates, deltas, shifts, extremes, dgates, deltas[0].numel(), EXACT=is_exact(dout), **sizes
+        )  # fmt: skip
+        for branch, v in zip(extremes, values, strict=True):
+            _note_values(branch, v)
+    return deltas, shifts, extremes, dgates
 
 
-def _over_rows(dout: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the grid and the constants of the kernels that read every row of dO."""
-    width = next_power_of_2(dout.shape[3])
+def _note_values(extremes: Tensor, v: Tensor) -> None:
+    """Note how large the values are where that bounds dS."""
+    if v.dtype == torch.float16 and v.numel():
+        grid, sizes = _over_rows(v)
+        kernels.value_sizes_kernel[grid](v, extremes, v.shape[:3].numel(), **sizes)
+
+
+def _over_rows(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """Return the grid and the constants of the kernels that read every row of dO, or of values."""
+    width = next_power_of_2(x.shape[3])
     block = max(1, 4096 // width)
-    return (cdiv(dout.shape[:3].numel(), block),), {
-        "D_V": dout.shape[3], "WIDTH": width, "EXACT": is_exact(dout), "BLOCK_ROWS": block
-    }  # fmt: skip
+    return (cdiv(x.shape[:3].numel(), block),), {"D_V": x.shape[3], "WIDTH": width, "BLOCK_ROWS": block}
 
 
 class Operands(NamedTuple):
@@ -251,6 +269,8 @@ class Operands(NamedTuple):
     dlse: Tensor | None
     shift: Tensor
     """Scores are lowered by it to get weights."""
+    extremes: Tensor
+    """Of the branch; see `no_extremes`."""
     q: Tensor
     k: Tensor
     v: Tensor
@@ -315,14 +335,15 @@ def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None)
     constants = x.constants() | {"ADD": adds}
     ring = ring_for("interval_dq", x.q, x.v, x.k, x.dout) if x.dlse is None else None
     if ring is not None:
-        hopper.interval_dq(x.q, x.k, x.v, x.dout, x.shift, x.delta, x.gates, dq, x.scale, constants, x.sequences, limit, ring)
+        hopper.interval_dq(x.q, x.k, x.v, x.dout, x.shift, x.delta, x.extremes, x.gates, dq, x.scale, constants, x.sequences, limit, ring)
         return
     tiles = tiles_for("interval_dq", x.q, x.q.shape[3], x.v.shape[3])
     tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, tiles.block_rows, of_keys=False, limit=limit)
-    kernels.dq_kernel[(tiling.num_tiles, tiling.num_sequences, x.k.shape[2])](
-        x.q, x.k, x.v, x.dout, x.shift, x.delta, x.dlse, x.gates, dq,
+    kernels.dq_kernel[tiling.grid(x.k.shape[2])](
+        x.q, x.k, x.v, x.dout, x.shift, x.delta, x.extremes, x.dlse, x.gates, dq,
         *x.sequences.arguments(tiling),
-        x.sequences.num_sequences, x.q.shape[1], x.k.shape[1], x.sequences.search_steps, x.scale, score_factor(x.q, x.scale),
+        x.sequences.num_sequences, x.q.shape[1], x.k.shape[1], tiling.num_tiles, tiling.num_sequences, x.sequences.search_steps,
+        x.scale, score_factor(x.q, x.scale),
         **constants,
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -373,15 +394,15 @@ def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, *, split_queries: int, lim
     q, k, v, sequences = x.q, x.k, x.v, x.sequences
     ring, tiles = _key_tiles(q, k, v, x.dout)
     tiling = sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True, limit=limit)
-    grid = (tiling.num_tiles * dk.shape[0], tiling.num_sequences, k.shape[2])
+    grid = tiling.grid(k.shape[2], dk.shape[0])
     numbers = (
         *sequences.arguments(tiling), sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1],
-        tiling.num_tiles, split_queries, sequences.search_steps, x.scale, score_factor(q, x.scale),
+        tiling.num_tiles, dk.shape[0], tiling.num_sequences, split_queries, sequences.search_steps, x.scale, score_factor(q, x.scale),
     )  # fmt: skip
     if ring is not None:
-        hopper.interval_dkdv(grid, q, k, v, x.dout, x.shift, x.delta, x.gates, dk, dv, numbers, x.constants(), ring)
+        hopper.interval_dkdv(grid, q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, numbers, x.constants(), ring)
         return
     kernels.dkdv_kernel[grid](
-        q, k, v, x.dout, x.shift, x.delta, x.gates, dk, dv, *numbers, **x.constants(),
+        q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, *numbers, **x.constants(),
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -9,7 +9,18 @@ import triton
 import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
-from nsa_kernels_triton.tiles import count_bits, dot, exponential, find_sequence, load_columns, query_rows, shift_of, visible_keys, wide
+from nsa_kernels_triton.tiles import (
+    count_bits,
+    dot,
+    exponential,
+    find_sequence,
+    load_columns,
+    place_of_program,
+    query_rows,
+    shift_of,
+    visible_keys,
+    wide,
+)
 
 
 @CachedLaunch
@@ -17,14 +28,17 @@ from nsa_kernels_triton.tiles import count_bits, dot, exponential, find_sequence
 def scores_kernel(
     q_ptr, k_ptr, lse_ptr, scores_ptr,
     cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
-    num_sequences, num_queries, num_keys, num_blocks, next_scores, first_row, last_row, first_tile, search_steps, factor,
+    num_sequences, num_queries, num_keys, num_blocks, next_scores, first_row, last_row, first_tile, num_tiles, num_columns,
+    search_steps, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, PADDED_STRIDES: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_LOCAL: tl.constexpr,
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr,
     HEADS: tl.constexpr, FIRST_HEAD: tl.constexpr, FIRST_STRIDE: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the importance of the free candidates of one tile of queries; grid (tiles, sequences or 1, G).
+    """Write the importance of the free candidates of one tile of queries; grid (tiles * columns * G,).
+
+    Where scores are extreme (`tiles.EXTREME`) a head's largest weights count as any number from 1 on: their blocks come first.
 
     Rows of q first_row .. last_row - 1 (over all sequences) have a place in the buffer (row - first_row, G, num_blocks); what
     reaches over stands `next_scores` elements behind. A group's heads stand as HEADS rows, the next power of two, so that their sum is a reshape.
@@ -35,9 +49,8 @@ def scores_kernel(
     BLOCK_ROWS: tl.constexpr = BLOCK_QUERIES * HEADS
     BLOCK_KEYS: tl.constexpr = BLOCK_BLOCKS * PADDED_STRIDES
     ADDS: tl.constexpr = FIRST_HEAD + FIRST_STRIDE > 0
-    tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
-    sequence = tl.program_id(1)
-    group = tl.program_id(2)
+    tile, sequence, group = place_of_program(num_tiles, num_columns)
+    tile = first_tile + num_tiles - 1 - tile
     if PACKED:
         sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
         if sequence >= num_sequences:
@@ -113,7 +126,9 @@ def scores_kernel(
         tl.store(own_ptr, own, mask=mask)
         if REACH > 1:
             mask = keeps[None, :] & (blocks + 1 < num_blocks)[:, None]
-            reaching = tl.sum(tl.sum(shares * next_weight[None, :, None, None], 1), 2)
+            # selected, not multiplied: weights of extreme scores may be infinite
+            reaching = tl.where((next_weight > 0)[None, :, None, None], shares * next_weight[None, :, None, None], 0.0)
+            reaching = tl.sum(tl.sum(reaching, 1), 2)
             next_ptr = scores_ptr + next_scores + target[None, :] + (blocks + 1)[:, None]
             if ADDS:
                 reaching += tl.load(next_ptr, mask=mask, other=0.0)
@@ -127,14 +142,14 @@ def choose_kernel(
     G: tl.constexpr, SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
     REACHES: tl.constexpr, SLOTS: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the ascending choice of one row of q and one group, -1 after the last; grid (rows, G).
+    """Write the ascending choice of one row of q and one group, -1 after the last; grid (rows * G,).
 
     The n-th highest score is found bit by bit: scores are sums of exponentials, and the bits of floats >= 0, read as
     integers, have the order of the floats. Equal scores go to the lower block. What is chosen becomes a bit of a word for 32 blocks,
     from which every slot takes its own: a scan over all blocks and a store for each would be most of the work.
     """
-    row = first_row + tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    row = first_row + (tl.program_id(0) // G).to(tl.int64)
+    group = tl.program_id(0) % G
     target = indices_ptr + (row * G + group) * NUM_SELECTED
     # one sequence to a batch element: the position is the row's place there
     t = (row % num_queries).to(tl.int32) if positions_ptr is None else tl.load(positions_ptr + row)

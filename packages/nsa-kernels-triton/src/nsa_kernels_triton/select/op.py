@@ -94,7 +94,7 @@ def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale
         elif has_choice:
             _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences, ring)
         searched = _searched(first, last, q.shape[1], num_blocks, geometry, positions) if has_choice else 1
-        kernels.choose_kernel[(last - first, num_groups)](
+        kernels.choose_kernel[((last - first) * num_groups,)](
             scores, positions, chosen, first, q.shape[1], num_blocks, scores[0].numel(),
             G=num_groups, SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
             NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks,
@@ -182,11 +182,11 @@ def _score(
         hopper.scores(q, k_cmp, lse, scores, (first, last), first_tile, tiling, sequences, factor, constants, ring)
         return
     for first_head, first_stride in product(range(0, group_size, heads), range(0, strides, padded_strides)):
-        kernels.scores_kernel[(tiling.num_tiles, tiling.num_sequences, num_groups)](
+        kernels.scores_kernel[tiling.grid(num_groups)](
             q, k_cmp, lse, scores,
             *sequences.arguments(tiling),
             sequences.num_sequences, q.shape[1], k_cmp.shape[1], scores.shape[3], scores[0].numel(), first, last, first_tile,
-            sequences.search_steps, factor,
+            tiling.num_tiles, tiling.num_sequences, sequences.search_steps, factor,
             **constants, EXACT=is_exact(q), FIRST_HEAD=first_head, FIRST_STRIDE=first_stride,
             BLOCK_QUERIES=block_queries, BLOCK_BLOCKS=tiles.block_keys // padded_strides,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -156,7 +156,7 @@ def index_of(
     blocks = num_keys // geometry.selection_block_size + sequences.num_sequences if sequences.is_packed else batch * per_sequence
     num_pieces = blocks * pieces.per_block
     key_rows = block_indices.new_empty(num_pieces)
-    index_kernels.describe_rows_kernel[(cdiv(total, block), num_groups if has_bits else 1)](
+    index_kernels.describe_rows_kernel[(cdiv(total, block) * (num_groups if has_bits else 1),)](
         rows, key_rows, block_indices, bits, placement.cu_seqlens, placement.query_start, placement.query_count,
         total, sequences.num_sequences, num_queries, num_keys, sequences.search_steps, first_position,
         G=num_groups, NUM_SELECTED=num_selected, SLOTS=width,
@@ -203,28 +203,29 @@ def _listed(index: Index, geometry: BlockGeometry, first_row: int, last_row: int
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(num_chunks, *sizes, dtype=dtype, device=device)
 
-    grid = (cdiv(min(last_row - first_row, chunk_rows), WORD_ROWS), index.num_groups, num_chunks)
+    num_words = cdiv(min(last_row - first_row, chunk_rows), WORD_ROWS)
+    grid = (num_words * index.num_groups * num_chunks,)
     marks = torch.zeros(num_chunks, num_lists, words, dtype=torch.int32, device=device)
     present = empty(chunk_rows, index.num_groups, index.slots, dtype=torch.int8)
     index_kernels.mark_kernel[grid](
-        index.block_indices, index.rows, marks, index.key_rows, present, first_row, index.num_rows, num_pieces, index.first_position,
-        **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size,
+        index.block_indices, index.rows, marks, index.key_rows, present, first_row, index.num_rows, num_pieces, num_words,
+        index.first_position, **choice, SELECTION_SIZE=geometry.selection_block_size, PIECE_SIZE=index.pieces.size,
         NUM_INITIAL=index.left_out[0], NUM_LOCAL=index.left_out[1], CACHED=index.is_cached,
     )  # fmt: skip
     ranks = torch.empty_like(marks)
     counts = empty(3, num_lists)
     block = max(1, COUNTED_WORDS // words)
-    index_kernels.count_kernel[(cdiv(num_lists, block), num_chunks)](
+    index_kernels.count_kernel[(cdiv(num_lists, block) * num_chunks,)](
         marks, ranks, counts, num_lists, ITEM_QUERIES=index.item_queries, WORDS=words, BLOCK=block, num_warps=1
     )
     ends = counts.cumsum(2, dtype=torch.int32)
     entries = empty(index.num_entries)
     index_kernels.list_kernel[grid](
-        index.block_indices, index.rows, marks, ranks, ends, entries, present, first_row, index.num_rows, num_pieces, **choice
+        index.block_indices, index.rows, marks, ranks, ends, entries, present, first_row, index.num_rows, num_pieces, num_words, **choice
     )
     items = empty(num_items, 4)
     block = max(1, CUT_ITEMS // index.item_slots)
-    index_kernels.cut_kernel[(cdiv(num_lists, block), num_chunks)](
+    index_kernels.cut_kernel[(cdiv(num_lists, block) * num_chunks,)](
         ends, items, num_lists, num_items, ITEM_QUERIES=index.item_queries, ITEM_SLOTS=index.item_slots, BLOCK=block, num_warps=1
     )
     # one call of torch for all chunks

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
-from nsa_kernels_triton.tiles import count_bits, find_sequence
+from nsa_kernels_triton.tiles import count_bits, find_sequence, place_of_program
 
 WORD_ROWS = tl.constexpr(32)
 """Queries whose choice of one piece is a word of bits."""
@@ -29,9 +29,10 @@ def describe_rows_kernel(
 
     Without a cache every token has a row, and that of a piece's first token writes the piece's first key row.
     With `bits_ptr`, int64 (rows, G), the bits of the blocks that a row before `first_position` chose as well, all below 64 and none
-    of them twice; grid (cdiv(rows, BLOCK), G), without it (cdiv(rows, BLOCK), 1).
+    of them twice; grid (cdiv(rows, BLOCK) * G,), without it (cdiv(rows, BLOCK),).
     """
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number, group, _ = place_of_program(tl.cdiv(num_rows, BLOCK), G)
+    row = number * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
     if PACKED:
         sequence = tl.minimum(find_sequence(row, cu_seqlens_ptr, num_sequences, search_steps), num_sequences - 1)
@@ -50,8 +51,8 @@ def describe_rows_kernel(
             position = tl.where(position < count, position + tl.load(query_start_ptr + sequence, mask=exists, other=0), -1)
         key_row = sequence * num_keys + position
         piece = sequence * tl.cdiv(num_keys, SELECTION_SIZE) * PIECES
-    group = tl.program_id(1)
-    is_first = exists & (group == 0)
+    # a comparison of vectors: the interpreter of Triton 3.9 refuses one with a number among what masks a store
+    is_first = row < tl.where(group == 0, num_rows, 0)
     tl.store(rows_ptr + row, position, mask=is_first)
     tl.store(rows_ptr + num_rows + row, key_row, mask=is_first)
     tl.store(rows_ptr + 2 * num_rows + row, piece, mask=is_first)
@@ -72,25 +73,25 @@ def describe_rows_kernel(
 @CachedLaunch
 @triton.jit
 def mark_kernel(
-    indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, present_ptr, first_row, num_rows, num_pieces, first_position,
+    indices_ptr, rows_ptr, marks_ptr, key_rows_ptr, present_ptr, first_row, num_rows, num_pieces, num_words, first_position,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, SELECTION_SIZE: tl.constexpr,
     PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, WORDS: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
     CACHED: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit (group, piece, row - first row) of every piece that a row chose; grid (words with rows, G, chunks).
+    """Set the bit (group, piece, row - first row) of every piece that a row chose; grid (words with rows * G * chunks,).
 
     Write which slots (row - first row, G, slots) of the choice count: not those outside 0 .. own, of a block that stands there twice
     only the first, and none of rows whose position is below `first_position`. Nor do the first NUM_INITIAL blocks count, and the
     last NUM_LOCAL up to the own. With a cache, write the first key row of such pieces, too.
     """
-    group = tl.program_id(1)
-    chunk = tl.program_id(2).to(tl.int64)
-    first_row += tl.program_id(2) * (WORDS * WORD_ROWS)
+    word, group, chunk = place_of_program(num_words, G)
+    first_row += chunk * (WORDS * WORD_ROWS)
+    chunk = chunk.to(tl.int64)
     marks_ptr += chunk * (G * num_pieces * WORDS)
     present_ptr += chunk * (WORDS * WORD_ROWS * G * NUM_SELECTED * PIECES)
     # a tile's rows are the bits of one word
     bits = tl.arange(0, WORD_ROWS)
-    local = tl.program_id(0) * WORD_ROWS + bits
+    local = word * WORD_ROWS + bits
     row = first_row + local
     exists = row < num_rows
     position = tl.load(rows_ptr + row, mask=exists, other=-1)
@@ -112,7 +113,7 @@ def mark_kernel(
         start = block * SELECTION_SIZE + part * PIECE_SIZE
         is_present = is_block & (start <= position[:, None])
         piece = piece0[:, None] + block * PIECES + part
-        place = (group.to(tl.int64) * num_pieces + piece) * WORDS + tl.program_id(0)
+        place = (group.to(tl.int64) * num_pieces + piece) * WORDS + word
         tl.atomic_or(marks_ptr + place, bit, mask=is_present, sem="relaxed")
         if CACHED:
             tl.store(key_rows_ptr + piece, first_key_row[:, None] + start, mask=is_present)
@@ -127,13 +128,15 @@ def count_kernel(
 ):  # fmt: skip
     """Write of every word how many bits its list has before it, and of every list int32 (3, lists): queries, items, items beyond the first.
 
-    Grid (cdiv(lists, BLOCK), chunks).
+    Grid (cdiv(lists, BLOCK) * chunks,).
     """
-    chunk = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(num_lists, BLOCK)
+    number = tl.program_id(0) % blocks
+    chunk = (tl.program_id(0) // blocks).to(tl.int64)
     marks_ptr += chunk * num_lists * WORDS
     ranks_ptr += chunk * num_lists * WORDS
     counts_ptr += chunk * num_lists * 3
-    lists = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lists = number * BLOCK + tl.arange(0, BLOCK)
     exists = lists < num_lists
     places = lists.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     bits = count_bits(tl.load(marks_ptr + places, mask=exists[:, None], other=0))
@@ -148,24 +151,24 @@ def count_kernel(
 @CachedLaunch
 @triton.jit
 def list_kernel(
-    indices_ptr, rows_ptr, marks_ptr, ranks_ptr, ends_ptr, entries_ptr, present_ptr, first_row, num_rows, num_pieces,
+    indices_ptr, rows_ptr, marks_ptr, ranks_ptr, ends_ptr, entries_ptr, present_ptr, first_row, num_rows, num_pieces, num_words,
     G: tl.constexpr, NUM_SELECTED: tl.constexpr, SLOTS: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the queries of the lists in ascending order; grid (words with rows, G, chunks).
+    """Write the queries of the lists in ascending order; grid (words with rows * G * chunks,).
 
     An entry is (row - first row) * slots + slot, where the slot is the piece's place in the row's choice.
     """
     SLOTS_TOTAL: tl.constexpr = NUM_SELECTED * PIECES
-    group = tl.program_id(1)
-    chunk = tl.program_id(2).to(tl.int64)
-    first_row += tl.program_id(2) * (WORDS * WORD_ROWS)
+    word, group, chunk = place_of_program(num_words, G)
+    first_row += chunk * (WORDS * WORD_ROWS)
+    chunk = chunk.to(tl.int64)
     marks_ptr += chunk * (G * num_pieces * WORDS)
     ranks_ptr += chunk * (G * num_pieces * WORDS)
     ends_ptr += chunk * (G * num_pieces * 3)
     entries_ptr += chunk * (WORDS * WORD_ROWS * G * SLOTS_TOTAL)
     present_ptr += chunk * (WORDS * WORD_ROWS * G * SLOTS_TOTAL)
     bits = tl.arange(0, WORD_ROWS)
-    local = tl.program_id(0) * WORD_ROWS + bits
+    local = word * WORD_ROWS + bits
     row = first_row + local
     exists = row < num_rows
     piece0 = tl.load(rows_ptr + 2 * num_rows + row, mask=exists, other=0)
@@ -177,7 +180,7 @@ def list_kernel(
         slot = (local * G + group)[:, None] * SLOTS_TOTAL + slots * PIECES + part
         is_present = tl.load(present_ptr + slot, mask=in_choice, other=0) == 1
         index = group * num_pieces + piece0[:, None] + block * PIECES + part
-        place = index.to(tl.int64) * WORDS + tl.program_id(0)
+        place = index.to(tl.int64) * WORDS + word
         before = count_bits(tl.load(marks_ptr + place, mask=is_present, other=0) & below)
         rank = tl.load(ranks_ptr + place, mask=is_present, other=0) + before
         start = tl.load(ends_ptr + index - 1, mask=is_present & (index > 0), other=0)
@@ -187,15 +190,17 @@ def list_kernel(
 @CachedLaunch
 @triton.jit
 def cut_kernel(ends_ptr, items_ptr, num_lists, num_items, ITEM_QUERIES: tl.constexpr, ITEM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the work items of the lists, which have places for `num_items` of a chunk; grid (cdiv(lists, BLOCK), chunks).
+    """Write the work items of the lists, which have places for `num_items` of a chunk; grid (cdiv(lists, BLOCK) * chunks,).
 
     An item is int32 (4,): list, first entry, last entry + 1, and where its dK, dV go: -1 for the list's first item, else a
     place of their own.
     """
-    chunk = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(num_lists, BLOCK)
+    number = tl.program_id(0) % blocks
+    chunk = (tl.program_id(0) // blocks).to(tl.int64)
     ends_ptr += chunk * num_lists * 3
     items_ptr += chunk * num_items * 4
-    lists = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lists = number * BLOCK + tl.arange(0, BLOCK)
     exists = lists < num_lists
     has_previous = exists & (lists > 0)
     end = tl.load(ends_ptr + lists, mask=exists, other=0)[:, None]

@@ -7,7 +7,19 @@ import triton
 import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
-from nsa_kernels_triton.tiles import cast, dot, exponential, load_columns, log_sum, store_columns, wide
+from nsa_kernels_triton.tiles import (
+    cast,
+    coarser,
+    cut,
+    dot,
+    exponential,
+    load_columns,
+    log_sum,
+    lowered_by,
+    power_of_two,
+    store_columns,
+    wide,
+)
 
 
 @triton.jit
@@ -40,7 +52,7 @@ def _load_item(
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr,
-    first_row, num_rows, num_pieces, factor,
+    first_row, num_rows, num_pieces, factor, coarse_factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
@@ -86,11 +98,13 @@ def forward_kernel(
             q2 = load_columns(q_ptr, heads, exists, K1, K2, D_K, True)
             scores = dot(q2, tl.trans(k2), scores)
         is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
-        scores = tl.where(is_visible, scores * factor, float("-inf"))
-        row_max = tl.max(scores, 1)
+        row_max = tl.max(tl.where(is_visible, scores, float("-inf")), 1)
         # rows that do not exist see nothing
         row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
-        weights = exponential(scores - row_max[:, None], EXACT)
+        row_factor = coarser(row_max * factor, factor, coarse_factor)
+        # masked after it is scaled: 0 * -inf would be NaN
+        weights = exponential(scores * row_factor[:, None] - (row_max * row_factor)[:, None], EXACT)
+        weights = tl.where(is_visible, weights, 0.0)
         row_sum = tl.sum(weights, 1)
         inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
         weights = cast(weights, v1.dtype)
@@ -100,7 +114,7 @@ def forward_kernel(
         if V2 > 0:
             acc2 = dot(weights, v2, tl.zeros([BLOCK_ROWS, V2], tl.float32))
             store_columns(out_ptr, target * D_V, exists, acc2 * inverse[:, None], V1, V2, D_V)
-        tl.store(lse_ptr + target, log_sum(row_max, tl.where(row_sum > 0, row_sum, 1.0), EXACT), mask=exists)
+        tl.store(lse_ptr + target, log_sum(row_max * factor, tl.where(row_sum > 0, row_sum, 1.0), EXACT), mask=exists)
 
 
 @CachedLaunch
@@ -132,7 +146,8 @@ def merge_kernel(
     own = largest
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
-        largest = tl.maximum(largest, tl.load(part_lse_ptr + (source + slot) * HG + head, mask=is_present, other=float("-inf")))
+        lse = tl.load(part_lse_ptr + (source + slot) * HG + head, mask=is_present, other=float("-inf"))
+        largest = tl.maximum(largest, lse, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, WIDTH], tl.float32)
@@ -147,7 +162,8 @@ def merge_kernel(
         part = load_columns(parts_ptr, ((source + slot) * HG + head) * D_V, is_present, 0, WIDTH, D_V, True)
         acc += part.to(tl.float32) * weight[:, None]
         total += weight
-    sees_any = total > 0
+    # what is NaN is seen
+    sees_any = largest != float("-inf")
     acc *= tl.where(sees_any, 1.0 / tl.where(sees_any, total, 1.0), 0.0)[:, None]
     merged = exists
     if out_ptr is not None and not SHARED:
@@ -191,14 +207,14 @@ def _add_or_store(sum_ptr, extra_ptr, keys, key_mask, place, values, FIRST: tl.c
 @CachedLaunch
 @triton.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, gates_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gates_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
     EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys; grid (bound on items,)."""
+    """Write partial dQ (rows, G, slots, H/G, D_k), of float16 as it is `lowered_by`, and dK, dV of one item's keys; grid (bound on items,)."""
     HG: tl.constexpr = H // G
     if tl.program_id(0) >= tl.load(num_items_ptr):
         return
@@ -219,6 +235,11 @@ def backward_kernel(
         k2 = load_columns(k_ptr, keys * D_K, key_mask, K1, K2, D_K, True)
     if V2 > 0:
         v2 = load_columns(v_ptr, keys * D_V, key_mask, V1, V2, D_V, True)
+    lowering = 1.0
+    dk_scale = scale
+    if q_ptr.dtype.element_ty == tl.float16:
+        lowering = power_of_two(-lowered_by(extremes_ptr))
+        dk_scale *= power_of_two(lowered_by(extremes_ptr))
     # offsets within a chunk fit 32 bits
     head0 = wide(first_row) * H + group * HG
     q_ptr += head0 * D_K
@@ -248,8 +269,11 @@ def backward_kernel(
             scores = dot(q2, tl.trans(k2), scores)
         shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
         delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
+        # a row without weights, whatever its scores are, sees nothing
+        own_key = tl.where(shift == float("inf"), -1, own_key)
         is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
-        weights = tl.where(is_visible, exponential(scores * factor - shift[:, None], EXACT), 0.0)
+        # a weight above 1 is rounding, of which huge scores have much
+        weights = tl.where(is_visible, cut(exponential(scores * factor - shift[:, None], EXACT), 1.0), 0.0)
         if GATE >= 0:
             weights *= tl.load(gates_ptr + heads * 3 + GATE, mask=exists, other=0.0).to(tl.float32)[:, None]
         dout1 = load_columns(dout_ptr, heads * D_V, exists, 0, V1, D_V, True)
@@ -258,7 +282,10 @@ def backward_kernel(
         if V2 > 0:
             dout2 = load_columns(dout_ptr, heads * D_V, exists, V1, V2, D_V, True)
             dweights = dot(dout2, tl.trans(v2), dweights)
-        dscores = cast(weights * (dweights - delta[:, None]), q1.dtype)
+        dscores = weights * (dweights - delta[:, None])
+        if q1.dtype == tl.float16:
+            dscores *= lowering
+        dscores = cast(dscores, q1.dtype)
         weights = cast(weights, dout1.dtype)
         target = (local * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
         dv1 = dot(tl.trans(weights), dout1, dv1)
@@ -272,10 +299,10 @@ def backward_kernel(
             dq2 = dot(dscores, k2, tl.zeros([BLOCK_ROWS, K2], tl.float32))
             store_columns(dq_parts_ptr, target * D_K, exists, dq2 * scale, K1, K2, D_K)
             dk2 = dot(tl.trans(dscores), q2, dk2)
-    _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk1 * scale, 0, K1, D_K)
+    _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk1 * dk_scale, 0, K1, D_K)
     _add_or_store(dv_ptr, dv_extra_ptr, keys, key_mask, place, dv1, 0, V1, D_V)
     if K2 > 0:
-        _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk2 * scale, K1, K2, D_K)
+        _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk2 * dk_scale, K1, K2, D_K)
     if V2 > 0:
         _add_or_store(dv_ptr, dv_extra_ptr, keys, key_mask, place, dv2, V1, V2, D_V)
 
@@ -324,7 +351,7 @@ def add_extras_kernel(
 @CachedLaunch
 @triton.jit
 def merge_dq_kernel(
-    parts_ptr, present_ptr, dq_ptr, first_row, last_row,
+    parts_ptr, present_ptr, dq_ptr, extremes_ptr, first_row, last_row,
     G: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, ADD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write dQ, the sum of partial ones, of rows (query, group), WIDTH = H/G D_k wide, COLUMNS at a time. ADD: to what stands there."""
@@ -339,6 +366,8 @@ def merge_dq_kernel(
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
         places = ((source + slot) * WIDTH)[:, None] + columns[None, :]
         acc += tl.load(parts_ptr + places, mask=is_present[:, None] & is_column, other=0.0).to(tl.float32)
+    if dq_ptr.dtype.element_ty == tl.float16:
+        acc *= power_of_two(lowered_by(extremes_ptr))
     target = dq_ptr + ((wide(first_row) * G + rows) * WIDTH)[:, None] + columns[None, :]
     mask = exists[:, None] & is_column
     if ADD:

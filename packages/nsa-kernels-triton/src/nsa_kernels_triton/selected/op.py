@@ -14,6 +14,7 @@ from nsa_kernels_triton.launch import (
     Sequences,
     beside,
     cdiv,
+    coarse_factor,
     exact_out,
     geometry_of,
     is_exact,
@@ -84,8 +85,9 @@ def triton_selected_attention_backward(
     """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
     sequences = _sequences(q, cu_seqlens, query_start, query_count)
     dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    delta, shift = interval.row_deltas(out, lse, dout, dlse)
-    return backward(dout, delta, shift, q, k, v, block_indices, None, None, geometry_of(*geometry), scale, sequences)
+    v = v.contiguous()
+    delta, shift, extremes = interval.row_deltas(out, lse, dout, dlse, v)
+    return backward(dout, delta, shift, extremes, q, k, v, block_indices, None, None, geometry_of(*geometry), scale, sequences)
 
 
 @triton_selected_attention_backward.register_fake
@@ -262,7 +264,7 @@ def forward(
     for chunk in chunks(index, geometry):
         operands = (
             q, k, v, parts, part_lse, *_lists(chunk), index.rows, index.key_rows,
-            chunk.first_row, index.num_rows, chunk.num_pieces, score_factor(q, scale),
+            chunk.first_row, index.num_rows, chunk.num_pieces, score_factor(q, scale), coarse_factor(q, scale),
         )  # fmt: skip
         # a scale of 0 times -inf would be NaN
         if ring is not None and scale > 0:
@@ -294,6 +296,7 @@ def backward(
     dout: Tensor,
     delta: Tensor,
     shift: Tensor,
+    extremes: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -324,7 +327,7 @@ def backward(
     if early:
         assert gates is not None and adds
         window = evolve(geometry, window_size=early)
-        operands = interval.Operands(dout, delta, None, shift, q, k, v, gates, GATE, True, window, scale, sequences)
+        operands = interval.Operands(dout, delta, None, shift, extremes, q, k, v, gates, GATE, True, window, scale, sequences)
         interval.backward_into(dq, dk, dv, operands, limit=early)
     constants = _constants(q, k, v, index)
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
@@ -341,10 +344,11 @@ def backward(
         results = (parts, dk, dv, dk_extra, dv_extra)
         numbers = (*_lists(chunk), index.rows, index.key_rows, *place, scale, score_factor(q, scale))
         if ring is not None:
-            hopper.selected_backward(chunk.items.shape[0], q, k, v, dout, shift, delta, gates, (*results, *numbers), constants | gate, ring)
+            operands = (q, k, v, dout, shift, delta, extremes, gates)
+            hopper.selected_backward(chunk.items.shape[0], *operands, (*results, *numbers), constants | gate, ring)
         else:
             kernels.backward_kernel[(chunk.items.shape[0],)](
-                q, k, v, dout, shift, delta, gates, *results, *numbers, **constants, **gate,
+                q, k, v, dout, shift, delta, extremes, gates, *results, *numbers, **constants, **gate,
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         num_lists = chunk.ends.shape[1]
@@ -356,7 +360,7 @@ def backward(
             )  # fmt: skip
         num_rows = (chunk.last_row - chunk.first_row) * k.shape[2]
         kernels.merge_dq_kernel[(cdiv(num_rows, MERGED // columns) * cdiv(width, columns),)](
-            parts, chunk.present, dq, chunk.first_row, chunk.last_row,
+            parts, chunk.present, dq, extremes, chunk.first_row, chunk.last_row,
             G=k.shape[2], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds, COLUMNS=columns, BLOCK_ROWS=MERGED // columns,
         )  # fmt: skip
         join(q)

@@ -1,0 +1,223 @@
+"""Numbers at the ends of what the dtypes hold: huge scores, huge values, rows without a gradient, NaN."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
+from nsa_core.reference import naive
+from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
+from nsa_core.testing.tolerances import allowed_error, max_error
+
+pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GEOMETRY = BlockGeometry()
+PLACES = {"cmp": (0, 1, 2), "slc": (0, 3, 4), "win": (0, 5, 6)}
+NAMES = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
+HALF = [torch.bfloat16, torch.float16]
+
+
+def scaled(inputs: Inputs, of_scores: float = 1, of_values: float = 1) -> Inputs:
+    """Return inputs with q and the keys `of_scores` times as large, values `of_values` times."""
+    factors = {name: of_values if name.startswith("v") else of_scores for name in NAMES}
+    return inputs._replace(**{name: factor * getattr(inputs, name) for name, factor in factors.items()})
+
+
+def evaluate(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, backend: str) -> list[Tensor]:
+    """Return out and the gradients of q, k and v of one branch."""
+    function = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
+    leaves = [inputs.tensors[place].detach().clone().requires_grad_() for place in PLACES[branch]]
+    extra = (indices,) if branch == "slc" else ()
+    out = function(*leaves, *extra, geometry=geometry, backend=backend).out
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(out)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("size", [1e4, 1e18])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bf16", "fp16", "float32"])
+@pytest.mark.parametrize("branch", PLACES)
+def test_huge_scores_leave_everything_finite(branch: str, dtype: torch.dtype, size: float) -> None:
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
+    inputs = scaled(make_inputs(shape, device=DEVICE), min(size, torch.finfo(dtype).max / 8)).to(dtype)
+    indices = random_block_indices(shape, holes=True, device=DEVICE)
+    out, *gradients = evaluate(branch, inputs, indices, SMALL, "triton")
+    exact, *_, dv = evaluate(branch, inputs.to(torch.float64), indices, SMALL, "sdpa")
+    assert all(bool(x.isfinite().all()) for x in gradients)
+    # a row's weight lies on one key: outputs are its value, and values get whole rows of dO
+    assert max_error(out, exact) <= allowed_error(exact, dtype)
+    assert max_error(gradients[2], dv) <= allowed_error(dv, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bf16", "fp16", "float32"])
+def test_huge_scores_choose_the_blocks_that_have_the_weight(dtype: torch.dtype) -> None:
+    # one key of each head has all of its weight
+    shape = Shape(num_queries=150, num_heads=2, num_kv_heads=1, head_dim_qk=64, geometry=evolve(SMALL, num_selected_blocks=7))
+    inputs = scaled(make_inputs(shape, device=DEVICE), min(1e18, torch.finfo(dtype).max / 8)).to(dtype)
+    lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=shape.geometry, backend="triton").lse
+    chosen = select_blocks(inputs.q, inputs.k_cmp, lse, geometry=shape.geometry, backend="triton")
+    exact = [x.double() for x in (inputs.q, inputs.k_cmp, inputs.v_cmp)]
+    lse = compressed_attention(*exact, geometry=shape.geometry, backend="sdpa").lse
+    assert torch.equal(chosen, select_blocks(*exact[:2], lse, geometry=shape.geometry, backend="sdpa"))
+
+
+@pytest.mark.parametrize("size", [1e4, 6e4])
+@pytest.mark.parametrize("branch", PLACES)
+def test_huge_values_leave_float16_gradients_exact(branch: str, size: float) -> None:
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=16, head_dim_v=64)
+    inputs = make_inputs(shape, device=DEVICE)
+    # keys so small that gradients of q are numbers of float16
+    inputs = scaled(inputs, 0.3, size / max(float(getattr(inputs, name).abs().max()) for name in NAMES if name.startswith("v"))).to(torch.float16)
+    indices = random_block_indices(shape, device=DEVICE)
+    ours = evaluate(branch, inputs, indices, SMALL, "triton")
+    rounded = evaluate(branch, inputs, indices, SMALL, "sdpa")
+    exact = evaluate(branch, inputs.to(torch.float64), indices, SMALL, "sdpa")
+    for x, yardstick, truth in zip(ours, rounded, exact, strict=True):
+        assert float(truth.abs().max()) < 65504
+        assert max_error(x, truth) <= allowed_error(truth, torch.float16, max_error(yardstick, truth))
+
+
+def test_float16_gradients_are_lowered_for_huge_values_alone() -> None:
+    # so small that any lowering would show
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=16, head_dim_v=16)
+    inputs = make_inputs(shape, device=DEVICE).to(torch.float16)
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k_win, inputs.v_win)]
+    out = sliding_window_attention(*leaves, geometry=SMALL, backend="triton").out
+    tiny = 2**-20
+    dq, dk, _dv = torch.autograd.grad(out, leaves, torch.full_like(out, tiny))
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    truth = torch.autograd.grad(naive.sliding_window_attention(*exact, geometry=SMALL).out, exact, torch.full_like(out, tiny).double())
+    assert max_error(dq, truth[0]) <= 2**-24 + 0.1 * float(truth[0].abs().max())
+    assert max_error(dk, truth[1]) <= 2**-23 + 0.1 * float(truth[1].abs().max())
+
+
+def backward_of(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, roundings: int) -> list[Tensor]:
+    """Return the gradients of q, k and v for dO of ones and twos, from an lse that is some roundings off, as another order of sums makes it."""
+    q, k, v = (inputs.tensors[place] for place in PLACES[branch])
+    extra = (indices,) if branch == "slc" else ()
+    function = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
+    out, lse = function(q, k, v, *extra, geometry=geometry, backend="triton")
+    lse = torch.where(lse.isfinite(), lse - roundings * 2.0**-23 * lse.abs(), lse)
+    dout = 1 + (torch.arange(out.numel(), device=out.device) % 2).to(out).view(out.shape)
+    sizes, scale = list(geometry.as_tuple()), q.shape[3] ** -0.5
+    if branch == "slc":
+        return list(torch.ops.nsa_triton.selected_attention_backward(dout, None, out, lse, q, k, v, indices, sizes, scale, None, None, None))
+    placed = (branch == "win", sizes, scale, None, None, None, None)
+    return list(torch.ops.nsa_triton.interval_attention_backward(dout, None, out, lse, q, k, v, *placed))
+
+
+def assert_gradients_forgive_roundings(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, size: float) -> None:
+    """Assert that gradients of an lse that is two roundings off, either way, are as exact as what a weight on one key asks for."""
+    operands = [inputs.tensors[place].double().requires_grad_() for place in PLACES[branch]]
+    function = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
+    extra = (indices,) if branch == "slc" else ()
+    out = function(*operands, *extra, geometry=geometry, backend="sdpa").out
+    dout = 1 + (torch.arange(out.numel(), device=out.device) % 2).to(out).view(out.shape)
+    exact = torch.autograd.grad(out, operands, dout)
+    for roundings in (-2, 0, 2):
+        dq, dk, dv = backward_of(branch, inputs, indices, geometry, roundings)
+        # what delta's rounding of O leaves of dS, times keys and queries of `size`; a weight may be off by roundings of its score
+        limit = 2**-6 * size + 0.2 * max(float(x.abs().max()) for x in exact[:2])
+        assert max(max_error(dq, exact[0]), max_error(dk, exact[1])) <= limit
+        if size >= 1e4:
+            assert max_error(dv, exact[2]) <= allowed_error(exact[2], torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [100, 300, 1e5, 1e18])
+@pytest.mark.parametrize("branch", PLACES)
+def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: float) -> None:
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
+    inputs = scaled(make_inputs(shape, device=DEVICE), size).to(torch.bfloat16)
+    assert_gradients_forgive_roundings(branch, inputs, random_block_indices(shape, device=DEVICE), SMALL, size)
+
+
+NUM_QUERIES, SILENT_FROM = 60, 41
+
+
+def gradients_of_the_past(inputs: Inputs) -> list[Tensor]:
+    """Return out and all gradients where dO is 0 from SILENT_FROM on."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs.tensors]
+    out = nsa_attention(*leaves, geometry=SMALL, backend="triton")
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
+    dout[:, SILENT_FROM:] = 0
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def future_rows(position: int, x: Tensor) -> Tensor:
+    """Return the rows of an operand at `position` among them, or of its gradient, that no query before SILENT_FROM sees."""
+    num_blocks = (SILENT_FROM - SMALL.compression_block_size) // SMALL.compression_stride + 1
+    return x[:, num_blocks if position in (1, 2) else SILENT_FROM :]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.bfloat16, 1e9), (torch.bfloat16, 1e30), (torch.bfloat16, 3e38), (torch.float16, 6e4), (torch.float32, 1e30), (torch.float32, 3e38)],
+    ids=str,
+)
+def test_rows_without_a_gradient_give_none_whatever_their_scores_are(dtype: torch.dtype, size: float) -> None:
+    shape = Shape(num_queries=NUM_QUERIES, num_heads=2, num_kv_heads=1, head_dim_qk=16, head_dim_v=16)
+    inputs = make_inputs(shape, dtype, DEVICE)
+    huge = Inputs.of(x.clone() for x in inputs.tensors)
+    for position in (1, 3, 5):
+        rows = future_rows(position, huge.tensors[position])
+        rows.copy_(size * torch.sign(rows))
+    before, after = gradients_of_the_past(inputs), gradients_of_the_past(huge)
+    assert torch.equal(before[0][:, :SILENT_FROM], after[0][:, :SILENT_FROM])
+    for position, (x, y) in enumerate(zip(before[1:], after[1:], strict=True)):
+        assert not future_rows(position, y).any()
+        length = x.shape[1] - future_rows(position, x).shape[1]
+        assert torch.equal(x[:, :length], y[:, :length])
+
+
+def poisoned(inputs: Inputs, name: str, row: int, value: float) -> Inputs:
+    """Return inputs with one row of group 0 of one operand, of q of head 0, made of `value`."""
+    x = getattr(inputs, name).clone()
+    x[:, row, 0] = value
+    return inputs._replace(**{name: x})
+
+
+def rows_of_tile(rows: set[int], num_queries: int, tile: int, heads_per_group: int) -> set[int]:
+    """Return the queries that have a row in a tile where one of `rows` has one."""
+    tiles = {row // tile for query in rows for row in range(query * heads_per_group, (query + 1) * heads_per_group)}
+    return {row // heads_per_group for row in range(num_queries * heads_per_group) if row // tile in tiles}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tiles are the interpreter's; `test_cuda.py` has those of a GPU")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_nan_reaches_the_rows_that_the_table_says(backend: str, name: str, value: float) -> None:
+    length, token, block, heads_per_group = 90, 53, 9, 3
+    shape = Shape(num_queries=length, num_heads=6, num_kv_heads=2, head_dim_qk=16, head_dim_v=16)
+    inputs = make_inputs(shape, torch.float32)
+    lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=SMALL, backend="sdpa").lse
+    chosen = select_blocks(inputs.q, inputs.k_cmp, lse, geometry=SMALL, backend="sdpa")[0, :, 0]
+    chose = set((chosen == token // SMALL.selection_block_size).any(-1).nonzero().flatten().tolist())
+    first_seeing = block * SMALL.compression_stride + SMALL.compression_block_size - 1
+    sees = {
+        "q": {token},
+        "cmp": set(range(first_seeing, length)),
+        "slc": {t for t in chose if t >= token},
+        "win": set(range(token, token + SMALL.window_size)),
+    }[name.split("_")[-1]]
+    with torch.no_grad():
+        out = nsa_attention(*poisoned(inputs, name, block if "cmp" in name else token, value).tensors, geometry=SMALL, backend=backend)
+    is_bad = ~out.isfinite().all(-1)[0]
+    assert not is_bad[:, heads_per_group:].any(), "another group"
+    bad = set(is_bad.any(1).nonzero().flatten().tolist())
+    if name == "q":
+        assert not is_bad[:, 1:].any()
+        assert bad == sees
+    elif backend == "sdpa":
+        # any row of the group, earlier ones too
+        assert sees <= bad
+    elif name.startswith("k"):
+        assert bad == sees
+    elif name == "v_slc":
+        # block by block: the block's rows up to the token are in it with the others
+        assert bad == chose
+    else:
+        assert bad == rows_of_tile(sees, length, 16, heads_per_group)

@@ -1,0 +1,111 @@
+"""However many sequences or groups there are, only the first axis of a grid grows with them: CUDA ends the others at 65,535."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import nsa_kernels_triton
+from nsa_core import BlockGeometry, nsa_attention, sliding_window_attention
+from nsa_kernels_triton import policy
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*against policy.*"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded on a machine without a GPU; `test_cuda.py` runs many sequences"),
+]
+
+MANY = 65_537
+LIMITS = (2**31 - 1, 65_535, 65_535)
+SMALL_BLOCKS = BlockGeometry(2, 1, 2, 1, 0, 1, 2)
+LARGE_BLOCKS = BlockGeometry(2, 2, 64, 1, 0, 1, 2)
+"""Those that the kernels for compute capability 9.0 take."""
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    """Record the grid of every launch, by kernel; nothing runs."""
+    from nsa_kernels_triton.cached_launch import CachedLaunch
+
+    found = {}
+
+    def record(kernel, grid):
+        found.setdefault(kernel, []).append(grid)
+        return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(CachedLaunch, "__getitem__", record)
+    return found
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Let CPU tensors take the way that they take on a GPU of compute capability 9.0."""
+    tiles, ring = policy.tiles, policy.ring
+    monkeypatch.setattr(policy, "has_gluon", lambda: True)
+    monkeypatch.setattr(policy, "tiles", lambda kind, _capability, *sizes: tiles(kind, (9, 0), *sizes))
+    monkeypatch.setattr(policy, "ring", lambda kind, _capability, *sizes: ring(kind, (9, 0), *sizes))
+
+
+def train(geometry, batch=1, length=3, heads=1, groups=1, head_dims=(16, 16), is_packed=False, dtype=torch.bfloat16):
+    """Run all of Eq. 5 forward and backward, and one branch with a gradient of its lse."""
+    num_blocks = max(0, (length - geometry.compression_block_size) // geometry.compression_stride + 1)
+    shape = (1, batch * length) if is_packed else (batch, length)
+    blocks = (1, batch * num_blocks) if is_packed else (batch, num_blocks)
+    stores = [torch.zeros(*rows, groups, width, dtype=dtype) for rows in (blocks, shape, shape) for width in head_dims]
+    leaves = [x.requires_grad_() for x in (torch.zeros(*shape, heads, head_dims[0], dtype=dtype), *stores, torch.zeros(*shape, heads, 3))]
+    bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
+    options = {"geometry": geometry, "backend": "triton", **({"cu_seqlens": bounds, "max_seqlen": length} if is_packed else {})}
+    nsa_attention(*leaves, **options).sum().backward()
+    out, lse = sliding_window_attention(leaves[0], *leaves[5:7], **options)
+    (out.sum() + lse.sum()).backward()
+
+
+def assert_within_limits(grids):
+    too_large = {kernel.__name__: grid for kernel, all_of in grids.items() for grid in all_of if any(map(int.__gt__, grid, LIMITS))}
+    assert not too_large
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_sequences_are_launched(grids, dtype):
+    train(SMALL_BLOCKS, MANY, dtype=dtype)
+    assert_within_limits(grids)
+
+
+def test_many_packed_sequences_are_launched(grids):
+    train(SMALL_BLOCKS, MANY, is_packed=True)
+    assert_within_limits(grids)
+
+
+def test_many_groups_are_launched(grids):
+    train(SMALL_BLOCKS, heads=MANY, groups=MANY)
+    assert_within_limits(grids)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_many_sequences_are_launched_on_hopper(grids, is_packed):
+    train(LARGE_BLOCKS, MANY, head_dims=(64, 64), is_packed=is_packed)
+    train(LARGE_BLOCKS, MANY, head_dims=(192, 128), is_packed=is_packed)
+    assert_within_limits(grids)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_many_groups_are_launched_on_hopper(grids):
+    train(LARGE_BLOCKS, heads=MANY, groups=MANY, head_dims=(64, 64))
+    assert_within_limits(grids)
+
+
+def test_no_kernel_escapes_these_tests(grids, monkeypatch):
+    from nsa_kernels_triton.cached_launch import CachedLaunch
+
+    train(SMALL_BLOCKS, 2, 64, dtype=torch.float16)
+    tiles, ring = policy.tiles, policy.ring
+    monkeypatch.setattr(policy, "has_gluon", lambda: True)
+    monkeypatch.setattr(policy, "tiles", lambda kind, _capability, *sizes: tiles(kind, (9, 0), *sizes))
+    monkeypatch.setattr(policy, "ring", lambda kind, _capability, *sizes: ring(kind, (9, 0), *sizes))
+    for head_dims in ((128, 128), (192, 128)):
+        train(BlockGeometry(32, 16, 64, 1, 0, 1, 64), 2, 200, heads=16, head_dims=head_dims)
+    names = [module.name for module in pkgutil.walk_packages(nsa_kernels_triton.__path__, "nsa_kernels_triton.")]
+    modules = [importlib.import_module(name) for name in names]
+    kernels = {kernel for module in modules for kernel in vars(module).values() if isinstance(kernel, CachedLaunch)}
+    assert grids.keys() == kernels
