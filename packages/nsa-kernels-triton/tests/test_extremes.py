@@ -1,7 +1,6 @@
 """Numbers at the ends of what the dtypes hold: huge scores, huge values, rows without a gradient, NaN."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -70,7 +69,9 @@ def test_huge_values_leave_float16_gradients_exact(branch: str, size: float) -> 
     shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=16, head_dim_v=64)
     inputs = make_inputs(shape, device=DEVICE)
     # keys so small that gradients of q are numbers of float16
-    inputs = scaled(inputs, 0.3, size / max(float(getattr(inputs, name).abs().max()) for name in NAMES if name.startswith("v"))).to(torch.float16)
+    inputs = scaled(inputs, 0.3, size / max(float(getattr(inputs, name).abs().max()) for name in NAMES if name.startswith("v"))).to(
+        torch.float16
+    )
     indices = random_block_indices(shape, device=DEVICE)
     ours = evaluate(branch, inputs, indices, SMALL, "triton")
     rounded = evaluate(branch, inputs, indices, SMALL, "sdpa")
@@ -104,7 +105,9 @@ def backward_of(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeo
     dout = 1 + (torch.arange(out.numel(), device=out.device) % 2).to(out).view(out.shape)
     sizes, scale = list(geometry.as_tuple()), q.shape[3] ** -0.5
     if branch == "slc":
-        return list(torch.ops.nsa_triton.selected_attention_backward(dout, None, out, lse, q, k, v, indices, sizes, scale, None, None, None))
+        return list(
+            torch.ops.nsa_triton.selected_attention_backward(dout, None, out, lse, q, k, v, indices, sizes, scale, None, None, None)
+        )
     placed = (branch == "win", sizes, scale, None, None, None, None)
     return list(torch.ops.nsa_triton.interval_attention_backward(dout, None, out, lse, q, k, v, *placed))
 
@@ -154,7 +157,14 @@ def future_rows(position: int, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [(torch.bfloat16, 1e9), (torch.bfloat16, 1e30), (torch.bfloat16, 3e38), (torch.float16, 6e4), (torch.float32, 1e30), (torch.float32, 3e38)],
+    [
+        (torch.bfloat16, 1e9),
+        (torch.bfloat16, 1e30),
+        (torch.bfloat16, 3e38),
+        (torch.float16, 6e4),
+        (torch.float32, 1e30),
+        (torch.float32, 3e38),
+    ],
     ids=str,
 )
 def test_rows_without_a_gradient_give_none_whatever_their_scores_are(dtype: torch.dtype, size: float) -> None:
@@ -202,7 +212,7 @@ def test_nan_reaches_the_rows_that_the_table_says(backend: str, name: str, value
         "cmp": set(range(first_seeing, length)),
         "slc": {t for t in chose if t >= token},
         "win": set(range(token, token + SMALL.window_size)),
-    }[name.split("_")[-1]]
+    }[name.rsplit("_", maxsplit=1)[-1]]
     with torch.no_grad():
         out = nsa_attention(*poisoned(inputs, name, block if "cmp" in name else token, value).tensors, geometry=SMALL, backend=backend)
     is_bad = ~out.isfinite().all(-1)[0]

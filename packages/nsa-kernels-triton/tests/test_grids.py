@@ -12,7 +12,9 @@ from nsa_kernels_triton import policy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*against policy.*"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded on a machine without a GPU; `test_cuda.py` runs many sequences"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="launches are recorded on a machine without a GPU; `test_cuda.py` runs many sequences"
+    ),
 ]
 
 MANY = 65_537

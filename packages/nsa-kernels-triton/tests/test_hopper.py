@@ -373,7 +373,9 @@ def test_lse_has_a_gradient_too(attend, simulated):
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("size", [300, 1e5, 1e18])
-@pytest.mark.parametrize(("branch", "head_dims"), [("cmp", (64, 64)), ("win", (64, 64)), ("win", (192, 128)), ("slc", (64, 64)), ("slc", (192, 128))])
+@pytest.mark.parametrize(
+    ("branch", "head_dims"), [("cmp", (64, 64)), ("win", (64, 64)), ("win", (192, 128)), ("slc", (64, 64)), ("slc", (192, 128))]
+)
 def test_weights_are_right_where_lse_is_some_roundings_off(branch, head_dims, size, extremes):
     shape = shape_of(140, head_dims, (2, 1))
     inputs = extremes.scaled(make_inputs(shape, torch.float32), size)

@@ -76,7 +76,9 @@ def assert_within_twice_torchs_error(ours: list[Tensor], fused: list[Tensor], ex
         assert error <= limit, f"{'gradient ' + str(place - 1) if place else 'out'} is off by {error:.2e} (allowed: {limit:.2e})"
 
 
-@pytest.mark.parametrize(("factor", "key_factor"), [(1, 1), (50, 1), (100, 100), (300, 300)], ids=["", "q x 50", "q, k x 100", "q, k x 300"])
+@pytest.mark.parametrize(
+    ("factor", "key_factor"), [(1, 1), (50, 1), (100, 100), (300, 300)], ids=["", "q x 50", "q, k x 100", "q, k x 300"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])

@@ -468,10 +468,10 @@ def forward_kernel(
     arrive while they finish.
 
     Softmax by running maxima spends a third of its instructions on the maxima and on what a new one asks for. OPTIMISTIC: a row
-    keeps the maximum of its first keys, which serves as long as no later score is far above it: outputs are right where a sum of
-    weights stays below `SAFE_SUM`. Nor are they where scores are EXTREME. Of every part of a tile, int32 (PARTS, num_items) at
-    `overflows_ptr` says 1 where some row is wrong; after its last tile a program does such tiles again, by running maxima, and writes those of their rows whose lse stands at
-    +inf: what a row holds never depends on the others.
+    keeps the maximum of its first keys, which serves as long as no later score is far above it. Outputs are right where a sum of
+    weights stays below `SAFE_SUM` and no score is EXTREME. int32 (PARTS, num_items) at `overflows_ptr` is 1 for every part of a tile
+    with a row that is wrong. After its last tile a program computes such tiles again, by running maxima, and writes those of their
+    rows whose lse is +inf, so that a row never depends on the others.
 
     SHARED: tiles of keys are selection blocks. Rows at positions below `early` see all of those that they chose: the bits of int64
     (rows, G) at `chosen_ptr`. Later rows see the first NUM_INITIAL blocks, and the last NUM_LOCAL up to their own.

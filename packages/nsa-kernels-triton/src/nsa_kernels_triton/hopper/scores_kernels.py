@@ -19,8 +19,8 @@ from nsa_kernels_triton.hopper.tiles import (
     layout_of,
     mask_of,
     place_of,
-    start_scores,
     shift_of,
+    start_scores,
     visible_keys,
 )
 from nsa_kernels_triton.tiles import EXTREME

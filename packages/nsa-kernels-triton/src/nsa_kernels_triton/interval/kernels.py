@@ -115,7 +115,10 @@ def forward_kernel(
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of one tile of rows; grid (tiles * columns * G,), a column being a sequence, or all packed ones. The longest rows come first."""
+    """Write out and lse of one tile of rows, the longest rows first.
+
+    The grid is (tiles * columns * G,); a column is a sequence, or all packed ones.
+    """
     HG: tl.constexpr = H // G
     tile, sequence, group = place_of_program(num_tiles, num_columns)
     tile = num_tiles - 1 - tile

@@ -327,8 +327,8 @@ def backward(
     if early:
         assert gates is not None and adds
         window = evolve(geometry, window_size=early)
-        operands = interval.Operands(dout, delta, None, shift, extremes, q, k, v, gates, GATE, True, window, scale, sequences)
-        interval.backward_into(dq, dk, dv, operands, limit=early)
+        local = interval.Operands(dout, delta, None, shift, extremes, q, k, v, gates, GATE, True, window, scale, sequences)
+        interval.backward_into(dq, dk, dv, local, limit=early)
     constants = _constants(q, k, v, index)
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
     # a query's heads of one group lie side by side: nothing is padded where 16 divides their width
