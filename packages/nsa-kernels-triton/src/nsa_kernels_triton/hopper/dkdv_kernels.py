@@ -80,23 +80,20 @@ def _seen_rows(
 
 @gluon.jit
 def _seen_weights(
-    scores, shift_smem, gate_smem, row, middle, full_end, row_last, position, keys, factor,
+    scores, shift_smem, gate_smem, row, is_masked, row_last, position, keys, factor,
     HG: gl.constexpr, GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
-    ROWS: gl.constexpr, SCORES: gl.constexpr,
+    ROWS: gl.constexpr, EXTREME: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Return the weights (keys, rows), times the gates, of a tile of rows that starts with `row`.
-
-    The rows middle .. full_end - 1 see all keys; `full_end` is negative where some row of the call has extreme scores.
-    """
+    """Return the weights (keys, rows), times the gates, of a tile of rows that starts with `row`; EXTREME: as `tiles.restrained`."""
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     weights = gl.exp2(scores * factor - shift_smem.load(OF_ROWS)[None, :])
-    if (row < middle) | (row + ROWS > full_end):
+    if is_masked:
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, SCORES))
         t = gl.where(rows < row_last, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
         weights = gl.where((keys[:, None] >= first[None, :]) & (keys[:, None] < end[None, :]), weights, 0.0)
-        if full_end < 0:
-            weights = restrained(weights, shift_smem.load(OF_ROWS)[None, :])
+    if EXTREME:
+        weights = restrained(weights, shift_smem.load(OF_ROWS)[None, :])
     if GATED:
         weights = weights * gate_smem.load(OF_ROWS)[None, :]
     return weights
@@ -104,17 +101,41 @@ def _seen_weights(
 
 @gluon.jit
 def _multiply(
-    half: gl.constexpr, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
-    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end, scale, factor, extreme, lowering,
+    half: gl.constexpr, extreme, smem, places, scale, factor, lowering,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write dK and dV that the rows give to one half of the keys, by a loop of its own where some row of the call has extreme scores.
+
+    One loop for both would wait longer: the compiler moves no load before a branch in a branch.
+    """
+    if extreme != 0:
+        _multiply_rows(
+            half, smem, places, scale, factor, lowering,
+            G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, True,
+        )  # fmt: skip
+    else:
+        _multiply_rows(
+            half, smem, places, scale, factor, lowering,
+            G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, False,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_rows(
+    half: gl.constexpr, smem, places, scale, factor, lowering,
+    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
+    GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV that the rows give to one half of the keys.
 
     A tile of 32 rows of 128 columns, or 64 of 64, leaves registers for dS of one tile while the next one's scores are computed: the
     product into dK runs beside them. More rows are for keys of one part of columns.
     """
+    k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty = smem
+    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end = places
     HALF: gl.constexpr = KEYS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
@@ -133,7 +154,7 @@ def _multiply(
     if OVERLAPS and K2 == 0:
         # with few rows in a tile, the keys would be most of what its product reads; registers are left for one part
         k1 = k1.load(gl.DotOperandLayout(0, SCORES, 2))
-    key0 += half * HALF
+    key0 = key0 + half * HALF
     keys = key0 + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
     dk1 = gl.zeros([HALF, K1], gl.float32, ACC_K1)
     dk2 = dk1
@@ -146,8 +167,6 @@ def _multiply(
     )
     if num_keys < key0 + HALF:
         middle = row_end
-    # tiles of extreme rows take the way of those that see a part of the keys
-    full_end = gl.where(extreme != 0, -1, full_end)
     # the other half may see rows that this one does not: their tiles pass by
     num_tiles = gl.cdiv(row_end - row_from, ROWS)
     first_tile = (row_first - row_from) // ROWS
@@ -167,8 +186,8 @@ def _multiply(
             dweights = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             row = row_from + tile * ROWS
             weights = _seen_weights(
-                scores, shift_smem.index(stage), gate_smem.index(stage), row, middle, full_end, row_last, position, keys,
-                factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+                scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+                factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, EXTREME, SCORES,
             )  # fmt: skip
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
             dweights = warpgroup_mma_wait(1, deps=[dweights])
@@ -188,8 +207,8 @@ def _multiply(
         scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
         row = row_from + first_tile * ROWS
         weights = _seen_weights(
-            scores, shift_smem.index(stage), gate_smem.index(stage), row, middle, full_end, row_last, position, keys,
-            factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+            scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+            factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, EXTREME, SCORES,
         )  # fmt: skip
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
         dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
@@ -207,8 +226,8 @@ def _multiply(
             scores, dweights = warpgroup_mma_wait(PENDING, deps=[scores, dweights])
             row = row_from + tile * ROWS
             weights = _seen_weights(
-                scores, shift_smem.index(stage), gate_smem.index(stage), row, middle, full_end, row_last, position, keys,
-                factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, SCORES,
+                scores, shift_smem.index(stage), gate_smem.index(stage), row, (row < middle) | (row + ROWS > full_end), row_last, position, keys,
+                factor, HG, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, EXTREME, SCORES,
             )  # fmt: skip
             dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_V), dout_smem.index(stage), dv, is_async=True)
             dscores = rounded(weights * (dweights - delta_smem.index(stage).load(OF_ROWS)[None, :]), lowering, dtype)
@@ -332,23 +351,22 @@ def dkdv_kernel(
     fence_async_shared()
     barrier()
     head0 = q_row0 * H + group * HG
+    smem = (k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty)
+    key_row0 = key_row0 + split.to(gl.int64) * num_key_rows
+    places = (dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    0, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
-                    dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
-                    position, num_valid, row_from, row_end, scale, factor, extreme, lowering,
+                    0, extreme, smem, places, scale, factor, lowering,
                     G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
                 ),
             ),
             (
                 _multiply,
                 (
-                    1, k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty,
-                    dk_ptr, dv_ptr, key_row0 + split.to(gl.int64) * num_key_rows, key0, num_keys, group,
-                    position, num_valid, row_from, row_end, scale, factor, extreme, lowering,
+                    1, extreme, smem, places, scale, factor, lowering,
                     G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
                 ),
             ),

@@ -27,9 +27,6 @@ from nsa_kernels_triton.hopper.tiles import (
 )
 from nsa_kernels_triton.tiles import WIDEST_REFINED
 
-EXTREME_CALL = gl.constexpr(2**30)
-"""More than there are keys."""
-
 
 @gluon.jit
 def _load(
@@ -81,38 +78,54 @@ def _load(
 
 @gluon.jit
 def _dscores(
-    scores, dweights, shift, delta, first, end, key, middle, tail, factor, lowering,
-    SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, dtype: gl.constexpr,
+    scores, dweights, shift, delta, first, end, key, is_masked, factor, lowering,
+    SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, EXTREME: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Return dS of a tile of keys that starts with `key`; rows see all of it from `middle` on and below `tail`.
-
-    EXTREME_CALL stands in `middle` as well where some row of the call has extreme scores.
-    """
+    """Return dS of a tile of keys that starts with `key`; EXTREME: of weights as `tiles.restrained`."""
     weights = gl.exp2(scores * factor - shift[:, None])
-    if (key < middle) | (key >= tail):
+    if EXTREME:
+        weights = restrained(weights, shift[:, None])
+    if is_masked:
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
         is_visible = keys[None, :] < end[:, None]
         if IS_WINDOW:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
         weights = gl.where(is_visible, weights, 0.0)
-        is_masked = (key < middle) | (key >= tail)
-        if middle >= EXTREME_CALL:
-            weights = restrained(weights, shift[:, None])
-            is_masked = (key < middle - EXTREME_CALL) | (key >= tail)
         # as `tiles.refined_delta`, without a gradient of lse
         share = gl.sum(weights, 1)
-        has_all = is_masked & (share > 1 - 2**-12) & (gl.abs(shift) < WIDEST_REFINED)
+        has_all = (share > 1 - 2**-12) & (gl.abs(shift) < WIDEST_REFINED)
         delta = gl.where(has_all, gl.sum(weights * dweights, 1) / share, delta)
     return rounded(weights * (dweights - delta[:, None]), lowering, dtype)
 
 
 @gluon.jit
 def _multiply(
-    part: gl.constexpr, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
+    part: gl.constexpr, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     PLACES: gl.constexpr,
+):  # fmt: skip
+    """Write dQ of one part of the rows of the program's tiles, by a loop of its own where some row of the call has extreme scores."""
+    if extreme != 0:
+        _multiply_tiles(
+            part, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+            H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES, True,
+        )  # fmt: skip
+    else:
+        _multiply_tiles(
+            part, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+            H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES, False,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_tiles(
+    part: gl.constexpr, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, V2: gl.constexpr,
+    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PLACES: gl.constexpr, EXTREME: gl.constexpr,
 ):  # fmt: skip
     """Write dQ of one part of the rows of the program's tiles.
 
@@ -147,7 +160,6 @@ def _multiply(
         rows = row0 + gl.arange(0, PART, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
-        middle += gl.where(extreme != 0, EXTREME_CALL, 0)
         head0 = q_row0 * H + group * HG
         mbarrier.wait(rows_full.index(place), (number // PLACES) & 1)
         shift = gl.where(t < 0, float("inf"), shift_smem.index(PARTS * place + part).load(OF_ROWS))
@@ -171,8 +183,8 @@ def _multiply(
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 key = start + (tile - used) * KEYS
                 dscores = _dscores(
-                    scores, dweights, shift, delta, first, end, key, middle, tail, factor, lowering,
-                    SCORES, IS_WINDOW, KEYS, dtype,
+                    scores, dweights, shift, delta, first, end, key, (key < middle) | (key >= tail), factor, lowering,
+                    SCORES, IS_WINDOW, KEYS, EXTREME, dtype,
                 )  # fmt: skip
                 dq1 = warpgroup_mma(gl.convert_layout(dscores, LEFT1), k1_smem.index(stage), dq1, is_async=True)
                 dq1 = warpgroup_mma_wait(0, deps=[dq1])
@@ -188,22 +200,9 @@ def _multiply(
             scores, dweights = warpgroup_mma_wait(0, deps=[scores, dweights])
             mbarrier.arrive(v_empty.index(stage), count=1)
             dscores = _dscores(
-                scores,
-                dweights,
-                shift,
-                delta,
-                first,
-                end,
-                start,
-                middle,
-                tail,
-                factor,
-                lowering,
-                SCORES,
-                IS_WINDOW,
-                KEYS,
-                dtype,
-            )
+                scores, dweights, shift, delta, first, end, start, (start < middle) | (start >= tail), factor, lowering,
+                SCORES, IS_WINDOW, KEYS, EXTREME, dtype,
+            )  # fmt: skip
             for tile in range(1, num_key_tiles):
                 before = (used + tile - 1) % STAGES
                 stage = (used + tile) % STAGES
@@ -220,8 +219,8 @@ def _multiply(
                 mbarrier.arrive(v_empty.index(stage), count=1)
                 key = start + tile * KEYS
                 dscores = _dscores(
-                    scores, dweights, shift, delta, first, end, key, middle, tail, factor, lowering,
-                    SCORES, IS_WINDOW, KEYS, dtype,
+                    scores, dweights, shift, delta, first, end, key, (key < middle) | (key >= tail), factor, lowering,
+                    SCORES, IS_WINDOW, KEYS, EXTREME, dtype,
                 )  # fmt: skip
                 if K2 > 0:
                     dq1, dq2 = warpgroup_mma_wait(0, deps=[dq1, dq2])
@@ -349,21 +348,21 @@ def dq_kernel(
                 (
                     _multiply,
                     (
-                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
+                        0, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
+                        1, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        2, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
+                        2, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
@@ -384,14 +383,14 @@ def dq_kernel(
                 (
                     _multiply,
                     (
-                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
+                        0, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, extreme, lowering,
+                        1, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
                     ),
                 ),
