@@ -1,6 +1,7 @@
 """The kernels for compute capability 9.0, simulated in float32: against the oracle in every layout, and that they ran."""
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -420,3 +421,33 @@ def test_rows_of_extreme_scores_are_done_again(attend, simulated):
     assert max_error(found.out, exact.out) <= allowed_error(exact.out, torch.bfloat16)
     attend(inputs.q, k, v, geometry=GEOMETRY, backend="triton")
     assert not kernel.arguments[5].any()
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128)], ids=str)
+def test_nan_reaches_the_rows_that_the_table_says(head_dims, extremes):
+    shape = shape_of(200, head_dims, (16, 1))
+    inputs, token, block = make_inputs(shape, torch.float32), 141, 7
+    length, row_tile = shape.num_queries, policy.ring("window_forward", (9, 0), *head_dims, 2).block_rows
+    lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=GEOMETRY, backend="sdpa").lse
+    chosen = select_blocks(inputs.q, inputs.k_cmp, lse, geometry=GEOMETRY, backend="sdpa")[0, :, 0]
+    chose = set((chosen == token // GEOMETRY.selection_block_size).any(-1).nonzero().flatten().tolist())
+    sees = {
+        "cmp": set(range(block * GEOMETRY.compression_stride + GEOMETRY.compression_block_size - 1, length)),
+        "slc": {t for t in chose if t >= token},
+        "win": set(range(token, min(token + GEOMETRY.window_size, length))),
+    }
+    assert sees["slc"] < chose
+    assert len(chose) < length // 2
+    for branch, rows in sees.items():
+        for name in (f"k_{branch}", f"v_{branch}"):
+            poisoned = extremes.poisoned(inputs, name, block if branch == "cmp" else token, math.nan)
+            with torch.no_grad():
+                out = nsa_attention(*poisoned.tensors, geometry=GEOMETRY, backend="triton")
+            bad = set((~out.isfinite().all(-1)[0]).any(1).nonzero().flatten().tolist())
+            of_tiles = extremes.rows_of_tile(chose if branch == "slc" else rows, length, row_tile, shape.num_heads)
+            if branch == "slc":
+                # neighbours attend together to some blocks, by lists to others
+                assert rows <= bad <= of_tiles
+            else:
+                assert bad == (rows if name.startswith("k") else of_tiles), name
