@@ -19,7 +19,7 @@ from nsa_core.errors import NSAError
 from nsa_train.__about__ import __version__
 from nsa_train.config import RunConfig, listed
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
-from nsa_train.options import NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
+from nsa_train.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
 from nsa_train.parallel.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
 from nsa_train.recipe import load_config, settled, shipped_recipes, to_toml
 from nsa_train.run_dir import RunDirectory
@@ -82,6 +82,9 @@ def run(
 ) -> int | Answer:
     """Train what RECIPE describes."""
     step = None if resume is None else resume_step(resume)
+    if step not in (None, AUTO) and out is not None and not out.exists() and not print_config:
+        # a mistyped path is refused before torch is loaded
+        raise ConfigError(RunDirectory(out).why_not_resumable())
     meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
     config = load_config(recipe, overrides)

@@ -102,6 +102,14 @@ class RunDirectory:
         """Return whether a run recorded itself here; one that was killed early leaves less."""
         return self.config.exists() or bool(self.heartbeats)
 
+    def why_not_resumable(self) -> str:
+        """Return why there is no run to resume here, as `--out` is to be refused; empty where there is one."""
+        if self.holds_run():
+            return ""
+        is_there = self.root.exists()
+        found = "holds no run to resume (neither config.toml nor a heartbeat)" if is_there else "does not exist: no run to resume"
+        return f"--out={str(self.root)!r} {found}; name the run's directory, or use --resume auto, which starts one"
+
     def stackdump(self, rank: int) -> Path:
         """Return where `rank` writes the stacks of its threads when it gets SIGUSR1."""
         return self.root / f"stackdump_rank{rank}.txt"

@@ -30,9 +30,8 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         )
     elif not existing.is_dir() or not os.access(existing, os.W_OK):
         findings.failed.append(f"--out={str(out_dir)!r} cannot be written ({existing} refuses it); name another directory")
-    elif resuming and not RunDirectory(out_dir).holds_run():
-        found = "holds no run to resume (neither config.toml nor a heartbeat)" if out_dir.exists() else "does not exist: no run to resume"
-        findings.failed.append(f"--out={str(out_dir)!r} {found}; name the run's directory, or use --resume auto, which starts one")
+    elif resuming and (absent := RunDirectory(out_dir).why_not_resumable()):
+        findings.failed.append(absent)
     elif other is not None:
         findings.failed.append(
             f"--out={str(out_dir)!r} lies inside the run {str(other)!r} (a run never mixes with another); name a directory beside it"
