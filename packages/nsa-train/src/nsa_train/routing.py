@@ -93,9 +93,12 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
 
 
 def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
-    """Return what drawing a sample with the model of `config` asks of an operation, on a CPU in float32."""
+    """Return the requests for an operation when a sample is drawn with the model of `config`, on a CPU in float32."""
 
     def uses(operation: Operation) -> Uses:
+        if operation is Operation.NSA:
+            # a step of a cache runs the branches one by one
+            return {}
         training = _training_request(config, operation, SAMPLER)
         return {"a sample": _sampling_requests(evolve(training, dtype=torch.float32, kv_dtype=torch.float32))}
 
