@@ -18,7 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 from nsa_core.errors import NSAError
 from nsa_train.__about__ import __version__
 from nsa_train.config import RunConfig, listed
-from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
+from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of, in_one_line
 from nsa_train.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
 from nsa_train.parallel.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
 from nsa_train.recipe import load_config, settled, shipped_recipes, to_toml
@@ -164,16 +164,17 @@ def preflight(
 
 
 def _judged(judge: Callable[[], Answer]) -> Answer:
-    """Return what `judge` found; what it raises on purpose is printed as the failed rules of preflight are."""
+    """Return the findings of `judge`; an error that it raises on purpose is printed as the failed rules of preflight are."""
     try:
         return judge()
-    except (TrainError, OSError) as error:
+    except (TrainError, NSAError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
             raise
-        lines = str(error).splitlines()
+        # an error of ours has a line for each problem
+        lines = [in_one_line(error)] if isinstance(error, NSAError) else str(error).splitlines()
         for line in lines:
             print(f"FAIL  {line}", file=sys.stderr)
-        return Answer(error.exit_code if isinstance(error, TrainError) else ConfigError.exit_code, {"errors": lines})
+        return Answer(ConfigError.exit_code if isinstance(error, OSError) else exit_code_of(error), {"errors": lines})
 
 
 def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | None) -> Answer:
@@ -439,7 +440,7 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
     except (TrainError, NSAError, SignalledError) as error:
         return ending_of(error), {}
     except OSError as error:
-        if sys.stdout is not None and is_unread(sys.stdout):
+        if is_unread(sys.stdout):
             # whoever read the output has seen enough
             discard(sys.stdout)
             return Ending(TrainError.exit_code), {}

@@ -45,10 +45,12 @@ def _spelled(value: Any) -> Any:
     return [_spelled(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def is_unread(stream: TextIO) -> bool:
-    """Return whether `stream` goes to a pipe or a terminal whose other end is closed."""
+def is_unread(stream: TextIO | None) -> bool:
+    """Return whether `stream` goes to a pipe or a terminal whose other end is closed; None, a stream that was never open, does not."""
     # a stream in memory has no descriptor
     with suppress(io.UnsupportedOperation):
+        if stream is None:
+            return False
         poll = select.poll()
         poll.register(stream.fileno(), 0)
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
