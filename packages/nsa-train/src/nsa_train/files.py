@@ -20,7 +20,7 @@ MOST_STATE = 128 * 2**20
 MOST_JSON = 16 * 2**20
 """Bytes of env.json, to which every resume adds, and of metrics.json."""
 MOST_TOKENIZER = 128 * 2**20
-"""Bytes of a tokenizer.json; the largest that are in use take 35 MB."""
+"""Bytes of a tokenizer.json, and of vocab.bpe and encoder.json; the largest that are in use take 35 MB."""
 MOST_SAMPLE = 2**20
 """Bytes of a text of samples/."""
 MOST_RECORDS = 4 * 2**30
