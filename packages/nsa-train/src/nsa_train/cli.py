@@ -109,7 +109,7 @@ def run(
         config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place), resuming=is_resuming)
         print(note, end="\n" if note else "", file=sys.stderr)
         if note:
-            # the run has another directory, and keeps its random ids where the data come back
+            # the run has another directory, and keeps its random ids even if the data can be read again
             again = evolve(again, saved=["resume", str(place), *meeting.words()])
     if dry_run:
         return _judge_start(config, place, meeting, step)
@@ -178,7 +178,7 @@ def _judged(judge: Callable[[], Answer]) -> Answer:
 
 
 def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | None) -> Answer:
-    """Print what stands for and against what a command would start, or resume from `step`, and return it."""
+    """Print the findings of preflight on the run that a command would start, or resume from `step`, and return them."""
     from nsa_train.running import settled_resume
 
     def judge() -> Answer:
@@ -189,7 +189,7 @@ def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | Non
 
 
 def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> Answer:
-    """Print what stands for and against running `config` into `out`, or going on there from step `resume`, and return it."""
+    """Print the findings of preflight on running `config` into `out`, or resuming there from step `resume`, and return them."""
     check_path("--out", out)
     from nsa_train.machine import described_machine, target_machine
     from nsa_train.parallel.launch import Hosts
@@ -252,7 +252,7 @@ def watch(
     /,
     *,
     halt: Annotated[bool, Parameter(negative="", help="Write .HALT where something is wrong: all ranks save and stop.")] = False,
-    once: Annotated[bool, Parameter(negative="", help="Look once, and on only while clocks leave open whether a rank lives.")] = False,
+    once: Annotated[bool, Parameter(negative="", help="Look once, and again only while clocks leave open whether a rank lives.")] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
     json_: AsJSON = False,
 ) -> Answer:
@@ -263,7 +263,7 @@ def watch(
 
     check_seconds("--interval", interval, example=5)
     if json_ and not once:
-        raise ConfigError("--json without --once has no end to report (it prints one object); use --once --json")
+        raise ConfigError("--json without --once has no result to print (it prints one object at the end); use --once --json")
     found, lines = dict[str, Any](), list[str]()
 
     def say(line: str) -> None:
@@ -291,7 +291,7 @@ def sample(
     temperature: Annotated[float, Parameter(help="0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
     backend: Annotated[
-        str | None, Parameter(help="Backend of every attention operation, or auto, in place of what the checkpoint's nsa.backends names.")
+        str | None, Parameter(help="Backend of every attention operation, or auto, in place of those in the checkpoint's nsa.backends.")
     ] = None,
 ) -> int:
     """Print PROMPT and what the model of CKPT writes after it."""
@@ -411,7 +411,7 @@ def run_command(tokens: Iterable[str]) -> int:
 
 def _run_as_json(tokens: list[str]) -> Ending:
     """Run `tokens`, whose command has `--json`, and print one object, of a failure as well."""
-    # the lines that the command prints without the option, and whatever else prints on the way
+    # keep the lines that the command prints without the option, and all other output, off stdout
     with redirect_stdout(StringIO()):
         ending, content = _run_app(tokens)
     command = " ".join(app.parse_commands(tokens)[0])
@@ -420,7 +420,7 @@ def _run_as_json(tokens: list[str]) -> Ending:
 
 
 def _run_app(tokens: list[str]) -> tuple[Ending, Mapping[str, Any]]:
-    """Return how the command `tokens` ends, and what it found where it says that in JSON too."""
+    """Return how the command `tokens` ends, and its findings where it has `--json`."""
 
     def answer() -> Any:
         check_text(tokens)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 
 class Answer(NamedTuple):
-    """What a command with `--json` has found, to be printed as one object."""
+    """The findings of a command with `--json`, which prints them as one object."""
 
     code: int
     """The exit code."""
@@ -33,7 +33,7 @@ def warn(line: str) -> None:
 
 
 def as_object(command: str, code: int, errors: list[str], content: Mapping[str, Any]) -> str:
-    """Return what a command with `--json` has to say as one line of JSON; a figure that JSON has no number for becomes null."""
+    """Return the object of a command with `--json` as one line; a figure that is not finite becomes null."""
     return json.dumps({"command": command, "exit_code": code, "errors": errors, **_spelled(content)}, allow_nan=False)
 
 

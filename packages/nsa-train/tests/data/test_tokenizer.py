@@ -114,7 +114,9 @@ def test_a_pipe_beside_the_named_file_is_not_waited_for(vocabulary: Path, tmp_pa
     [other] = {"vocab.bpe", "encoder.json"} - {name}
     (tmp_path / name).write_bytes((vocabulary / name).read_bytes())
     os.mkfifo(tmp_path / other)
-    with pytest.raises(DataError, match=rf"{other} cannot be read \(it is a named pipe \(FIFO\), and only a regular file of at most 128 MiB"):
+    with pytest.raises(
+        DataError, match=rf"{other} cannot be read \(it is a named pipe \(FIFO\), and only a regular file of at most 128 MiB"
+    ):
         open_bpe(str(tmp_path / name))
 
 

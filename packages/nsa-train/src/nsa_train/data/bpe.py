@@ -118,7 +118,9 @@ def _of_merges(file: Path) -> BytePairTokenizer:
     for path in (merges, encoder):
         # tiktoken would wait for a pipe
         if problem := refusal(path, MOST_TOKENIZER):
-            raise DataError(f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json beside it")
+            raise DataError(
+                f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json beside it"
+            )
     try:
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
