@@ -246,7 +246,7 @@ def test_a_restart_of_torchruns_starts_a_run_that_never_began(start: Start, run:
 def test_resume_goes_on_by_the_runs_own_config(
     run: RunDirectory, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever became of the recipe, and with other values where they are given."""
+    """The recipe may be gone; `--set` changes single values."""
     shutil.rmtree(run.root)
     assert start("--set", "train.steps=3", "--set", "nsa.window_size=4", "--set", "train.lr=5e-3") == 0
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What the ranks tell each other is JSON: nothing that travels between them is unpickled."""
+"""The ranks exchange JSON: nothing that travels between them is unpickled."""
 
 import math
 import shutil
