@@ -106,7 +106,7 @@ def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
 
 
 def with_backend(config: RunConfig, backend: str) -> RunConfig:
-    """Return `config` with `backend` for every operation that a sample runs; "auto": with no backend named."""
+    """Return `config` with `backend` for every operation that a sample runs; with "auto", without any named backend."""
     return evolve(config, nsa=evolve(config.nsa, backends={} if backend == AUTO else {name.value: backend for name in NEEDED_BY}))
 
 

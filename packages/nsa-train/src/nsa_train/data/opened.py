@@ -22,7 +22,7 @@ VERIFIED_BYTES = 2**34
 """Most bytes that each rank of a resume reads again before its first step; other blocks are compared when they are read."""
 
 Texts = list[list[str]]
-"""A list for each corpus, in it a text for every `CHUNK` blocks: base64 of little-endian uint32, or empty where none has a hash"""
+"""A list of texts for each corpus, one text for every `CHUNK` blocks: base64 of little-endian uint32, empty where no block has a hash"""
 
 
 class Walk(NamedTuple):

@@ -72,11 +72,11 @@ class Cause(StrEnum):
     """Why a step was skipped: the field `cause` of its event."""
 
     LOSS = "loss"
-    """That of a micro-batch is not finite."""
+    """The loss of a micro-batch is not finite."""
     GRADIENT = "gradient"
-    """It is not finite, though every loss is."""
+    """The gradient is not finite, though every loss is."""
     OVERFLOW = "overflow"
-    """The same where float16 ran over: that is how the scale of the loss finds its place."""
+    """The gradient overflowed float16, as it does until the scale of the loss fits."""
     SPIKE = "spike"
 
 
