@@ -403,7 +403,8 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
 def run_command(tokens: Iterable[str]) -> int:
     """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
     words = list(tokens)
-    ending = _run_as_json(words) if "--json" in words else _run_app(words)[0]
+    is_json = "--json" in words and not {*app.help_flags}.intersection(words)
+    ending = _run_as_json(words) if is_json else _run_app(words)[0]
     if ending.line:
         warn(ending.line)
     return reported(ending.code, is_own=ending.is_own)
