@@ -1,4 +1,4 @@
-"""What the pages show of `nsa-train run`, against the program."""
+"""The output of `nsa-train run` on the pages, compared with the program's."""
 
 import doctest
 import re

@@ -151,12 +151,12 @@ class Browser:
 
 
 def described(details: dict[str, Any]) -> str:
-    """Return the text of an exception as the protocol reports it."""
+    """Return the text of an exception that the protocol reports."""
     return str(details.get("exception", {}).get("description") or details.get("text"))
 
 
 def console_errors(events: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the errors that a page's events speak of: exceptions, console.error, and what could not be loaded."""
+    """Yield the errors among a page's events: exceptions, console.error, and files that could not be loaded."""
     for event in events:
         params = event.get("params", {})
         match event["method"]:

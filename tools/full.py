@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPORT_FOLDER = ROOT / "docs/evidence/ci"
 LOGS = ROOT / ".hatch/full-logs"
 LIMIT_MINUTES = 90
-"""The longest that all stages may take together."""
+"""Most minutes that all stages may take together."""
 HARDWARE_SKIP = re.compile(r"needs \d+ CUDA device\(s\)")
 """The reason that a test marked `hardware` gives where the hardware is missing: the only skip that this tier accepts."""
 PYTHONS = ("3.11", "3.12", "3.13", "3.14", "3.15")
@@ -45,7 +45,7 @@ class Stage(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a stage came to."""
+    """The outcome of a stage."""
 
     name: str
     command: str
@@ -71,7 +71,7 @@ def hatch(*words: str) -> tuple[str, ...]:
 
 
 def stages() -> list[Stage]:
-    """Return what the tier runs, in order; another Python adds a stage."""
+    """Return the stages of the tier, in order; each other Python adds one."""
     workers = ("--numprocesses=logical", "--maxprocesses=8", "--dist=worksteal")
     python = (sys.executable, "-m", "pytest", "-q")
     newest = hatch("run", "newest:python", "-m", "pytest", "-q")
@@ -118,7 +118,7 @@ def runs(python: str, version: str) -> bool:
 
 
 def run_stage(stage: Stage, minutes_left: float) -> Result:
-    """Run `stage`, show its output and keep it under .hatch/full-logs; return what it came to."""
+    """Run `stage`, show its output and keep it under .hatch/full-logs; return its outcome."""
     name = re.sub(r"\W+", "-", stage.name.lower())
     junit, log = LOGS / f"{name}.xml", LOGS / f"{name}.log"
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def readable(command: Iterable[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return what the stages ran with, by name."""
+    """Return the versions that the stages ran with, by name."""
     query = "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
     here = json.loads(subprocess.check_output([sys.executable, "-c", query, "torch", "triton", "hypothesis", "pytest"], text=True))
     newest = subprocess.run(
@@ -211,7 +211,7 @@ def versions() -> dict[str, str]:
 
 
 def git(*words: str) -> str:
-    """Return what git answers at the root."""
+    """Return the output of a git command at the root."""
     return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
 
 

@@ -26,7 +26,7 @@ TESTS = (
 
 
 def dependencies() -> list[str]:
-    """Return what hatch.toml installs for tests, beside the packages."""
+    """Return the packages that hatch.toml installs for tests, in addition to ours."""
     environments = tomllib.loads((ROOT / "hatch.toml").read_text(encoding="utf-8"))["envs"]
     return list(environments["hatch-test"]["dependencies"])
 

@@ -165,6 +165,12 @@ def test_a_bad_option_is_exit_2_with_a_message(command, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_named_where_stdout_is_closed_too(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run_command(["env", "--json", "no/such/folder/env.json"]) == 2
+    assert "give a path that can be written" in capsys.readouterr().err
+
+
 def test_two_plug_ins_of_one_name_are_exit_1_with_a_message(install, capsys):
     install("hopper_kernels")
     install("more_kernels")

@@ -402,7 +402,7 @@ def test_a_negative_start_or_a_count_beyond_the_rows_is_refused(operation, start
     message = refusal(operation, options=options)
 
     assert message == (
-        f"query_start={start or [0, 0]}, query_count={count} leave 0 .. S={S} (positions start at 0, counts at most S); mend them"
+        f"query_start={start or [0, 0]}, query_count={count} leave 0 .. S={S} (positions start at 0, counts at most S); fix them"
     )
 
 
@@ -621,5 +621,5 @@ def test_block_indices_are_accepted_exactly_where_each_row_names_candidates_once
 @OPERATIONS
 def test_a_backend_for_an_unknown_operation_is_refused(operation):
     assert refusal(operation, options={"backend": {"compress": "sdpa"}}) == (
-        "backend names the operation 'compress' (the rule: one of 'cmp', 'select', 'slc', 'win', 'nsa'); mend the key"
+        "backend names the operation 'compress' (the rule: one of 'cmp', 'select', 'slc', 'win', 'nsa'); fix the key"
     )

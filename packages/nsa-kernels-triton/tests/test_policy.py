@@ -281,7 +281,7 @@ def unknown_triton(monkeypatch):
 
 @pytest.mark.usefixtures("unknown_triton")
 def test_an_unknown_triton_leaves_the_portable_kernels_with_one_warning():
-    with pytest.warns(UserWarning, match="capability 9.0 are off: Triton 3.99.0 is installed, and they run on 3.6 and 3.7"):
+    with pytest.warns(UserWarning, match="capability 9.0 are off: Triton 3.99.0 is installed, and they need 3.6 or 3.7"):
         assert policy.ring("window_forward", (9, 0), 128, 128, 2) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

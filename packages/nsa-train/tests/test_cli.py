@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
+from nsa_core import Operation
 from nsa_core.errors import BackendUnavailableError, DuplicateBackendError, InputError, NSAError
 from nsa_core.errors import ConfigError as CoreConfigError
 from nsa_train.__about__ import __version__
@@ -248,6 +249,24 @@ def test_a_backend_that_cannot_serve_a_sample_is_one_line(tiny_run: RunDirectory
         assert run_command([*words, "--backend", backend]) == 0
         texts.add(capsys.readouterr().out)
     assert len(texts) == 1
+
+
+def test_a_sample_asks_nothing_of_a_backend_of_all_branches_in_one(
+    tiny_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cache takes the branches one by one: a run of a GPU that named one is sampled on a CPU."""
+    monkeypatch.setattr("nsa_train.routing.named_backends", lambda _: {Operation.NSA: "nosuch"})
+    assert run_command(["sample", str(tiny_run.root), "--prompt", "1", "--tokens", "3"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_preflight_marks_what_nsa_core_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise DuplicateBackendError("two plug-ins offer slc:\n  mine\n  yours")
+
+    monkeypatch.setattr("nsa_train.preflight.judge.check_routes", refuse)
+    assert run_command(["preflight", "demo"]) == 2
+    assert capsys.readouterr().err == "FAIL  two plug-ins offer slc: mine; yours\n"
 
 
 @pytest.mark.parametrize(

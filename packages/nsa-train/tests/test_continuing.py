@@ -63,7 +63,7 @@ def test_a_senseless_checkpoint_is_passed_over_and_no_pipe_is_waited_for(
     assert all(record.is_file() for record in (run.config, run.environment, run.validation, run.samples / "after.txt"))
     put_irregular("pipe", run.heartbeat)
     assert start("--resume", "--set", "train.steps=6") == 2
-    assert f"{run.heartbeat} cannot be gone on with (it is a named pipe (FIFO), " in capsys.readouterr().err
+    assert f"{run.heartbeat} cannot be continued (it is a named pipe (FIFO), " in capsys.readouterr().err
 
 
 def test_damaged_records_block_no_resume_and_are_named(start: Start, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +246,7 @@ def test_a_restart_of_torchruns_starts_a_run_that_never_began(start: Start, run:
 def test_resume_goes_on_by_the_runs_own_config(
     run: RunDirectory, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever became of the recipe, and with other values where they are given."""
+    """The recipe may be gone; `--set` changes single values."""
     shutil.rmtree(run.root)
     assert start("--set", "train.steps=3", "--set", "nsa.window_size=4", "--set", "train.lr=5e-3") == 0
     capsys.readouterr()

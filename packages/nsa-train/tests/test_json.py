@@ -121,10 +121,16 @@ def test_a_failure_is_an_object_too(ask: Ask, words: list[str], error: str) -> N
     assert error in found["errors"][0]
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_stays_help(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert run_command(["preflight", flag, "--json"]) == 0
+    assert "Usage: nsa-train preflight" in capsys.readouterr().out
+
+
 def test_a_watch_without_an_end_has_no_object(capsys: pytest.CaptureFixture[str], tiny_run: RunDirectory) -> None:
     assert run_command(["watch", str(tiny_run.root), "--json"]) == 2
     [error] = json.loads(capsys.readouterr().out)["errors"]
-    assert error == "--json without --once has no end to report (it prints one object); use --once --json"
+    assert error == "--json without --once has no result to print (it prints one object at the end); use --once --json"
 
 
 def test_a_figure_that_json_cannot_spell_is_null(

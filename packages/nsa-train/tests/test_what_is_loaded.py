@@ -1,4 +1,4 @@
-"""What a command loads: no torch where it reads files only or refuses its arguments, no compiler where it runs no model."""
+"""Modules that a command loads: no torch where it only reads files or refuses its arguments, no compiler where it runs no model."""
 
 import json
 import resource

@@ -29,7 +29,7 @@ class ChosenBlocks(LayerTelemetry):
 
 
 def selection_verdict(records: Records, rule: str) -> Verdict:
-    """Return whether the newest checkpoint of the run chooses the same blocks for the same tokens, as the verdict of `rule`."""
+    """Return the verdict of `rule`: whether the newest checkpoint of the run chooses the same blocks twice for the same tokens."""
     try:
         checkpoint = open_checkpoint(records.paths.root)
         if refused := refused_backends(checkpoint.config, uses_of_sample(checkpoint.config), advice="judge it where it can"):

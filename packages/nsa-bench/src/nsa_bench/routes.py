@@ -1,4 +1,4 @@
-"""Who serves: a registry that notes which backend ran, so that a result names what did, and what stands against a named one."""
+"""Which backend serves: a registry that notes the backends that ran, and the check of a backend that is named."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -50,12 +50,12 @@ class RouteRecorder(BackendRegistry):
 
 
 def check_backend(name: str, wanted: Iterable[tuple[str, Case]], device: torch.device) -> None:
-    """Let the `--backend` of a measurement pass that can serve something of it; `wanted`: operations (of OURS) and their cases.
+    """Check that the `--backend` of a measurement can serve some of it; `wanted`: operations (of OURS) and their cases.
 
-    What it cannot serve of the rest stands in the results, with the reason.
+    The results give the reason for each case that it cannot serve.
 
     Raises:
-        OptionError: when no plug-in has it, or it can serve nothing of what is wanted, with all reasons.
+        OptionError: when no plug-in has it, or it can serve none of the cases, with all reasons.
     """
     if name == "auto":
         return
@@ -73,7 +73,7 @@ def check_backend(name: str, wanted: Iterable[tuple[str, Case]], device: torch.d
 
 
 def _requests(name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry) -> list[BranchRequest]:
-    """Return what the forward pass of `operation` asks for; the whole operation runs part by part where `name` has it not in one."""
+    """Return the requests of the forward pass of `operation`; `nsa` is four requests where `name` has no backend for it."""
     is_split = operation == "nsa" and not registry.has(Operation.NSA, name)
     parts = [part for part in OURS if part != "nsa"] if is_split else [operation]
     shape = case.shape

@@ -131,7 +131,7 @@ def _selection(records: Records) -> Verdict:
         return Verdict(rule=rule, is_passed=None, found="the dense twin chooses none")
     if not step_folders(records.paths.checkpoints):
         return Verdict(rule=rule, is_passed=None, found="the run holds no checkpoint to choose with")
-    # a model is run, and only here: without one the command needs no torch
+    # only this rule runs a model; the others need no torch
     from nsa_bench.determinism import selection_verdict
 
     return selection_verdict(records, rule)

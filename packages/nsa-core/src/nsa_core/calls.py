@@ -84,7 +84,7 @@ def prepare(
         for operation in backend:
             if operation not in OPERATION_NAMES:
                 known = ", ".join(map(repr, OPERATION_NAMES))
-                raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); mend the key")
+                raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); fix the key")
     layout, placement = _place(q, bound, geometry, placed)
     return Call(
         geometry=geometry,
@@ -146,7 +146,7 @@ def _check_query_start(placement: Placement) -> None:
     if int(start.min()) < 0 or (count is not None and (int(count.min()) < 0 or int(count.max()) > placement.max_query_count)):
         raise InputError(
             f"query_start={start.tolist()}, query_count={None if count is None else count.tolist()} leave 0 .. S="
-            f"{placement.max_query_count} (positions start at 0, counts at most S); mend them"
+            f"{placement.max_query_count} (positions start at 0, counts at most S); fix them"
         )
     if int((start + rows).max()) > placement.max_key_count:
         raise InputError(

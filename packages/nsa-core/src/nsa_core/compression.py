@@ -90,7 +90,7 @@ class MLPCompressor(nn.Module):
         per_head = tokens.transpose(2, 3)
         flat = (per_head + self.position).flatten(-2)
         hidden = self.up(flat)
-        # clamped, a block that overflowed passes a gradient of 0 on as 0, not as 0 * inf: its first tokens may lie in the past
+        # the clamp keeps a gradient of 0 at 0 where a block overflowed, not 0 * inf: its first tokens may lie in the past
         limit = torch.finfo(hidden.dtype).max
         correction: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
         return correction + per_head.mean(-2)

@@ -14,7 +14,7 @@ Compressor = Literal["mlp", "conv", "mean"]
 GateKind = Literal["sigmoid", "softmax"]
 COLLAPSE_ENTROPY = 0.1
 COLLAPSE_SHARE = 0.95
-"""A gate is collapsed where its shares have an entropy below the one, in nats, and the largest share is above the other."""
+"""A gate has collapsed where its shares have an entropy below COLLAPSE_ENTROPY, in nats, and the largest is above COLLAPSE_SHARE."""
 CompressedRope = Literal["block_end", "tokens"]
 RopeScalingKind = Literal["linear", "yarn"]
 BRANCHES = ("cmp", "slc", "win")

@@ -18,7 +18,7 @@ def gates_from_logits(
     not in `branches` has gate 0.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    # clamped, a logit that overflowed passes a gradient of 0 on as 0, not as 0 * inf; half the range leaves room below for closed gates
+    # the clamp keeps a gradient of 0 at 0 where a logit overflowed, not 0 * inf; half the range leaves room below for closed gates
     limit = torch.finfo(logits.dtype).max / 2
     logits = logits.clamp(-limit, limit)
     # filled on the device: a tensor made of a Python list would wait for its copy
@@ -90,7 +90,7 @@ class GateMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `(B, S, H, 3)` of x `(B, S, hidden_size)`."""
         hidden = self.up(x)
-        # clamped, what overflowed passes a gradient of 0 on as 0, not as 0 * inf
+        # the clamp keeps a gradient of 0 at 0 where a number overflowed, not 0 * inf
         limit = torch.finfo(hidden.dtype).max
         logits: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
         return logits.view(*logits.shape[:-1], self.num_heads, 3)

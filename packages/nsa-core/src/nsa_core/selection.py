@@ -41,7 +41,7 @@ def choose_blocks(importance: Tensor, positions: Tensor, geometry: BlockGeometry
     own = torch.div(positions, geometry.selection_block_size, rounding_mode="floor").unsqueeze(-1)
     candidate = (block <= own).expand(importance.shape)
     forced = candidate & ((block < geometry.num_initial_blocks) | (block > own - geometry.num_local_blocks))
-    # NaN, of scores that overflowed, counts as 0, so that a row has its forced blocks and its number of blocks all the same
+    # NaN, from scores that overflowed, counts as 0, so that a row keeps its forced blocks and its number of blocks
     scores = importance.nan_to_num(nan=0.0).masked_fill(~candidate, float("-inf")).masked_fill(forced, float("inf"))
     return _ascending(_highest(scores, candidate, geometry.num_selected_blocks), geometry.num_selected_blocks)
 

@@ -25,7 +25,7 @@ _STRINGS_AND_COMMENTS = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-"""Each ends where the text does, if it is not closed: tomllib then refuses the rest."""
+"""A string that is not closed ends with the text; tomllib refuses it then."""
 _LONG_KEY = re.compile(rf"(?:\.[ \t]*[\w-]+[ \t]*){{{MOST_NESTED}}}")
 _LONG_NUMBER = re.compile(r"\b0[box][0-9a-fA-F_]{65}")
 
@@ -77,8 +77,8 @@ def toml_tables(text: str) -> dict[str, Any]:
 
 
 def _refuse_nesting(text: str) -> None:
-    """Refuse what tomllib cannot take: it recurses into values, and its time grows with the square of a key's parts."""
-    # dots and brackets of a string count for nothing; its line ends are kept, to count lines by
+    """Refuse texts that tomllib cannot parse in time: it recurses into values, and its time grows with the square of a key's parts."""
+    # dots and brackets in a string do not count; its line ends are kept for the line numbers
     bare = _STRINGS_AND_COMMENTS.sub(lambda found: "" if found[0][0] == "#" else "s" + "\n" * found[0].count("\n"), text)
     if found := _LONG_KEY.search(bare):
         raise ValueError(f"a key of more than {MOST_NESTED} parts at line {_line_of(found, bare)}")

@@ -124,7 +124,7 @@ def test_auto_without_an_eligible_backend_names_every_reason_of_each():
         assert said in str(caught.value)
     assert str(caught.value).startswith(
         "no backend serves this request (backend='auto' takes one that nothing stands against); "
-        "name one that only policy refuses, or mend what stands against them:\n"
+        "name one that only policy refuses, or fix the reasons against them:\n"
     )
     with pytest.warns(UserWarning, match="against policy"):
         assert chosen(registry, backend="slow") == "slow"

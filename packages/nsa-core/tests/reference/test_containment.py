@@ -1,4 +1,4 @@
-"""What counts as ordinary, and where that is not read."""
+"""Which tensors count as ordinary, and which are not read."""
 
 import pytest
 import torch

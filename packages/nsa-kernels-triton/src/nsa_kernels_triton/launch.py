@@ -140,17 +140,17 @@ def score_factor(q: Tensor, scale: float) -> float:
 
 
 def coarse_factor(q: Tensor, scale: float) -> float:
-    """Return the power of two next to `score_factor`, of a scale from 0 on: products with it are exact, however large."""
+    """Return the power of two next to `score_factor`, for a `scale` of at least 0: products with it are exact, however large."""
     factor = score_factor(q, scale)
     return 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
 
 
 def no_extremes(q: Tensor, *branches: int) -> Tensor:
-    """Return where the backward pass of each branch learns what is extreme, int32 (*branches, 4), for `row_deltas` to fill.
+    """Return zeros, int32 (*branches, 4), in which `row_deltas` notes the extremes of each branch for its backward pass.
 
-    The first number is 1 where weights of some row are to be restrained: its scores are so large that lse does not normalise them, or not
-    finite. Of float16 alone the others are the bits of float32 numbers: the largest square of the size of a row of dO (times its gate,
-    if that is above 1) and of a row of values, and the largest |dlse|. They bound dS.
+    The first number is 1 where weights of some row must be restrained, because its scores are so large that lse does not normalise
+    them, or are not finite. The others serve float16 and are bits of float32 numbers that bound dS: the largest squared norm of a
+    row of dO (times its squared gate, if that is above 1), the largest squared norm of a row of values, and the largest |dlse|.
     """
     return torch.zeros(*branches, 4, dtype=torch.int32, device=q.device)
 
@@ -235,5 +235,5 @@ class Tiling(NamedTuple):
     """Columns of tiles: the sequences, or 1 where they are packed."""
 
     def grid(self, num_groups: int, splits: int = 1) -> tuple[int]:
-        """Return the grid of a program for each tile, split, column and group: one axis, for the others end at 65,535."""
+        """Return a grid with a program for each tile, split, column and group: one axis, because CUDA ends the others at 65,535."""
         return (self.num_tiles * splits * self.num_sequences * num_groups,)

@@ -27,7 +27,7 @@ class TritonBackend:
         return policy.preference(request)
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
-        """Return what a user should know of how the kernels serve `request`."""
+        """Return notes on how the kernels serve `request`."""
         return policy.notes_on(request)
 
     def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:

@@ -46,7 +46,7 @@ SMALLEST = 99 * KIB
 NOT_INSTALLED = "triton is not installed (the kernels are written in it); pip install triton"
 NOT_INTERPRETING = "device cpu without Triton's interpreter (there is no compiler for it); start Python with TRITON_INTERPRET=1"
 TRUE_WORDS = ("1", "true", "yes", "on", "y")
-"""What Triton takes for true in a variable, in any case."""
+"""Values of a variable that Triton reads as true, in upper or lower case."""
 FOR_TESTS = "device cpu runs in Triton's interpreter only (TRITON_INTERPRET=1), which is for tests and thousands of times slower"
 
 
@@ -94,7 +94,7 @@ def interprets() -> bool:
 
     Triton decides by the same variable when kernels are defined. Asking it would load a compiler, seconds long.
     """
-    return os.environ.get("TRITON_INTERPRET", "").lower() in TRUE_WORDS  # noqa: TID251 - Triton's own switch, which has no other place
+    return os.environ.get("TRITON_INTERPRET", "").lower() in TRUE_WORDS  # noqa: TID251 - Triton's own switch, which nothing else shows
 
 
 @frozen
@@ -234,7 +234,7 @@ dO . O over few columns does not average the rounding of O, and at these widths 
 def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Ring | None:
     """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves.
 
-    Warns once where that is so because of the installed Triton alone.
+    Warns once where only the installed Triton keeps it off.
     """
     found = _ring(kind, head_dim_qk, head_dim_v) if capability == RING_CAPABILITY and itemsize == 2 else None
     if found is not None and not has_gluon():
@@ -284,7 +284,7 @@ def _installed() -> str | None:
 
 
 def notes_on(request: BranchRequest) -> tuple[str, ...]:
-    """Return what a user should know of how the kernels serve `request`: where those for compute capability 9.0 are off, why."""
+    """Return notes on how the kernels serve `request`: why those for compute capability 9.0 are off, where they are."""
     is_theirs = request.device_type == "cuda" and request.compute_capability == RING_CAPABILITY and request.dtype.itemsize == 2
     has_ring = is_theirs and any(_ring(kind, request.head_dim_qk, request.head_dim_v) for kind in RINGS)
     return (without_gluon(),) if has_ring and not has_gluon() else ()
@@ -294,9 +294,9 @@ def without_gluon() -> str:
     """Return why the kernels for compute capability 9.0 are off, and which versions of Triton have them."""
     known = [version.removesuffix(".") for version in GLUON_VERSIONS]
     return (
-        f"the kernels for compute capability 9.0 are off: Triton {_installed()} is installed, and they run on {' and '.join(known)}, whose "
-        f"Gluon is another; the portable kernels run in their place, up to a third slower. Install triton=={known[-1]}.*, with a torch that "
-        f"takes it, to have them"
+        f"the kernels for compute capability 9.0 are off: Triton {_installed()} is installed, and they need {' or '.join(known)}, because "
+        f"Gluon differs between versions; the portable kernels run in their place, up to a third slower. Install triton=={known[-1]}.* and "
+        f"a torch that works with it to have them"
     )
 
 

@@ -10,11 +10,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 EXTREME = tl.constexpr(2.0**22)
-"""Scores, in the units of `exponential`, whose float32 roundings change a weight by half of it or more."""
+"""Scores of at least this size, in the units of `exponential`: their float32 rounding changes a weight by half of it or more."""
 EXTREME_MARGIN = tl.constexpr(2.0**-21)
-"""What the roundings of such a score and of its lse come to, as a share of it."""
+"""Bound on the rounding of such a score and of its lse together, as a share of the score."""
 WIDEST_REFINED = tl.constexpr(2.0**10)
-"""Scores up to which a sum of weights is exact enough to tell whether it lacks 2^-12."""
+"""Up to this score a sum of weights is exact enough to show whether it lacks 2^-12."""
 
 
 @triton.jit
@@ -60,10 +60,10 @@ def log_sum(row_max, row_sum, EXACT: tl.constexpr):
 
 @triton.jit
 def coarser(shift, factor, coarse_factor):
-    """Return what multiplies the products of rows whose largest score, in the units of `exponential`, is `shift`.
+    """Return the factor for the products of rows whose largest score, in the units of `exponential`, is `shift`.
 
     A GPU computes product * factor - shift in one step, and shift itself was rounded: a row's largest weight is 1 up to that rounding.
-    Where scores are EXTREME it would be anything, infinite too. There the factor is the power of two next to it, which rounds nothing.
+    Where scores are EXTREME, that weight could be any number, or infinite. The factor there is the next power of two, which rounds nothing.
     """
     return tl.where(tl.abs(shift) < EXTREME, factor, coarse_factor)
 
@@ -72,7 +72,7 @@ def coarser(shift, factor, coarse_factor):
 def shift_of(lse, EXACT: tl.constexpr):
     """Return what `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0.
 
-    EXTREME ones are smaller by what rounding comes to: largest weights are 1 or more there, and `largest_weight` makes them 1.
+    EXTREME shifts are lowered by the bound on their rounding: the largest weights are 1 or more there, and are cut at `largest_weight`.
     """
     shift = lse if EXACT else lse * LOG2E
     size = tl.abs(shift)
@@ -82,7 +82,7 @@ def shift_of(lse, EXACT: tl.constexpr):
 
 @triton.jit
 def largest_weight(shift):
-    """Return what the weights of rows are cut at: 1 where scores are EXTREME, where rounding alone may make more, and nothing elsewhere."""
+    """Return the limit at which weights of rows are cut: 1 where scores are EXTREME, because rounding may exceed it, else infinity."""
     return tl.where(tl.abs(shift) < EXTREME, float("inf"), 1.0)
 
 
@@ -100,9 +100,9 @@ def restrained(weights, shift):
 
 @triton.jit
 def refined_delta(weights, dweights, delta, dlse, shift, is_end, EXACT: tl.constexpr):
-    """Return delta = dO . O - dlse of rows, more exactly where nearly all of a row's weight lies in this tile (rows, keys), which `is_end`.
+    """Return delta = dO . O - dlse of rows, more exactly where nearly all of a row's weight lies in this tile (rows, keys) and `is_end`.
 
-    There it is the mean of dweights by these weights. The rounding of O stands in delta (unless it is EXACT, float32), and shows
+    There it is the mean of dweights, weighted by these weights. The rounding of O stands in delta (unless it is EXACT, float32), and shows
     where few keys have weight: dS should cancel to nothing then.
     """
     if EXACT:
@@ -114,7 +114,7 @@ def refined_delta(weights, dweights, delta, dlse, shift, is_end, EXACT: tl.const
 
 @triton.jit
 def lowered_by(extremes_ptr):
-    """Return by how many powers of two dS is to be lowered, so that float16 holds it; `launch.no_extremes` says what is there."""
+    """Return the number of powers of two by which dS must be lowered for float16 to hold it; see `launch.no_extremes`."""
     # squares are below 2^(exponent - 126); |dS| <= 2 |dO| |v| + |dlse|, and twice that where scores are nearly EXTREME
     square = (tl.load(extremes_ptr + 1) >> 23) + (tl.load(extremes_ptr + 2) >> 23) - 252
     bound = tl.maximum((square + 1) // 2 + 1, (tl.load(extremes_ptr + 3) >> 23) - 126) + 1
@@ -162,7 +162,7 @@ def store_columns(base_ptr, rows, row_mask, values, FIRST: tl.constexpr, WIDTH: 
 
 @triton.jit
 def place_of_program(num_tiles, num_columns):
-    """Return the tile, the column of sequences and the group of a program, whose grid is (tiles * columns * G,): other axes end at 65,535."""
+    """Return tile, column of sequences and group of a program of the grid (tiles * columns * G,): CUDA ends the other axes at 65,535."""
     number = tl.program_id(0)
     return number % num_tiles, number // num_tiles % num_columns, number // (num_tiles * num_columns)
 

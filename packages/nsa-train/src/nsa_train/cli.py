@@ -18,7 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 from nsa_core.errors import NSAError
 from nsa_train.__about__ import __version__
 from nsa_train.config import RunConfig, listed
-from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
+from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of, in_one_line
 from nsa_train.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
 from nsa_train.parallel.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
 from nsa_train.recipe import load_config, settled, shipped_recipes, to_toml
@@ -109,7 +109,7 @@ def run(
         config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place), resuming=is_resuming)
         print(note, end="\n" if note else "", file=sys.stderr)
         if note:
-            # the run has another directory, and keeps its random ids where the data come back
+            # the run has another directory, and keeps its random ids even if the data can be read again
             again = evolve(again, saved=["resume", str(place), *meeting.words()])
     if dry_run:
         return _judge_start(config, place, meeting, step)
@@ -164,20 +164,21 @@ def preflight(
 
 
 def _judged(judge: Callable[[], Answer]) -> Answer:
-    """Return what `judge` found; what it raises on purpose is printed as the failed rules of preflight are."""
+    """Return the findings of `judge`; an error that it raises on purpose is printed as the failed rules of preflight are."""
     try:
         return judge()
-    except (TrainError, OSError) as error:
+    except (TrainError, NSAError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
             raise
-        lines = str(error).splitlines()
+        # an error of ours has a line for each problem
+        lines = [in_one_line(error)] if isinstance(error, NSAError) else str(error).splitlines()
         for line in lines:
             print(f"FAIL  {line}", file=sys.stderr)
-        return Answer(error.exit_code if isinstance(error, TrainError) else ConfigError.exit_code, {"errors": lines})
+        return Answer(ConfigError.exit_code if isinstance(error, OSError) else exit_code_of(error), {"errors": lines})
 
 
 def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | None) -> Answer:
-    """Print what stands for and against what a command would start, or resume from `step`, and return it."""
+    """Print the findings of preflight on the run that a command would start, or resume from `step`, and return them."""
     from nsa_train.running import settled_resume
 
     def judge() -> Answer:
@@ -188,7 +189,7 @@ def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | Non
 
 
 def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> Answer:
-    """Print what stands for and against running `config` into `out`, or going on there from step `resume`, and return it."""
+    """Print the findings of preflight on running `config` into `out`, or resuming there from step `resume`, and return them."""
     check_path("--out", out)
     from nsa_train.machine import described_machine, target_machine
     from nsa_train.parallel.launch import Hosts
@@ -251,7 +252,7 @@ def watch(
     /,
     *,
     halt: Annotated[bool, Parameter(negative="", help="Write .HALT where something is wrong: all ranks save and stop.")] = False,
-    once: Annotated[bool, Parameter(negative="", help="Look once, and on only while clocks leave open whether a rank lives.")] = False,
+    once: Annotated[bool, Parameter(negative="", help="Look once, and again only while clocks leave open whether a rank lives.")] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
     json_: AsJSON = False,
 ) -> Answer:
@@ -262,7 +263,7 @@ def watch(
 
     check_seconds("--interval", interval, example=5)
     if json_ and not once:
-        raise ConfigError("--json without --once has no end to report (it prints one object); use --once --json")
+        raise ConfigError("--json without --once has no result to print (it prints one object at the end); use --once --json")
     found, lines = dict[str, Any](), list[str]()
 
     def say(line: str) -> None:
@@ -290,7 +291,7 @@ def sample(
     temperature: Annotated[float, Parameter(help="0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
     backend: Annotated[
-        str | None, Parameter(help="Backend of every attention operation, or auto, in place of what the checkpoint's nsa.backends names.")
+        str | None, Parameter(help="Backend of every attention operation, or auto, in place of those in the checkpoint's nsa.backends.")
     ] = None,
 ) -> int:
     """Print PROMPT and what the model of CKPT writes after it."""
@@ -402,7 +403,8 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
 def run_command(tokens: Iterable[str]) -> int:
     """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
     words = list(tokens)
-    ending = _run_as_json(words) if "--json" in words else _run_app(words)[0]
+    is_json = "--json" in words and not {*app.help_flags}.intersection(words)
+    ending = _run_as_json(words) if is_json else _run_app(words)[0]
     if ending.line:
         warn(ending.line)
     return reported(ending.code, is_own=ending.is_own)
@@ -410,7 +412,7 @@ def run_command(tokens: Iterable[str]) -> int:
 
 def _run_as_json(tokens: list[str]) -> Ending:
     """Run `tokens`, whose command has `--json`, and print one object, of a failure as well."""
-    # the lines that the command prints without the option, and whatever else prints on the way
+    # keep the lines that the command prints without the option, and all other output, off stdout
     with redirect_stdout(StringIO()):
         ending, content = _run_app(tokens)
     command = " ".join(app.parse_commands(tokens)[0])
@@ -419,7 +421,7 @@ def _run_as_json(tokens: list[str]) -> Ending:
 
 
 def _run_app(tokens: list[str]) -> tuple[Ending, Mapping[str, Any]]:
-    """Return how the command `tokens` ends, and what it found where it says that in JSON too."""
+    """Return how the command `tokens` ends, and its findings where it has `--json`."""
 
     def answer() -> Any:
         check_text(tokens)
@@ -439,7 +441,7 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
     except (TrainError, NSAError, SignalledError) as error:
         return ending_of(error), {}
     except OSError as error:
-        if sys.stdout is not None and is_unread(sys.stdout):
+        if is_unread(sys.stdout):
             # whoever read the output has seen enough
             discard(sys.stdout)
             return Ending(TrainError.exit_code), {}

@@ -84,7 +84,7 @@ _ADVICE = {
 
 
 def _broken_scaling(table: Mapping[str, Any]) -> list[str]:
-    """Return what stands against the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
+    """Return the problems of the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
     from nsa_core import RopeScaling
     from nsa_core.config import SCALING_ALIASES
 
@@ -330,16 +330,16 @@ def _unknown_key(name: str, owner: type) -> str:
 
 
 def keys_like(name: str) -> list[str]:
-    """Return the keys `table.key` whose key is `name`, or where there is none the one that is most like it; empty: none is."""
+    """Return the keys `table.key` whose key is `name`, else those whose key is most like it; empty where none is like it."""
     keys = [(table, item.name) for table, kind in TABLES.items() for item in fields(kind)]
     near = [name] if any(key == name for _, key in keys) else difflib.get_close_matches(name, [key for _, key in keys], n=1)
     return [f"{table}.{key}" for table, key in keys if key in near]
 
 
 def refusal(problems: Sequence[str], key: str, value: object, own: object) -> tuple[str, str]:
-    """Return the line of `problems` that says what stands against `value` of `key`, and the same with the recipe's `own` as the advice.
+    """Return the line of `problems` on `value` of `key`, and the same line with the recipe's `own` value as the advice.
 
-    Without an own value the key's default counts. Both lines are empty where no rule of that key alone stands against `value`.
+    Without an own value, the key's default is the advice. Both lines are empty where `value` breaks no rule of this key alone.
     """
     table, _, name = key.partition(".")
     attribute = next((item for item in fields(TABLES[table]) if item.name == name), None) if table in TABLES else None

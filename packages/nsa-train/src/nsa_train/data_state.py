@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run's position in its data, as attrs classes: the fields of data/state.py. Imports no torch."""
+"""The position of a run in its data, as a checkpoint holds it: attrs classes with the fields of data/state.py. Imports no torch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _HASH = r"[0-9a-f]{64}"
 
 @frozen(kw_only=True)
 class _Lane:
-    """The position of one row of the micro-batches. A field with a default may be missing."""
+    """The position of one row of the micro-batches."""
 
     epoch: int = count(MOST_BATCHES)
     hash: str = text_like(f"({_HASH})?", "a SHA-256 (64 hexadecimal digits), or empty before the first row")
@@ -33,14 +33,14 @@ class _Lane:
 
 @frozen(kw_only=True)
 class RowLane(_Lane):
-    """Of a corpus in memory."""
+    """The lane of a corpus in memory."""
 
     row: int = count(MOST_BATCHES)
 
 
 @frozen(kw_only=True)
 class BlockLane(_Lane):
-    """Of a corpus that is streamed."""
+    """The lane of a streamed corpus."""
 
     block: int = count(MOST_BATCHES)
     record: int = count(MOST_BATCHES)
@@ -48,12 +48,12 @@ class BlockLane(_Lane):
 
 
 LANES: dict[str, type[_Lane]] = {"rows": RowLane, "blocks": BlockLane}
-"""By `walk` of the fingerprint."""
+"""Value of `walk` in the fingerprint -> class of its lanes."""
 
 
 @frozen(kw_only=True)
 class Position:
-    """The position of all ranks together. A field with a default may be missing; what else a fingerprint holds is judged with the data."""
+    """The position of all ranks together. Opening the data checks the rest of the fingerprint."""
 
     version: int = integer(at_least=VERSION, at_most=VERSION, example=VERSION)
     fingerprint: dict[str, Any] = anything()
@@ -63,7 +63,7 @@ class Position:
 
 
 def position_problems(values: Any, path: str, config: RunConfig) -> list[str]:
-    """Return what stands against `values` as the position of a run of `config` in its data, each problem with its path below `path`."""
+    """Return the problems of `values`, the position of a run of `config` in its data; each problem names its path below `path`."""
     found = problems_of(values, Position, path)
     if found:
         return found
@@ -94,7 +94,7 @@ def position_problems(values: Any, path: str, config: RunConfig) -> list[str]:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return what of `config` a position depends on, as its fingerprint has it."""
+    """Return the settings of `config` that a position depends on, as its fingerprint has them."""
     data, train = config.data, config.train
     return {
         "source": data.source,
@@ -108,6 +108,6 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def consumed_hash(lanes: Mapping[str, Any]) -> str:
-    """Return one hash of what `lanes` gave out, 16 hexadecimal digits: equal for equal tokens in equal order."""
+    """Return one hash of the tokens that `lanes` gave out, 16 hexadecimal digits: equal for equal tokens in equal order."""
     text = " ".join(f"{number}:{lanes[number]['hash']}" for number in sorted(lanes, key=int))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

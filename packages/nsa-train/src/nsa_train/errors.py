@@ -47,7 +47,7 @@ class GuardError(TrainError):
 
 
 class StoppedError(TrainError):
-    """Somebody asked the run to stop, and it did at a step boundary, after saving."""
+    """The run stopped on request, at a step boundary and after saving."""
 
 
 class HaltedError(StoppedError):
@@ -96,7 +96,7 @@ class PeerError(TrainError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a command that `error` ends: its own, 2 where nsa-core refuses a configuration, else 1."""
+    """Return the exit code of a command that ends with `error`: its own, 2 where nsa-core refuses a configuration, else 1."""
     if isinstance(error, TrainError | SignalledError):
         return error.exit_code
     is_configured = isinstance(error, CoreConfigError | BackendUnavailableError | DuplicateBackendError)
@@ -104,5 +104,5 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return what `error` says as one line; nsa-core lists a backend's reasons below one another."""
+    """Return the message of `error` as one line; nsa-core lists a backend's reasons on lines of their own."""
     return "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")

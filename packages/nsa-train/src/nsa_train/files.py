@@ -1,6 +1,6 @@
-"""Files that somebody else may have put into a directory: read where they are regular and small enough, written whole.
+"""Files that somebody else may have put into a directory: they are read if they are regular and small, and written whole.
 
-A named pipe would be waited for without end, a device or a file of holes would fill the memory.
+Opening a named pipe would wait without end, and reading a device or a sparse file would fill the memory.
 """
 
 import json
@@ -20,15 +20,15 @@ MOST_STATE = 128 * 2**20
 MOST_JSON = 16 * 2**20
 """Bytes of env.json, to which every resume adds, and of metrics.json."""
 MOST_TOKENIZER = 128 * 2**20
-"""Bytes of a tokenizer.json; the largest that are in use take 35 MB."""
+"""Bytes of a tokenizer.json, and of vocab.bpe and encoder.json; the largest that are in use take 35 MB."""
 MOST_SAMPLE = 2**20
 """Bytes of a text of samples/."""
 MOST_RECORDS = 4 * 2**30
 """Bytes of a file that grows with every step: a heartbeat or a CSV table. Its lines are read one by one."""
 MOST_LINE = 16 * 2**20
-"""Bytes of one of its lines; a longer one ends what is read of the file."""
+"""Bytes of one line of such a file; reading ends at a longer one."""
 ASIDE = ".aside-"
-"""What the name of a file begins with that is being written; it stays where the writer was killed."""
+"""Prefix of the name of a file that is being written; the file stays where the writer was killed."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -39,20 +39,20 @@ _KINDS = {
 
 
 class IrregularFileError(ValueError):
-    """What stands under a name is no regular file, or a file too large to be read; the message says which, not the name."""
+    """A path leads to something else than a regular file, or to a file too large to read; the message says which, without the path."""
 
 
 @contextmanager
 def open_regular(path: Path, most: int | None) -> Iterator[BufferedReader]:
-    """Return the regular file `path` of at most `most` bytes (None: of any size), opened for reading; what a link names counts.
+    """Return the regular file `path` of at most `most` bytes (None: of any size), opened for reading; links are followed.
 
     Raises:
-        IrregularFileError: when it is something else; nothing was waited for, and no device was opened.
+        IrregularFileError: when it is something else, at once; no device is opened.
         OSError: when it is not there or cannot be read.
     """
     # a socket cannot be opened, and a device may act on it
     _require_regular(path.stat(), most)
-    # what stands there by now may be another: without O_NONBLOCK, a pipe would be waited for
+    # somebody may have replaced it since: without O_NONBLOCK, opening a pipe would wait
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         _require_regular(os.fstat(file.fileno()), most)
         yield file
@@ -73,7 +73,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def refusal(path: Path, most: int) -> str:
-    """Return why what stands at `path` is not read; empty where it is, and where nothing stands there."""
+    """Return why `path` cannot be read; empty where it can, and where it does not exist."""
     try:
         with open_regular(path, most):
             return ""
@@ -93,10 +93,10 @@ def as_text(content: bytes, encoding: str = "utf-8", errors: str = "strict") -> 
 
 
 def parse_json(content: bytes) -> Any:
-    """Return what UTF-8 JSON spells.
+    """Return the value of a UTF-8 JSON text.
 
     Raises:
-        ValueError: when it is none, or nests beyond what can be read.
+        ValueError: when it is not JSON, or nests too deep.
     """
     try:
         return json.loads(content.decode("utf-8"))
@@ -106,9 +106,9 @@ def parse_json(content: bytes) -> Any:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give a path to write a file to, which becomes `path` when the block ends without an error; what stood there is replaced.
+    """Give a path to write a file to, which is renamed to `path` when the block ends without an error.
 
-    It is replaced and never opened: neither is a pipe waited for nor a link followed.
+    An existing `path` is replaced and never opened, so that no pipe blocks and no link is followed.
     """
     aside = path.with_name(f"{ASIDE}{path.name}")
     aside.unlink(missing_ok=True)

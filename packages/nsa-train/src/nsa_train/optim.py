@@ -12,7 +12,7 @@ FINAL_LR_SHARE = 0.1
 """The cosine ends at this share of the peak."""
 BETAS = (0.9, 0.95)
 NUM_GROUPS = 2
-"""Parameters that decay, and the others."""
+"""Parameter groups of the optimizer: parameters with weight decay, and the others."""
 FUSED_DEVICES = ("cpu", "cuda")
 """Where one kernel does the whole update."""
 
@@ -56,10 +56,10 @@ def clip_gradients(model: nn.Module, norm: float, largest: float) -> None:
 
 
 def leave_out(scaler: torch.amp.GradScaler, scale: float, *, is_finite: bool) -> None:
-    """Let `scaler` go on with `scale` after a step that reached no weight, on every rank alike.
+    """Set the `scale` of `scaler` after a step that reached no weight, on every rank alike.
 
-    Unless the step's gradient `is_finite`, its count of steps without an overflow starts anew, as `GradScaler.update()` does; that
-    one looks at this rank's shards alone.
+    Unless the step's gradient `is_finite`, the count of steps without an overflow starts anew, as in `GradScaler.update()`, which
+    looks at this rank's shards only.
     """
     if not is_finite:
         scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})

@@ -13,7 +13,7 @@ MOST_SAMPLED = 100_000
 COLDEST, HOTTEST = 1e-3, 1e3
 """Temperatures but 0; beyond them the draw is the likeliest token, or uniform."""
 NEWEST, AUTO = -1, -2
-"""As the step to resume from: the newest checkpoint that is whole; the same where a run is there, and else a new run."""
+"""Values of the step to resume from. NEWEST: the newest whole checkpoint. AUTO: the same where a run is there, else a new run."""
 LONGEST_BELOW = 128
 """Bytes of the longest path below a run's directory, rounded up."""
 
@@ -35,7 +35,7 @@ def resume_step(text: str) -> int:
 
 
 def check_path(option: str, path: str | Path) -> None:
-    """Let a path pass that a file system can hold, with the files of a run below it.
+    """Check that a file system can hold `path` and the files of a run below it.
 
     Raises:
         ConfigError: naming `option`.
@@ -54,10 +54,10 @@ def _size(text: str) -> int:
 
 
 def check_text(words: Iterable[str]) -> None:
-    """Let the words of a command line pass.
+    """Check the words of a command line.
 
     Raises:
-        ConfigError: where one holds a NUL character.
+        ConfigError: when one holds a NUL character.
     """
     for word in words:
         if "\0" in word:

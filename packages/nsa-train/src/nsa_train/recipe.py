@@ -18,7 +18,7 @@ from nsa_train.rules import is_utf_8
 from nsa_train.structuring import short
 
 MOST_PARTS = 8
-"""Of the key of a --set; the longest that a recipe has takes three."""
+"""Most parts in the key of a --set; the longest key of a recipe has three."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -31,7 +31,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` (a shipped name or a TOML path) with `overrides` (`table.key=value`).
 
     Raises:
-        ConfigError: one line per problem. All but the size of the vocabulary is judged before torch is imported.
+        ConfigError: one line per problem. Only the size of the vocabulary is judged after torch is imported.
     """
     tables = read_toml(find_recipe(recipe))
     own = copy.deepcopy(tables)
@@ -84,10 +84,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """Return the tables that UTF-8 TOML spells.
+    """Return the tables of a UTF-8 TOML text.
 
     Raises:
-        ValueError: when it is none, or nests keys or values more than 8 deep.
+        ValueError: when it is not TOML, or nests keys or values more than 8 deep.
     """
     from nsa_core.serialization import toml_tables
 
@@ -164,7 +164,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _advised(problems: Sequence[str], tables: Mapping[str, Any], own: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return `problems` of `tables` with the value of `own`, the recipe alone, as the advice for a key that `overrides` spoiled."""
+    """Return `problems` of `tables`; the advice for a key of `overrides` is its value in `own`, the recipe without overrides."""
     advice = {}
     for table, _, name in (_key_of(override).partition(".") for override in overrides):
         values, before = tables.get(table), own.get(table)

@@ -18,7 +18,7 @@ SAMPLER = Machine(device_type="cpu", name="cpu")
 AUTO = "auto"
 
 Uses = Mapping[str, tuple[BranchRequest, ...]]
-"""What asks for an operation, as a message names it -> what it asks for."""
+"""Name of a use of an operation in messages -> the requests of that use."""
 
 
 def routing_decisions(config: RunConfig, where: torch.device | Machine) -> dict[str, RoutingDecision]:
@@ -36,21 +36,21 @@ def routing_decisions(config: RunConfig, where: torch.device | Machine) -> dict[
 
 
 def backend_of(config: RunConfig, operation: str) -> str:
-    """Return what `config` asks for `operation`: a backend's name, or "auto"."""
+    """Return the backend that `config` names for `operation`, or "auto"."""
     return config.nsa_config().backends.get(operation, AUTO)
 
 
 def named_backends(config: RunConfig) -> dict[Operation, str]:
-    """Return operation -> backend of those that `config` names; none for the dense twin, which runs no such operation."""
+    """Return operation -> backend where `config` names one; empty for the dense twin, which runs no such operation."""
     if config.model.attention == "dense":
         return {}
     return {Operation(operation): name for operation, name in config.nsa_config().backends.items() if name != AUTO}
 
 
 def refused_backends(config: RunConfig, uses: Callable[[Operation], Uses], *, advice: str = "use 'auto'") -> dict[str, str]:
-    """Return operation -> why the backend that `config` names for it cannot serve; `uses` gives what asks for an operation.
+    """Return operation -> why the backend that `config` names for it cannot serve one of its `uses`.
 
-    A name that no plug-in has is refused for an operation that is not run as well: it is mistyped, or its package is missing.
+    A name that no plug-in has is also refused for an operation that is not run: it is mistyped, or its package is missing.
     """
     found = {}
     for operation, name in named_backends(config).items():
@@ -69,7 +69,7 @@ def refused_backends(config: RunConfig, uses: Callable[[Operation], Uses], *, ad
 
 
 def overruled_backends(config: RunConfig, uses: Callable[[Operation], Uses]) -> dict[str, str]:
-    """Return operation -> what to say of a backend that `config` names against policy; refused ones are none of them."""
+    """Return operation -> a warning about a backend that `config` names against policy and that can serve."""
     found = {}
     for operation, name in named_backends(config).items():
         decisions = [explain_routing(request, name) for requests in uses(operation).values() for request in requests]
@@ -81,7 +81,7 @@ def overruled_backends(config: RunConfig, uses: Callable[[Operation], Uses]) -> 
 
 
 def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Uses]:
-    """Return what a run of `config` on `machine` asks of an operation: training, evaluation, and the samples that it draws."""
+    """Return a function from an operation to its uses by a run of `config` on `machine`: training, evaluation and samples."""
 
     def uses(operation: Operation) -> Uses:
         training = _training_request(config, operation, machine)
@@ -93,9 +93,12 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
 
 
 def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
-    """Return what drawing a sample with the model of `config` asks of an operation, on a CPU in float32."""
+    """Return a function from an operation to its use by a sample of the model of `config`, on a CPU in float32."""
 
     def uses(operation: Operation) -> Uses:
+        if operation is Operation.NSA:
+            # a step of a cache runs the branches one by one
+            return {}
         training = _training_request(config, operation, SAMPLER)
         return {"a sample": _sampling_requests(evolve(training, dtype=torch.float32, kv_dtype=torch.float32))}
 
@@ -103,12 +106,12 @@ def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
 
 
 def with_backend(config: RunConfig, backend: str) -> RunConfig:
-    """Return `config` with `backend` for every operation that a sample runs; "auto": with no backend named."""
+    """Return `config` with `backend` for every operation that a sample runs; with "auto", without any named backend."""
     return evolve(config, nsa=evolve(config.nsa, backends={} if backend == AUTO else {name.value: backend for name in NEEDED_BY}))
 
 
 def ignored_backends(config: RunConfig) -> dict[str, str]:
-    """Return operation -> what to say of the backend that `config` names for it, though it does not run that operation."""
+    """Return operation -> a warning about a backend that `config` names for an operation that it does not run."""
     running, branches = _operations(config), list(config.nsa_config().branches)
     return {
         operation.value: f"nsa.backends.{operation.value}={name!r} is not used (nsa.branches={branches} runs no {operation.value})"
@@ -118,7 +121,7 @@ def ignored_backends(config: RunConfig) -> dict[str, str]:
 
 
 def _operations(config: RunConfig) -> list[Operation]:
-    """Return the operations that a training step of `config` runs, or may run in one."""
+    """Return the operations that a training step of `config` runs, and `nsa` where one backend may run them all at once."""
     # blocks are chosen by compressed scores, so the selected branch brings both operations along
     branches = set(config.nsa_config().branches)
     operations = [operation for operation, owners in NEEDED_BY.items() if owners & branches]
@@ -129,7 +132,7 @@ def _operations(config: RunConfig) -> list[Operation]:
 
 
 def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
-    """Return every reason against the backend `name` in `decisions`, each once; empty where nothing stands against it."""
+    """Return every reason against the backend `name` in `decisions`, each once; empty where there is none."""
     candidates = (candidate for decision in decisions for candidate in decision.candidates if candidate.name == name)
     return ", ".join(dict.fromkeys(str(reason) for candidate in candidates for reason in candidate.reasons))
 
@@ -164,6 +167,6 @@ def _training_request(config: RunConfig, operation: Operation, machine: Machine)
 
 
 def _sampling_requests(training: BranchRequest) -> tuple[BranchRequest, ...]:
-    """Return what a prompt and what each token after it ask for, where a training step asks for `training`."""
+    """Return the requests of a prompt and of each token after it, given the request of a training step."""
     prompt = evolve(training, layout=Layout.CACHED, needs_grad=False, num_sequences=1, num_queries=training.num_keys)
     return prompt, evolve(prompt, num_queries=1)

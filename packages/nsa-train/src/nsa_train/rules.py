@@ -20,7 +20,7 @@ class Rule:
     example: str
 
     def suggestion(self, value: object, *, instead: object = None) -> str:
-        """Return a value to put in place of `value`: `instead`, such as the recipe's own, where it holds and says more than true or false."""
+        """Return a value to use in place of `value`: `instead`, such as the recipe's own, if valid and not a bool; else the example."""
         return (
             repr(instead)
             if isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)
@@ -28,7 +28,7 @@ class Rule:
         )
 
     def refusal(self, key: str, value: object, *, instead: object = None) -> str:
-        """Return what stands against `value` of `key`, and what to use: of `instead` and the example the first that holds."""
+        """Return the message that refuses `value` of `key`; it advises `instead`, or the example where that is not valid."""
         return f"{key}={value!r} is not {self.text}; use {self.suggestion(value, instead=instead)}"
 
 
@@ -39,7 +39,7 @@ class Choice(Rule):
     names: tuple[str, ...] = ()
 
     def suggestion(self, value: object, *, instead: object = None) -> str:
-        """Return the name most like `value`, quoted; where none is like it, `instead` or the first."""
+        """Return the name most like `value`, quoted; where none is like it, `instead` or the example."""
         near = difflib.get_close_matches(str(value).lower(), self.names, n=1)
         return repr(near[0]) if near else super().suggestion(value, instead=instead)
 

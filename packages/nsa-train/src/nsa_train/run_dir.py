@@ -103,7 +103,7 @@ class RunDirectory:
         return self.config.exists() or bool(self.heartbeats)
 
     def why_not_resumable(self) -> str:
-        """Return why there is no run to resume here, as `--out` is to be refused; empty where there is one."""
+        """Return the message that refuses to resume here; empty where there is a run."""
         if self.holds_run():
             return ""
         is_there = self.root.exists()

@@ -1,4 +1,4 @@
-"""From a command line to a run: in this process, or in those that torchrun starts for it. Imports no torch before it is asked to."""
+"""From a command line to a run: in this process, or in those that torchrun starts for it. `start` alone imports torch."""
 
 import re
 import shlex
@@ -32,17 +32,17 @@ class Meeting:
     max_restarts: int
 
     def overrides(self) -> list[str]:
-        """Return what of it is a key of the recipe."""
+        """Return the options that are keys of the recipe, as overrides."""
         return [] if self.nproc is None else [f"train.nproc_per_node={self.nproc}"]
 
     def words(self) -> list[str]:
-        """Return the options that say the rest."""
+        """Return the other options, as words of a command line."""
         said = {"--nnodes": self.nnodes, "--rdzv-endpoint": self.rdzv_endpoint, "--max-restarts": self.max_restarts or None}
         said["--rdzv-id"] = None if self.rdzv_id == RDZV_ID else self.rdzv_id
         return [word for name, value in said.items() if value for word in (name, str(value))]
 
     def hosts(self) -> "Hosts":
-        """Return the hosts that it names."""
+        """Return the hosts that the options describe."""
         from nsa_train.parallel.launch import Hosts
 
         nnodes = "1" if self.nnodes is None else self.nnodes
@@ -51,24 +51,24 @@ class Meeting:
 
 @frozen
 class GoingOn:
-    """The commands with which somebody goes on with a run that was stopped, without the program's name."""
+    """The commands that continue a run after a stop, without the program's name."""
 
     saved: list[str]
     begun: list[str]
-    """For one that may not have saved anything yet."""
+    """For a run that may not have saved anything yet."""
 
     def command(self, words: list[str]) -> str:
-        """Return one of them for a shell."""
+        """Return `words` as a command for a shell."""
         program = "torchrun ... -m nsa_train" if is_worker() and not is_launched() else "nsa-train"
         return f"{program} {shlex.join(words)}"
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Let what stops the block on request name the command in place of the option."""
+        """Replace `--resume` by the whole command in the message of an error that stops the block on request."""
         try:
             yield
         except (StoppedError, SignalledError) as error:
-            # our launcher says it for all of its ranks, as long as it runs
+            # while our launcher runs, it names the command for all of its ranks
             if not is_launched() or has_lost_launcher():
                 text = re.sub(" with --resume( auto)?$", "", str(error))
                 error.args = (f"{text} with: {self.command(self.saved if isinstance(error, StoppedError) else self.begun)}",)

@@ -30,7 +30,7 @@ _KEY = "stop"
 
 
 class Stop(IntEnum):
-    """What was asked for; of several requests the largest counts. All values but those of NO and ORPHANED are exit codes."""
+    """A request to stop; the largest of several requests counts. All values but those of NO and ORPHANED are exit codes."""
 
     NO = 0
     HALT = HaltedError.exit_code
@@ -42,7 +42,7 @@ class Stop(IntEnum):
 
     @property
     def cause(self) -> str:
-        """What it is, in words."""
+        """The cause of the stop, in words."""
         return _CAUSES[self]
 
     def error(self, step: int) -> StoppedError:
@@ -123,14 +123,14 @@ class StopRequests:
         return self._heard
 
     def expect_delay(self, reason: str) -> None:
-        """Say, with a request, the `reason` why it is honoured late; an empty one takes that back."""
+        """Report `reason` with every request to stop, as the cause of a delay; an empty reason ends that."""
         self._delay = reason
         self._tell_delay()
 
     def _listen(self) -> None:
         while not self._ending.is_set():
             readable, _, _ = select.select([self._reader], [], [], POLL_S)
-            # a request that comes twice at once, from a terminal and from whoever passes it on, is one
+            # a request that comes twice at once, from a terminal and from the launcher, is one
             for number in set(os.read(self._reader, 64)) if readable else ():
                 if number in TERMINATING:
                     self._note(Stop.ORPHANED if has_lost_launcher() else Stop.TERMINATE)
@@ -159,7 +159,7 @@ class StopRequests:
             code = reported(code, is_own=True)
             self._quitting()
         finally:
-            # whatever kept the rest from being written
+            # also where the records could not be written
             os._exit(code)
 
     def _note(self, request: Stop) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 
 class Answer(NamedTuple):
-    """What a command with `--json` has found, to be printed as one object."""
+    """The findings of a command with `--json`, which prints them as one object."""
 
     code: int
     """The exit code."""
@@ -33,7 +33,7 @@ def warn(line: str) -> None:
 
 
 def as_object(command: str, code: int, errors: list[str], content: Mapping[str, Any]) -> str:
-    """Return what a command with `--json` has to say as one line of JSON; a figure that JSON has no number for becomes null."""
+    """Return the object of a command with `--json` as one line; a figure that is not finite becomes null."""
     return json.dumps({"command": command, "exit_code": code, "errors": errors, **_spelled(content)}, allow_nan=False)
 
 
@@ -45,10 +45,12 @@ def _spelled(value: Any) -> Any:
     return [_spelled(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def is_unread(stream: TextIO) -> bool:
-    """Return whether `stream` goes to a pipe or a terminal whose other end is closed."""
+def is_unread(stream: TextIO | None) -> bool:
+    """Return whether `stream` goes to a pipe or a terminal whose other end is closed; None, a stream that was never open, does not."""
     # a stream in memory has no descriptor
     with suppress(io.UnsupportedOperation):
+        if stream is None:
+            return False
         poll = select.poll()
         poll.register(stream.fileno(), 0)
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -1,4 +1,4 @@
-"""Tables that were read as JSON, against the attrs classes that describe them: every problem, with its path."""
+"""Compares tables that were read as JSON with the attrs classes that describe them, and lists every problem with its path."""
 
 import re
 import reprlib
@@ -13,21 +13,21 @@ from cattrs.gen import make_dict_structure_fn, override
 from nsa_train.rules import Rule, integer, is_number
 
 SHOWN = 80
-"""Most characters of a value, or of a key that has no business there, in a message."""
+"""Most characters of a value, or of an unknown key, in a message."""
 LISTED = 5
 """Most problems in a message; the others are counted."""
 MOST_LEVELS = 8
-"""Tables and lists inside one another where a file may hold what it likes."""
+"""Most tables and lists inside one another where a file may hold any values."""
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
 
 
 class _RefusedError(ValueError):
-    """A value that a table or a rule does not take: its arguments are the value and what it should be."""
+    """A table or a rule refuses a value; the arguments are the value and a description of valid ones."""
 
 
 def problems_of(values: object, kind: type, path: str) -> list[str]:
-    """Return what stands against `values` as a `kind`, each problem with its path, which begins with `path`; empty: nothing."""
+    """Return the problems of `values` as a `kind`, each with its path, which begins with `path`; empty where there is none."""
     try:
         _converter().structure(values, kind)
     except (cattrs.ClassValidationError, _RefusedError) as error:
@@ -42,7 +42,7 @@ def listed_problems(problems: list[str]) -> str:
 
 
 def short(value: object) -> str:
-    """Return `value` for a message: the beginning of what is long, the outside of what is nested."""
+    """Return `value` for a message: the beginning of a long value, the outer levels of a nested one."""
     text = _BRIEF.repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -68,12 +68,12 @@ def is_count(value: object, *, most: int) -> bool:
 
 
 def anything() -> Any:
-    """Return a field that holds a table of what it likes, nested at most 8 deep."""
+    """Return a field that holds a table of any values, nested at most 8 deep."""
     return ruled(lambda value: isinstance(value, dict) and is_shallow(value), f"a table nested at most {MOST_LEVELS} deep")
 
 
 def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
-    """Return whether at most `levels` tables and lists stand inside one another in `value`: more would not be written again."""
+    """Return whether at most `levels` tables and lists stand inside one another in `value`; a deeper value could not be written again."""
     if not isinstance(value, dict | list):
         return True
     inside = value.values() if isinstance(value, dict) else value
@@ -81,14 +81,14 @@ def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
 
 
 def ruled(holds: Callable[[Any], bool], what: str) -> Any:
-    """Return a field whose value `holds` takes; `what` is the noun phrase for messages."""
+    """Return a field whose value passes `holds`; `what` is the noun phrase for messages."""
     return attrs.field(metadata={"rule": Rule(holds, what, "")})
 
 
 @cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter()
-    # no silent casts: what has no rule is taken as it is
+    # no silent casts: a field without a rule keeps its value
     converter.register_structure_hook_func(lambda kind: not attrs.has(kind), lambda value, _: value)
     for kind in (int, float, str, bool):
         converter.register_structure_hook(kind, lambda value, _: value)
@@ -119,7 +119,7 @@ def _judge(rule: Rule) -> Callable[[Any, Any], Any]:
 
 
 def _problems(error: BaseException, path: str) -> Iterator[str]:
-    """Give what `error`, of the value at `path`, says, and what the errors in it say of the fields below."""
+    """Give the message of `error` about the value at `path`, and those of its inner errors about the fields below."""
     if isinstance(error, cattrs.ClassValidationError):
         inner, own = error.group_exceptions()
         for below, note in inner:

@@ -341,18 +341,18 @@ class Trainer:
         return merge_states(gather_json(self.feed.position))
 
     def _load_position(self, checkpoint: Checkpoint) -> None:
-        """Go on where the checkpoint was in the data. Where one rank refuses, all end: none is to touch the records."""
+        """Go on at the checkpoint's position in the data. Where one rank refuses, all ranks end before they touch the records."""
         refusal: DataError | None = None
         try:
             self.stream.load_state_dict(checkpoint.state["data"])
         except DataError as error:
             refusal = error
         refused = [bool(row[0]) for row in self.world.exchange([refusal is not None])]
-        # one of them says it
+        # the first rank that refuses prints the message
         if refusal and self.world.rank == refused.index(True):
             raise refusal
         if any(refused):
-            raise PeerError("the data of another rank do not fit the checkpoint; its own message says why", exit_code=DataError.exit_code)
+            raise PeerError("another rank refused the data (not those of the checkpoint); see its message", exit_code=DataError.exit_code)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         restore(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
@@ -379,7 +379,7 @@ class Trainer:
 
     @contextmanager
     def _compiling(self, step: int, *, is_wanted: bool) -> Iterator[None]:
-        """Run the block as train.compile says if `is_wanted`, else uncompiled; a request to stop then hears why it has to wait."""
+        """Run the block compiled if `is_wanted` and train.compile is on; a request to stop reports that it waits for the compiler."""
         is_first = is_wanted and self.config.train.compile and not self.has_compiled
         if is_first:
             self.stops.expect_delay(f"step {step} is being compiled, the first one that is, which may take minutes")
@@ -395,6 +395,6 @@ class Trainer:
 
 
 def _quit(display: ProgressDisplay, recorder: Recorder) -> None:
-    """Leave the terminal and the heartbeat as a process does that ends, from whichever thread."""
+    """Restore the cursor and record the end in the heartbeat, from any thread."""
     display.console.show_cursor()
     recorder.heartbeat.beat("halt", recorder.step, reason="interrupted by a second Ctrl-C", code=INTERRUPTED)

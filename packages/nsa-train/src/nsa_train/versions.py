@@ -1,4 +1,4 @@
-"""What a command runs on, by the installed packages' own records: nothing is imported for it."""
+"""Versions of the packages that a command runs on, by their installed metadata: no package is imported."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +15,6 @@ def version_of(package: str) -> str | None:
 
 
 def version_lines(package: str, own_version: str) -> str:
-    """Return what `--version` prints: `package` and its version, then a line each for what it runs on."""
+    """Return the output of `--version`: `package` and its version, then a line for each package it runs on, Python and the platform."""
     others = (f"{name} {version_of(name) or 'not installed'}" for name in PACKAGES if name != package)
     return "\n".join([f"{package} {own_version}", *others, f"Python {platform.python_version()}", platform.platform()])

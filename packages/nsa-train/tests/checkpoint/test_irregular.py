@@ -1,4 +1,4 @@
-"""What is no small regular file in a checkpoint is named at once, and a resume takes the checkpoint before it."""
+"""A file of a checkpoint that is not regular, or too large, is named at once, and a resume takes the checkpoint before it."""
 
 from pathlib import Path
 

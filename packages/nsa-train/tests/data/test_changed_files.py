@@ -389,7 +389,7 @@ def test_a_new_time_of_the_same_bytes_is_no_change(tmp_path: Path, data_config: 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_hashes_in_a_state_are_those_of_the_position_alone(tmp_path: Path, data_config: Callable[..., RunConfig], kind: str) -> None:
-    """Whatever was read ahead, and by whichever rank; also where it goes on with others."""
+    """The position counts, not the blocks that were read ahead, nor the ranks that read them."""
     config = data_config(*_corpus(tmp_path, kind).sets, "train.seq_len=128")
     expected = _state(config, 40)
     for workers, world_size in ((0, 1), (3, 2)):

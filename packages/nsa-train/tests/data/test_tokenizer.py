@@ -1,6 +1,7 @@
 """Bytes to ids and back; byte-pair encoding from a local file, lossless, with specials that text cannot spell."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,19 @@ def test_both_files_give_equal_pieces(vocabulary: Path) -> None:
     one, other = (open_bpe(str(vocabulary / name)) for name in ("tokenizer.json", "vocab.bpe"))
     pieces = [[tokenizer.decode(index[None]) for index in tokenizer.encode(text.encode())] for tokenizer in (one, other)]
     assert pieces[0] == pieces[1]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["vocab.bpe", "encoder.json"])
+def test_a_pipe_beside_the_named_file_is_not_waited_for(vocabulary: Path, tmp_path: Path, name: str) -> None:
+    """Either file may be named, and both are read."""
+    [other] = {"vocab.bpe", "encoder.json"} - {name}
+    (tmp_path / name).write_bytes((vocabulary / name).read_bytes())
+    os.mkfifo(tmp_path / other)
+    with pytest.raises(
+        DataError, match=rf"{other} cannot be read \(it is a named pipe \(FIFO\), and only a regular file of at most 128 MiB"
+    ):
+        open_bpe(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""What the ranks tell each other is JSON: nothing that travels between them is unpickled."""
+"""The ranks exchange JSON: nothing that travels between them is unpickled."""
 
 import math
 import shutil
 import subprocess
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 
+from nsa_train.parallel import ranks
 from nsa_train.parallel.world import World
 
 ROOT = Path(__file__).parents[4]
@@ -24,6 +26,18 @@ def test_a_rank_alone_gets_what_several_would_get() -> None:
     [told] = WORLD.gather((["a"], {"x": 0.1, "n": math.inf}, "\udcff"))
     assert told == [["a"], {"x": 0.1, "n": math.inf}, "\udcff"]
     assert WORLD.from_main("") == ""
+
+
+def test_bytes_travel_whole_and_take_no_number_of_python_each() -> None:
+    """A position in a large corpus holds megabytes of hashes, and every rank gathers those of all ranks."""
+    payload = bytes(range(256)) * 2**12
+    tracemalloc.start()
+    try:
+        assert ranks._bytes(ranks._tensor(payload, WORLD.device)) == payload
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(payload)
+    finally:
+        tracemalloc.stop()
+    assert ranks._bytes(ranks._tensor(b"", WORLD.device)) == b""
 
 
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file() or shutil.which("ruff") is None, reason="needs the checkout and ruff")

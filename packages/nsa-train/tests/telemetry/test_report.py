@@ -228,7 +228,7 @@ def test_the_head_of_the_page_names_a_few_resumes_and_counts_many() -> None:
 
 def test_routes_are_a_table(resumed_run: RunDirectory) -> None:
     text = _text(resumed_run.report.read_text())
-    table = text.partition("Routing operation backend what stands for and against each ")[2]
+    table = text.partition("Routing operation backend reasons for and against each ")[2]
     assert re.findall(r"(\w+) sdpa sdpa \(preference 0\): eligible", table)[:4] == ["cmp", "select", "slc", "win"]
 
 
@@ -239,7 +239,7 @@ def test_a_start_on_another_machine_names_what_changed(resumed_run: RunDirectory
     run.environment.write_text(json.dumps(environment))
     write_report(run)
     found = environment["resumed"][0]["torch"]
-    assert f"What changed: torch 2.99 (before: {found}), gpu NVIDIA H200 (before: none)." in _text(run.report.read_text())
+    assert f"Changed: torch 2.99 (before: {found}), gpu NVIDIA H200 (before: none)." in _text(run.report.read_text())
     assert "commit 0123456789ab. " in _text(run.report.read_text())
 
 

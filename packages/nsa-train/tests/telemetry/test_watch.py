@@ -215,7 +215,7 @@ def _watching(run: RunDirectory, machine: _Machine, *, is_once: bool = False, in
 
 
 class _Run:
-    """A rank of a step a second, whose clock may differ from the watcher's: 20 steps before watching begins, then what is told."""
+    """A rank of a step a second, whose clock may differ from the watcher's: 20 steps before watching begins, then those that a test adds."""
 
     def __init__(self, run: RunDirectory, machine: _Machine, *, ahead_s: float = 0.0, rank: int = 0, has_uptime: bool = True) -> None:
         self.run, self.machine, self.ahead_s, self.rank, self.has_uptime = run, machine, ahead_s, rank, has_uptime

@@ -200,7 +200,7 @@ class BranchBackend(Protocol):
 
 @runtime_checkable
 class NotingBackend(Protocol):
-    """A backend that also says how it would serve a request, such as by slower kernels than its fastest: optional."""
+    """A backend that also notes how it would serve a request, such as by slower kernels than its fastest. Optional."""
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
-        """Return what a user should know of that, a sentence each; empty where there is nothing to say."""
+        """Return sentences for the user on how it would serve `request`; empty where there is nothing to note."""

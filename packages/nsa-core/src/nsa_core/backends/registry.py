@@ -29,7 +29,7 @@ class Candidate:
     preference: int
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...] = ()
-    """What a user should know of how it serves the request; none of it stands against it."""
+    """Sentences for the user on how it serves the request; they are no reasons against it."""
 
     @property
     def is_eligible(self) -> bool:
@@ -198,11 +198,11 @@ def _unserved(backend: str) -> str:
     if backend == AUTO:
         return (
             "no backend serves this request (backend='auto' takes one that nothing stands against); "
-            "name one that only policy refuses, or mend what stands against them"
+            "name one that only policy refuses, or fix the reasons against them"
         )
     return (
         f"backend {backend!r} cannot serve this request (a named backend never falls back); "
-        f"use backend='auto' or mend what stands against it"
+        f"use backend='auto' or fix the reasons against it"
     )
 
 

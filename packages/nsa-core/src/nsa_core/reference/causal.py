@@ -20,8 +20,8 @@ MODERATE = 2.0**10
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
     """Return dense causal attention `(B, S, H, D_v)` of q `(B, S, H, D_k)`, k `(B, S, G, D_k)`, v `(B, S, G, D_v)`.
 
-    torch computes it. On a CPU, outside torch.compile, rows that see huge numbers are taken out of its hands, for its
-    kernels let those reach the outputs and gradients of earlier rows.
+    torch's kernels compute it. On a CPU, outside torch.compile, the reference computes the rows that see huge numbers, because
+    those kernels let such numbers reach the outputs and gradients of earlier rows.
 
     Raises:
         InputError: when q and k differ in length; a step over a cache needs an explicit mask.

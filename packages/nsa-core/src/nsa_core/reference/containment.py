@@ -1,6 +1,6 @@
-"""What keeps huge numbers, infinities and NaN to the rows that see them: a weight of 0 hides nothing that is not finite.
+"""Keeps huge numbers, infinities and NaN to the rows that see them: a weight of 0 does not hide a number that is not finite.
 
-Numbers are read on a CPU alone, where reading waits for nothing; elsewhere every tensor counts as one that may hold anything.
+Numbers are read only on a CPU, where reading waits for nothing; elsewhere every tensor counts as one that may hold anything.
 """
 
 import torch
@@ -51,8 +51,9 @@ def rows_with_gradient(dout: Tensor, dlse: Tensor | None) -> Tensor:
 def fusable_rows(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return bool `(X, G, R, M)`, the rows that the fused operator may take, and the keys and values for it.
 
-    It adds a bias to hidden scores and multiplies hidden values by 0, which hides nothing huge. It may take a row whose q
-    is ordinary, and all that it sees; for the rest it gets zeros. So a row is computed in one way, whatever its future is.
+    The operator adds a bias to hidden scores and multiplies hidden values by 0, which does not hide huge numbers. It may take
+    a row if q, and all keys and values that the row sees, are ordinary; it gets zeros for the others. So every row is
+    computed in one way, whatever comes later.
     """
     inside = rows_within(keys, ORDINARY) & rows_within(values, ORDINARY)
     keys, values = only(inside, keys, values)

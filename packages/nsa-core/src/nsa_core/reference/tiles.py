@@ -2,7 +2,7 @@
 
 A branch is cut into `Tile` steps; both passes walk the same steps, so scratch is one step's. Shapes: X tiles of a step,
 G KV heads, R rows, M query heads per KV head and row, K keys. Scores and sums are float32 (float64 for float64 inputs).
-A row that sees nothing gets out 0, lse -inf and zero gradients. Huge numbers and NaN reach the rows that see them alone.
+A row that sees nothing gets out 0, lse -inf and zero gradients. Huge numbers and NaN reach only the rows that see them.
 """
 
 from collections.abc import Iterable
@@ -210,9 +210,9 @@ def _attend_backward(
     finite_q, finite_keys = q, keys
     if not (tile.is_ordinary or are_ordinary(dout, dlse, q, keys, values)):
         hidden = ~tile.visible.unsqueeze(-2)
-        # a row without a gradient adds none, whatever it holds
+        # a row without a gradient adds nothing, whatever it holds
         idle = ~rows_with_gradient(dout, dlse).unsqueeze(-1)
-        # a row with a gradient that is no number makes NaN of all that it sees, and of nothing else
+        # a row whose gradient is not finite gives NaN to the keys that it sees, and to nothing else
         q = q.masked_fill(~is_finite(dout).unsqueeze(-1), float("nan"))
         finite_q, finite_keys, dout = finite(q), finite(keys), finite(dout)
     rows_dout = dout.flatten(2, 3)
@@ -249,7 +249,7 @@ def _hide(x: Tensor, *masks: Tensor | None) -> Tensor:
 
 
 def _is_call_ordinary(scale: float, q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
-    """Return True where one look at whole tensors says that every step is ordinary; not over stores, of which a step may read little."""
+    """Return True where one look at whole tensors shows that every step is ordinary; not over stores, where a step may read little."""
     return k.shape[1] <= q.shape[1] and abs(scale) <= 1 and are_ordinary(q, k, *others)
 
 

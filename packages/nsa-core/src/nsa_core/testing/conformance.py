@@ -90,12 +90,12 @@ def _check_cases(backend: BranchBackend, device: torch.device, geometry: BlockGe
     if not report.passed:
         raise ConformanceError(f"{backend.name} declined every case, the first: {report.declined[0]}; widen its capability")
     if not Comparable(report.decided, report.near_ties).are_enough:
-        raise ConformanceError(f"{report}\n(a tenth may be too close to call, for those are not compared); use another geometry")
+        raise ConformanceError(f"{report}\n(at most a tenth may be too close to call, since those are not compared); use another geometry")
     return report
 
 
 def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry: BackendRegistry) -> tuple[list[str], Comparable]:
-    """Return what differs from the oracle, and how many rows scores decided and were left out for a near tie."""
+    """Return the differences from the oracle, and how many rows scores decided and how many of those are near ties."""
     problem = problem_of(case, device)
     if backend.operation is Operation.SELECT:
         return _check_selection(backend, problem, case, registry)

@@ -45,12 +45,12 @@ def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0
 
 
 class Comparable(NamedTuple):
-    """How many rows of a choice two backends must agree in."""
+    """Counts of the rows of a choice in which two backends are compared."""
 
     decided: int = 0
     """Rows in which scores decide: some candidate was left out in favour of another that was not forced."""
     near_ties: int = 0
-    """Those among them that are too close to call."""
+    """Decided rows that are too close to call, and are not compared."""
 
     @property
     def are_enough(self) -> bool:

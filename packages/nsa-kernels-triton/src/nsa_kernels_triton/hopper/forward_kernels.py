@@ -199,7 +199,7 @@ def _weights(
 
     A shift is what a row's scores are lowered by before they become weights: its maximum so far. OPTIMISTIC: the maximum of the
     first tile in which the row sees a key, which `is_first` may be for some row; the sums so far stay as they are. REDO: scores and
-    shifts are without the factor, which multiplies their difference: a score's own rounding may be larger than a weight can bear.
+    shifts are without the factor, which multiplies their difference: the rounding of a score may change a weight too much.
     """
     if is_masked:
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
@@ -420,7 +420,7 @@ def _attend_to_tiles(
             gl.store(flag, 0)
         if REDO:
             wanted = gl.load(lse_ptr + heads, mask=wanted, other=0.0) == float("inf")
-        # outputs leave through the rows' own place
+        # the epilogue reuses q's shared memory
         barrier()
         gl.store(lse_ptr + heads, lse, mask=wanted)
         if not REDO:

@@ -33,7 +33,7 @@ from nsa_kernels_triton.hopper.tiles import (
 )
 
 EXTREME_CALL = gl.constexpr(2)
-"""Added to what says whether an item is masked."""
+"""Added to `masks`, which is 1 for a masked item, where some row of the call has extreme scores."""
 
 
 @gluon.jit
@@ -129,7 +129,7 @@ def gather(
 def weights_of(
     scores, zeros, dout, v_smem, shift_smem, gate_smem, own_smem, keys, masks, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Return a tile's weights, times the gates, and their gradients, whose product is under way.
+    """Return a tile's weights, times the gates, and their gradients, whose product is still in flight.
 
     `masks`: 0 where all queries see all keys and no row of the call has extreme scores, EXTREME_CALL or more where one has.
     """

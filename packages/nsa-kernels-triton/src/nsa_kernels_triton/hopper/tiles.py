@@ -25,7 +25,7 @@ power_of_two = gluon.jit(tiles.power_of_two.fn)
 
 @gluon.jit
 def rounded(dscores, lowering, dtype: gl.constexpr):
-    """Return dS in `dtype`; what float16 cannot hold is `lowering` times as large."""
+    """Return dS in `dtype`; for float16 it is multiplied by `lowering`, so that float16 holds it."""
     if dtype == gl.float16:
         dscores = dscores * lowering
     return dscores.to(dtype)

@@ -190,7 +190,7 @@ def _dq_step(
 ):  # fmt: skip
     """Add dS @ k of the keys start .. start + BLOCK_KEYS - 1, dS times `lowering`; the scale is applied to the sum.
 
-    A masked tile may hold extreme rows, and from `ends_from` on it is one that some row sees a part of.
+    A masked tile may hold extreme rows. From key `ends_from` on, some row sees only a part of the tile.
     """
     keys = start + tl.arange(0, BLOCK_KEYS)
     key_mask = keys < last_end
@@ -284,7 +284,7 @@ def dq_kernel(
                 acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
                 factor, start, lowering, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
             )  # fmt: skip
-    # tiles of extreme rows take the way of those that some row sees a part of
+    # where a row is extreme, every tile goes through the masked loop
     unmasked_end = tl.where(is_extreme, middle, tail)
     for key in tl.range(middle, unmasked_end, BLOCK_KEYS):
         acc1, acc2 = _dq_step(
@@ -445,7 +445,7 @@ def dkdv_kernel(
     dk2 = tl.zeros([BLOCK_KEYS, K2 if K2 > 0 else 16], tl.float32)
     dv1 = tl.zeros([BLOCK_KEYS, V1], tl.float32)
     dv2 = tl.zeros([BLOCK_KEYS, V2 if V2 > 0 else 16], tl.float32)
-    # tiles of extreme rows take the way of those that see a part of the keys
+    # where a row is extreme, every tile goes through the masked loop
     tail = tl.where(tl.load(extremes_ptr) != 0, middle, tail)
     lowering = 1.0
     if q_ptr.dtype.element_ty == tl.float16:
@@ -488,9 +488,9 @@ def delta_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, shift_ptr, extremes_ptr, num_rows,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write of each (query, head), float32, delta = dO . O - dlse, what the softmax's gradient subtracts, and its scores' `shift_of`.
+    """Write delta = dO . O - dlse, which the softmax's gradient subtracts, and `shift_of` the lse, float32, for each (query, head).
 
-    A row whose dO and dlse are 0 counts as one that sees nothing. What is extreme goes to `extremes_ptr`, int32 (4,).
+    A row whose dO and dlse are 0 counts as one that sees nothing. The extremes go to `extremes_ptr`, int32 (4,).
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < num_rows
@@ -514,7 +514,7 @@ def branch_deltas_kernel(
 ):  # fmt: skip
     """Write dO . O of the three branches: as each one's delta, float32 (3, rows), and as the gradient of its gate, (rows, 3).
 
-    And what their scores are to be lowered by, float32 (3, rows), and what is extreme, int32 (3, 4); see `delta_kernel`.
+    Write also the shifts of their scores, float32 (3, rows), and their extremes, int32 (3, 4), as `delta_kernel` does.
     """
     HALF: tl.constexpr = dout_ptr.dtype.element_ty == tl.float16
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -540,7 +540,7 @@ def _store_branch(
     out_ptr, lse_ptr, dout, gate_ptr, delta_ptr, shift_ptr, extremes_ptr, dgate_ptr, rows, exists,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write what `branch_deltas_kernel` writes of one branch."""
+    """Write the results of `branch_deltas_kernel` for one branch."""
     has_gradient = tl.sum(tl.abs(dout), 1) != 0
     delta = _store_delta(out_ptr, lse_ptr, dout, 0.0, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists, D_V, WIDTH, EXACT)
     tl.store(dgate_ptr + 3 * rows, cast(delta, dgate_ptr.dtype.element_ty), mask=exists)
@@ -554,7 +554,7 @@ def _store_delta(
     out_ptr, lse_ptr, dout, dlse, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write delta, what scores are to be lowered by, and whether a row's weights are to be restrained; return delta."""
+    """Write delta, the shift of the scores, and whether weights of some row must be restrained; return delta."""
     out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     delta = tl.where(has_gradient, tl.sum(out * dout, 1) - dlse, 0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
@@ -569,7 +569,7 @@ def _store_delta(
 
 @triton.jit
 def note_largest(extreme_ptr, numbers):
-    """Raise the int32 at a pointer to the bits of the largest of `numbers`, which are at least 0; what is not finite does not count."""
+    """Raise the int32 at a pointer to the bits of the largest of `numbers`, which are at least 0; infinities and NaN do not count."""
     bits = tl.where(numbers < float("inf"), numbers, 0.0).to(tl.int32, bitcast=True)
     largest = tl.max(bits, 0)
     # most programs need not write
@@ -599,7 +599,7 @@ def _add_splits(splits_ptr, sum_ptr, num_columns, splits, BLOCK: tl.constexpr):
 @CachedLaunch
 @triton.jit
 def value_sizes_kernel(v_ptr, extremes_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Note the largest square of the size of a row of values at `extremes_ptr` + 2: float16 holds dS if it is lowered by enough."""
+    """Note the largest squared norm of a row of values at `extremes_ptr` + 2; it tells how far dS must be lowered for float16."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     v = load_columns(v_ptr, rows * D_V, rows < num_rows, 0, WIDTH, D_V, True).to(tl.float32)
     note_largest(extremes_ptr + 2, tl.sum(v * v, 1))

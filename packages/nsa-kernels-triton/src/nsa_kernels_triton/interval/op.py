@@ -218,9 +218,9 @@ def attend_into(
 
 
 def row_deltas(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dO . O - dlse and what the kernels lower scores by to get weights, `(B, S, H)` float32, and what is extreme.
+    """Return dO . O - dlse, the shifts that the kernels subtract from scores, both `(B, S, H)` float32, and the extremes.
 
-    dO, v and out are contiguous; `no_extremes` says what the last one holds.
+    dO, v and out must be contiguous; `no_extremes` describes the extremes.
     """
     delta, shift, extremes = torch.empty_like(lse), torch.empty_like(lse), no_extremes(dout)
     if delta.numel():
@@ -233,7 +233,7 @@ def row_deltas(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, v: T
 def branch_deltas(
     dout: Tensor, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], gates: Tensor, values: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `row_deltas` of the three branches, `(3, B, S, H)` and `(3, 4)`, and dO . O once more, as the gates' gradient, which it is."""
+    """Return `row_deltas` of the three branches, `(3, B, S, H)` and `(3, 4)`, and the gradient of the gates, which is dO . O."""
     deltas = dout.new_empty((3, *dout.shape[:3]), dtype=torch.float32)
     shifts, extremes, dgates = torch.empty_like(deltas), no_extremes(dout, 3), gates.new_empty(gates.shape)
     if deltas.numel():
@@ -247,7 +247,7 @@ def branch_deltas(
 
 
 def _note_values(extremes: Tensor, v: Tensor) -> None:
-    """Note how large the values are where that bounds dS."""
+    """Note the size of the values, which bounds dS, for float16."""
     if v.dtype == torch.float16 and v.numel():
         grid, sizes = _over_rows(v)
         kernels.value_sizes_kernel[grid](v, extremes, v.shape[:3].numel(), **sizes)
@@ -270,7 +270,7 @@ class Operands(NamedTuple):
     shift: Tensor
     """Scores are lowered by it to get weights."""
     extremes: Tensor
-    """Of the branch; see `no_extremes`."""
+    """The extremes of the branch; see `no_extremes`."""
     q: Tensor
     k: Tensor
     v: Tensor

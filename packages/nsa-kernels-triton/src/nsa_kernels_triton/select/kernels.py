@@ -38,7 +38,7 @@ def scores_kernel(
 ):  # fmt: skip
     """Write the importance of the free candidates of one tile of queries; grid (tiles * columns * G,).
 
-    Where scores are extreme (`tiles.EXTREME`) a head's largest weights count as any number from 1 on: their blocks come first.
+    Where scores are extreme (`tiles.EXTREME`), a head's largest weights may be any number from 1 on, so that their blocks come first.
 
     Rows of q first_row .. last_row - 1 (over all sequences) have a place in the buffer (row - first_row, G, num_blocks); what
     reaches over stands `next_scores` elements behind. A group's heads stand as HEADS rows, the next power of two, so that their sum is a reshape.

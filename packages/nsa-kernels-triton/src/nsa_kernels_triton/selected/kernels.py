@@ -162,7 +162,7 @@ def merge_kernel(
         part = load_columns(parts_ptr, ((source + slot) * HG + head) * D_V, is_present, 0, WIDTH, D_V, True)
         acc += part.to(tl.float32) * weight[:, None]
         total += weight
-    # what is NaN is seen
+    # a row whose lse is NaN sees something
     sees_any = largest != float("-inf")
     acc *= tl.where(sees_any, 1.0 / tl.where(sees_any, total, 1.0), 0.0)[:, None]
     merged = exists
@@ -214,7 +214,7 @@ def backward_kernel(
     SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
     EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write partial dQ (rows, G, slots, H/G, D_k), of float16 as it is `lowered_by`, and dK, dV of one item's keys; grid (bound on items,)."""
+    """Write partial dQ (rows, G, slots, H/G, D_k), for float16 still lowered, and dK, dV of one item's keys; grid (bound on items,)."""
     HG: tl.constexpr = H // G
     if tl.program_id(0) >= tl.load(num_items_ptr):
         return
@@ -269,10 +269,10 @@ def backward_kernel(
             scores = dot(q2, tl.trans(k2), scores)
         shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
         delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
-        # a row without weights, whatever its scores are, sees nothing
+        # a row whose shift is infinite sees nothing, whatever its scores are
         own_key = tl.where(shift == float("inf"), -1, own_key)
         is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
-        # a weight above 1 is rounding, of which huge scores have much
+        # a weight above 1 comes from rounding, which is large for huge scores
         weights = tl.where(is_visible, cut(exponential(scores * factor - shift[:, None], EXACT), 1.0), 0.0)
         if GATE >= 0:
             weights *= tl.load(gates_ptr + heads * 3 + GATE, mask=exists, other=0.0).to(tl.float32)[:, None]

@@ -13,13 +13,13 @@ from nsa_train.checkpoint.publish import make_root
 from nsa_train.errors import ClaimedError
 
 TRIES, PAUSE_S = 5, 0.02
-"""How often a claim is tried: who asks `claimed_by_another` holds the directory for a moment."""
+"""How often a claim is tried: a call of `claimed_by_another` holds the directory for a moment."""
 HOLDER = ".holder"
-"""The file that names who has claimed the directory. A process that is killed leaves it, without the claim."""
+"""The file that names the process which has claimed the directory. A process that is killed leaves the file, without the claim."""
 
 
 def claim(root: Path) -> int:
-    """Make `root`, claim it for this process, and return the descriptor that holds the claim: `release` gives both back.
+    """Make `root`, claim it for this process, and return the descriptor that holds the claim; `release` ends it.
 
     Where the file system knows no locks on directories, as some network ones, nothing is claimed.
 
@@ -46,7 +46,7 @@ def release(root: Path, descriptor: int) -> None:
 
 
 def claimed_by_another(root: Path) -> str | None:
-    """Return what stands against a claim of `root`: another process has it. None where none has, or that cannot be seen."""
+    """Return why `root` cannot be claimed: another process has it. None where none has, or where that cannot be seen."""
     try:
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -64,18 +64,18 @@ def _belongs(root: Path) -> str:
 
 
 def _sign(root: Path) -> None:
-    # it is read for a message alone: a full disk is told by what is saved
+    # the file serves a message alone; saving reports a full disk
     with suppress(OSError):
         (root / HOLDER).unlink(missing_ok=True)
-        # follows no link that somebody puts there
+        # "x" follows no link that somebody puts there
         with (root / HOLDER).open("x", encoding="utf-8") as file:
             file.write(f"pid {os.getpid()} on host {platform.node()}\n")
 
 
 def _holder(root: Path) -> tuple[str, str]:
-    """Return process id and host of who has claimed `root`; empty where that cannot be read."""
+    """Return the process id and host that have claimed `root`; empty where the file cannot be read."""
     with suppress(OSError):
-        # whatever lies there: opening a pipe would wait
+        # opening a pipe that somebody put there would wait
         descriptor = os.open(root / HOLDER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             text = os.read(descriptor, 512) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""

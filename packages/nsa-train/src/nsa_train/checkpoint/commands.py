@@ -1,4 +1,4 @@
-"""What `nsa-train ckpt ls` and `ckpt verify` find, and how it is said."""
+"""The findings of `nsa-train ckpt ls` and `ckpt verify`, as lines and as JSON."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ from nsa_train.errors import CheckpointError, ConfigError
 
 
 class Verified(NamedTuple):
-    """A checkpoint, every byte of which was read."""
+    """A checkpoint after every byte of it was read."""
 
     path: Path
     size_bytes: int | None
     """None where it is damaged"""
     problem: str = ""
-    """What is damaged; empty where nothing is"""
+    """Names the damaged file and its fault; empty where the checkpoint is whole"""
 
     def __str__(self) -> str:
         return self.problem or f"{self.path.name}  {_mib(self.size_bytes or 0)} MiB verified"
@@ -34,7 +34,7 @@ def listing(path: Path) -> list[Listed]:
 
 
 def verification(path: Path) -> list[Verified]:
-    """Return the checkpoints at `path` (one, or all of a run), all of which were read whole.
+    """Return the checkpoints at `path` (one, or all of a run); every byte was read.
 
     Raises:
         ConfigError: when there is none.
@@ -52,7 +52,7 @@ def verification(path: Path) -> list[Verified]:
 
 
 def listed_line(entry: Listed) -> str:
-    """Return what `ckpt ls` prints of a checkpoint."""
+    """Return the line that `ckpt ls` prints for a checkpoint."""
     if entry.problem:
         return f"{entry.path.name:12}  damaged: {entry.problem}"
     mark = "  <- latest" if entry.is_latest else ""
@@ -60,7 +60,7 @@ def listed_line(entry: Listed) -> str:
 
 
 def listed_object(entry: Listed) -> dict[str, Any]:
-    """Return what `ckpt ls --json` prints of a checkpoint; of one that is damaged, date and size are null."""
+    """Return the object that `ckpt ls --json` prints for a checkpoint; date and size of a damaged one are null."""
     return {
         "name": entry.path.name,
         "path": str(entry.path),
@@ -73,7 +73,7 @@ def listed_object(entry: Listed) -> dict[str, Any]:
 
 
 def verified_object(entry: Verified) -> dict[str, Any]:
-    """Return what `ckpt verify --json` prints of a checkpoint; of one that is damaged, the size is null."""
+    """Return the object that `ckpt verify --json` prints for a checkpoint; the size of a damaged one is null."""
     is_whole = not entry.problem
     return {
         "name": entry.path.name,

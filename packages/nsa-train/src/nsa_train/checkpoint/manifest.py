@@ -18,7 +18,7 @@ from nsa_train.files import MOST_MANIFEST, MOST_RECIPE, MOST_STATE, IrregularFil
 from nsa_train.structuring import listed_problems, short
 
 MOST = {CONFIG: MOST_RECIPE, STATE: MOST_STATE}
-"""Bytes of the files that are held in memory; a run writes none that is larger."""
+"""Largest size in bytes of the files that are read into memory; a run writes none that is larger."""
 OTHERS = "take another step-* of this run (`nsa-train ckpt verify` names the whole ones)"
 
 
@@ -63,18 +63,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class Verified(NamedTuple):
-    """A checkpoint of which every byte was read."""
+    """A checkpoint after every byte of it was read."""
 
     manifest: dict[str, Any]
     contents: dict[str, bytes]
-    """Of config.toml and state.json: what was verified is what is used."""
+    """File name -> bytes of config.toml and state.json, so that the verified bytes are those that are used."""
 
 
 def verify_files(folder: Path) -> Verified:
-    """Return manifest and small files of `folder`, once every file was read and found as the manifest describes it.
+    """Return the manifest and small files of `folder` after comparing every file with the manifest.
 
     Raises:
-        CheckpointError: naming the first file that is not, with what was expected and found.
+        CheckpointError: naming the first file that differs, with what was expected and found.
     """
     manifest = read_manifest(folder)
     contents = {name: _verified(folder / name, expected) for name, expected in manifest["files"].items()}
@@ -82,7 +82,7 @@ def verify_files(folder: Path) -> Verified:
 
 
 def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:
-    """Return the content of `path` where it is kept, nothing of a large file, once it is what is `expected`."""
+    """Return the content of a file of MOST, nothing of a larger one, after comparing it with `expected`."""
     try:
         with open_regular(path, MOST.get(path.name)) as file:
             size, content = os.fstat(file.fileno()).st_size, b""
@@ -106,7 +106,7 @@ def _verified(path: Path, expected: Mapping[str, Any]) -> bytes:
 
 
 def _shown(error: Exception) -> str:
-    """Return `error` for a message, with its kind where it says too little alone."""
+    """Return the text of `error` for a message, with its type where the text alone says too little."""
     return str(error) if isinstance(error, IrregularFileError) else f"{error!r:.120}"
 
 

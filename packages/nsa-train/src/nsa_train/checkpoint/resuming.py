@@ -32,8 +32,8 @@ OF_ROWS = ("data.source", "data.packing", "data.shuffle_seed", "train.batch_size
 def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything) -> Checkpoint | None:
     """Return the checkpoint to resume from, on every rank the same; rank 0 alone looks and verifies. A collective.
 
-    Without `step` it is `latest_valid`, None where nothing was saved yet. With `step` it is that one or an error. One that `judge`,
-    such as `require_run`, refuses with a CheckpointError counts as damaged.
+    Without `step` it is `latest_valid`, None where nothing was saved yet. With `step` it is that one or an error. A checkpoint
+    that `judge`, such as `require_run`, refuses with a CheckpointError counts as damaged.
 
     Raises:
         CheckpointError: on all ranks, when it (without `step`: every one) is damaged.
@@ -48,10 +48,10 @@ def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything
 
 
 def require_run(checkpoint: Checkpoint) -> None:
-    """Let a checkpoint pass that a run can go on from: its files fit one another, and its state has a position and all counts.
+    """Check that a run can go on from a checkpoint: its files fit one another, and its state has a position and all counters.
 
     Raises:
-        CheckpointError: naming the file and what in it does not fit.
+        CheckpointError: naming the file and the fault in it.
     """
     if problems := unresumable(checkpoint.state):
         raise CheckpointError(f"{checkpoint.path / STATE} is damaged: {listed_problems(problems)}; {OTHERS}")
@@ -71,12 +71,12 @@ def require_run(checkpoint: Checkpoint) -> None:
 
 
 def require_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return name -> weight, on the meta device, of a checkpoint whose weights are those of the decoder that its config.toml describes.
+    """Return name -> weight, on the meta device, of the decoder that config.toml describes, after comparing them with the checkpoint's.
 
-    Their file's header alone is read, and nothing is allocated.
+    Only the header of the weights' file is read, and nothing is allocated.
 
     Raises:
-        CheckpointError: naming the tensors that are not.
+        CheckpointError: naming the tensors that differ.
     """
     try:
         expected = undrawn_weights(checkpoint.config)
@@ -129,7 +129,7 @@ def load_model(checkpoint: Checkpoint) -> Decoder:
     Raises:
         CheckpointError: when its weights do not fit the decoder that its config.toml describes.
     """
-    # before anything is allocated: its sizes may be a stranger's
+    # before anything is allocated: a stranger may have chosen the sizes
     require_weights(checkpoint)
     with torch.random.fork_rng(devices=[]):
         model = build_model(checkpoint.config)
@@ -160,7 +160,7 @@ def _restore_generators(checkpoint: Checkpoint) -> None:
 
 
 def _states_by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return rank -> generator -> state of the tensors of rng.safetensors."""
+    """Return rank -> generator -> state, from the tensors of rng.safetensors."""
     states: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         owner, _, name = key.partition("/")

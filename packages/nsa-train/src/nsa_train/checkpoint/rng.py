@@ -18,9 +18,9 @@ _FORMS = {
     "numpy.words": {(torch.int64, (626,))},
     "numpy.gauss": {(torch.float64, (1,))},
 }
-"""Generator -> dtypes and shapes of its state."""
+"""Generator -> the dtypes and shapes that its state may have."""
 _PYTHON_VERSION = 3
-"""Of the state that `random.getstate` returns."""
+"""Version number in the state that `random.getstate` returns."""
 
 
 def seed_rng(seed: int) -> None:
@@ -52,10 +52,10 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def require_rng(state: Mapping[str, Tensor]) -> None:
-    """Let the state of a process's generators pass that `restore_rng` can set.
+    """Check that `restore_rng` can set the `state` of a process's generators.
 
     Raises:
-        ValueError: naming the generator that it cannot.
+        ValueError: naming the generator that it cannot set.
     """
     forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     for name in sorted(_NEEDED - forms.keys()):
@@ -65,7 +65,7 @@ def require_rng(state: Mapping[str, Tensor]) -> None:
     for name, form in forms.items():
         if form not in _FORMS.get(name, ()):
             raise ValueError(f"{name} is no state of a generator: {form[0]} {list(form[1])}")
-    # wrong bytes are refused by it
+    # torch refuses wrong bytes
     torch.Generator().set_state(state["torch_cpu"])
     words = {name: state[name].tolist() for name in ("python.words", "numpy.words") if name in state}
     sound = {
@@ -81,7 +81,7 @@ def require_rng(state: Mapping[str, Tensor]) -> None:
 
 
 def _is_twister(words: Sequence[int]) -> bool:
-    """Return whether `words` are 624 of 32 bits and a position among them; numpy would read beyond its memory at another."""
+    """Return whether `words` are 624 numbers of 32 bits and a position among them; numpy would read out of bounds at another position."""
     *keys, position = words
     return all(0 <= key < 2**32 for key in keys) and 0 <= position <= len(keys)
 
@@ -90,7 +90,7 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
     """Put this process's generators where `state`, from `capture_rng`, was taken; those absent from it are left alone.
 
     Raises:
-        ValueError: when it is no such state; nothing is changed then.
+        ValueError: when `state` is not such a state; no generator is changed then.
     """
     require_rng(state)
     torch.set_rng_state(state["torch_cpu"])

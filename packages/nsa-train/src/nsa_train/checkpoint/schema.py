@@ -1,4 +1,4 @@
-"""What manifest.json and state.json of a checkpoint hold, field by field. Imports no torch."""
+"""The fields of a checkpoint's manifest.json and state.json, with their types and ranges. Imports no torch."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -13,14 +13,14 @@ from nsa_train.rules import MOST_ROWS, MOST_STEPS, integer, is_number, number
 from nsa_train.structuring import anything, count, is_count, list_of, problems_of, ruled, short, text_like
 
 SCHEMA_VERSION = 3
-"""Of the files together; 1 had weights and moments alone, 2 no count of the steps that the gradients were watched."""
+"""Version of all files together. Version 1 had weights and moments alone; 2 had no count of the steps with watched gradients."""
 MOST_BYTES = 2**63 - 1
 MOST_GROUPS = 1024
 """Parameter groups of an optimizer."""
 MOST_RATE = 1e6
 MOST_LOSS = 1e300
 MOST_LISTED = 1000
-"""Skipped steps, and losses, that a guard remembers; it needs 128."""
+"""Most skipped steps, and most losses, in the state of a guard; it needs 128."""
 MOST_PARAMETERS = 2**20
 MOST_NAME = 1024
 """Characters of a parameter's name."""
@@ -46,7 +46,7 @@ def _is_step(value: object) -> bool:
 
 @frozen(kw_only=True)
 class Manifest:
-    """manifest.json but for its own hash."""
+    """manifest.json without its own hash."""
 
     schema_version: int = integer(at_least=SCHEMA_VERSION, at_most=SCHEMA_VERSION, example=SCHEMA_VERSION)
     step: int = count(MOST_STEPS)
@@ -116,11 +116,11 @@ class _Patience:
 
 
 COUNTERS: dict[str, type] = {"guard": _Guard, "watch": _Watch, "patience": _Patience}
-"""What a run keeps under `counters`; whoever saves a state of his own may add others."""
+"""Counters that every run saves; another program that saves a state may add others."""
 
 
 def manifest_problems(content: object) -> list[str]:
-    """Return what stands against `content` as that of manifest.json without its own hash."""
+    """Return the problems of `content`, a manifest.json without its own hash."""
     found = problems_of(content, Manifest, "")
     if found:
         return found
@@ -132,13 +132,13 @@ def manifest_problems(content: object) -> list[str]:
 
 
 def state_problems(content: object, config: RunConfig) -> list[str]:
-    """Return what stands against `content` as that of state.json beside a config.toml that says `config`, each problem with its path."""
+    """Return the problems of `content`, a state.json whose config.toml describes `config`; each problem names its path."""
     found = problems_of(content, _State, "")
     if not isinstance(content, dict):
         return found
     if content.get("scaler") not in (None, {}):
         found += problems_of(content["scaler"], _Scaler, "scaler")
-    # empty: whoever saved it trains without our data
+    # empty: the program that saved it trains without the data of nsa-train
     if content.get("data", {}) != {}:
         found += position_problems(content["data"], "data", config)
     counters = content.get("counters")
@@ -153,6 +153,6 @@ def state_problems(content: object, config: RunConfig) -> list[str]:
 
 
 def unresumable(content: Mapping[str, Any]) -> list[str]:
-    """Return what of a sound state a run lacks that would go on from it."""
+    """Return the problems that keep a run from going on from a sound state: missing parts."""
     found = [] if content["data"] else ["data={} is not a position in the data of a run"]
     return found + [f"counters.{name} is missing" for name in COUNTERS if name not in content["counters"]]

@@ -36,7 +36,7 @@ class Snapshot:
         """Write the files of the checkpoint, its manifest excepted.
 
         Raises:
-            CheckpointError: when one of them would be larger than is read again.
+            CheckpointError: when a file would be larger than the limit for reading it again.
             OSError: when the disk refuses.
         """
         for name, text in ((CONFIG, self.config), (STATE, json.dumps(self.state))):

@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 Judge = Callable[[Checkpoint], None]
-"""Raises a CheckpointError for one that will not do."""
+"""Function that raises a CheckpointError for a checkpoint that the caller cannot use."""
 
 
 @frozen(kw_only=True)
@@ -80,14 +80,14 @@ def _opened(folder: Path) -> Checkpoint:
 
 
 def anything(checkpoint: Checkpoint) -> None:
-    """Let every checkpoint pass."""
+    """Accept every checkpoint."""
 
 
 def latest_valid(root: Path, *, judge: Judge = anything) -> Checkpoint | None:
     """Return the checkpoint to go on from: what `root`/latest names, or where that is damaged the newest whole one before it.
 
-    Checkpoints of later steps than `latest` (of a run that was resumed from before them) come last. One that `judge` refuses
-    with a CheckpointError counts as damaged. None: `root` holds no checkpoint at all.
+    Checkpoints of later steps than `latest` (of a run that was resumed from before them) come last. A checkpoint that
+    `judge` refuses with a CheckpointError counts as damaged. None: `root` holds no checkpoint at all.
 
     Raises:
         CheckpointError: when there are some and all are damaged.
@@ -140,7 +140,7 @@ def _config_of(path: Path, content: bytes) -> RunConfig:
     try:
         config = structure(parse_toml(content))
         config.nsa_config()
-    # a rule of the recipe, no TOML, or not UTF-8
+    # ValueError: it breaks a rule of the recipe, is not TOML, or is not UTF-8
     except ValueError as error:
         problems = listed_problems(str(error).splitlines())
         raise CheckpointError(f"{path} is not a recipe that this version reads ({problems}); {OTHERS}") from None

@@ -20,9 +20,9 @@ from nsa_train.structuring import SHOWN, short
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and checkpoint wrappers put into a parameter's name."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "U8": "uint8"}
-"""As safetensors spells them, and as torch does."""
+"""Name of a dtype in safetensors -> its name in torch."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter, beside the count of its steps."""
+"""The moments that AdamW keeps for each parameter, in addition to the count of its steps."""
 NAMED = 3
 """Most tensors that a message names; the others are counted."""
 
@@ -38,7 +38,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor) -> "Form":
-        """Return that of `value`."""
+        """Return the dtype and shape of `value`."""
         return cls(str(value.dtype).removeprefix("torch."), tuple(value.shape))
 
 
@@ -94,15 +94,15 @@ def read_forms(path: Path) -> dict[str, Form]:
 
 
 def require_forms(path: Path, expected: Mapping[str, Tensor]) -> None:
-    """Let the safetensors file `path` pass whose tensors are those `expected` by name, shape and dtype; its header alone is read.
+    """Check that a safetensors file has the tensors `expected`, by name, shape and dtype; only its header is read.
 
     Raises:
-        CheckpointError: naming the first few that are not, and how many more there are.
+        CheckpointError: naming the first few tensors that differ, and the number of the others.
     """
     found = read_forms(path)
     wanted = {name: Form.of(value) for name, value in expected.items()}
     differing = [f"{name} expected {form}, found {found.get(name, 'none')}" for name, form in wanted.items() if found.get(name) != form]
-    # the names in the file are a stranger's
+    # a stranger may have chosen the names in the file
     differing += [f"{_shown(name)} expected none, found {found[name]}" for name in sorted(set(found) - set(wanted))]
     if differing:
         more = f"; and {len(differing) - NAMED} more tensors" if len(differing) > NAMED else ""
@@ -110,9 +110,9 @@ def require_forms(path: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 def require_moments(path: Path, weights: Mapping[str, Tensor], *, is_begun: bool) -> None:
-    """Let the safetensors file `path` pass that holds the state of AdamW for `weights`: of each all of it, or nothing.
+    """Check that a safetensors file holds the state of AdamW for `weights`: for each weight the whole state, or none.
 
-    `is_begun`: a step was taken, so that some of them have a state. A parameter has none as long as no gradient reached it.
+    `is_begun`: a step was taken, so that some weights have a state. A weight has none until a gradient reaches it.
 
     Raises:
         CheckpointError: naming the first tensor that does not fit.
@@ -188,7 +188,7 @@ def read_weights(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]
     """Return the tensors of `path`, which are those that `targets` has by name, shape and dtype.
 
     Raises:
-        CheckpointError: naming those that are not.
+        CheckpointError: naming those that differ.
     """
     require_forms(path, targets)
     return read_tensors(path)
@@ -211,7 +211,7 @@ def _require_moment(path: Path, key: str, expected: Form | None, found: Form | N
 
 
 def _shown(name: str) -> str:
-    """Return a tensor's name for a message: quoted and cut off where a stranger made it up."""
+    """Return a tensor's name for a message; an unusual name is quoted and shortened."""
     return name if re.fullmatch(rf"[\w./]{{1,{SHOWN}}}", name, re.ASCII) else short(name)
 
 

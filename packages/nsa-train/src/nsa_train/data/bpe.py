@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_train.data.tokenizer import GPT2_VOCAB_SIZE, Ids
 from nsa_train.errors import DataError
-from nsa_train.files import MOST_TOKENIZER, read_regular
+from nsa_train.files import MOST_TOKENIZER, read_regular, refusal
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -115,6 +115,12 @@ def _require_lossless(tokenizer: BytePairTokenizer, file: Path) -> None:
 def _of_merges(file: Path) -> BytePairTokenizer:
     tiktoken = _tiktoken()
     merges, encoder = file.with_name("vocab.bpe"), file.with_name("encoder.json")
+    for path in (merges, encoder):
+        # tiktoken would wait for a pipe
+        if problem := refusal(path, MOST_TOKENIZER):
+            raise DataError(
+                f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json beside it"
+            )
     try:
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 

@@ -51,8 +51,8 @@ OPENING_BYTES = 32
 FIXED_BATCHES = 16
 """Validation batches of a streamed corpus from which its split comes, whatever `train.eval_batches` is: a resume may change that key."""
 HASHED_BYTES = 2**30
-"""A corpus of local files of at most so many bytes is read whole for the hashes of its blocks; of a larger one each is taken when it is
-first read. JSONL is read whole to count its lines, and its hashes are taken then, however large it is."""
+"""A corpus of local files of at most so many bytes is read whole for the hashes of its blocks. In a larger one, each block is hashed when
+it is first read. JSONL is read whole to count its lines, and is hashed then, whatever its size."""
 
 
 class Part(NamedTuple):
@@ -87,7 +87,7 @@ class Dataset:
     fingerprint: dict[str, Any] = field(factory=dict)
     """What a position depends on: it fits no other data"""
     walk: Walk | None = None
-    """How the blocks of local files are opened, where these are streamed"""
+    """The order in which the blocks of local files are opened, where these are streamed"""
 
     @property
     def is_synthetic(self) -> bool:
@@ -263,7 +263,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
         tokenizer,
         reading,
         sequence,
-        # the hub's shards are the only blocks that are no local files, and never part of a mix
+        # only the hub's shards are no local files, and they are never part of a mix
         walk=Walk(sequence, files, train.batch_size, tuple(blocks.kept.found.copy() for blocks in files)) if files else None,
         held_out=held_out,
         openings=_openings(found.documents),
@@ -282,7 +282,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
 def _hash_all(blocks: FileBlocks, reading: Reading) -> None:
     for block in range(len(blocks)):
         reading.shard = blocks.where(block)
-        # a file that changed in this moment is named, or counted, when it is read
+        # reading names, or counts, a file that changed in this moment
         with suppress(LostError):
             blocks.record_hash(block)
 

@@ -203,10 +203,10 @@ class BlockLane:
         if self._document is None:
             self._document = self._next_document()
             if self._offset >= len(self._document):
-                # from a checkpoint; a row would wait for its next token without end
+                # the position is from a checkpoint; a row would wait for its next token without end
                 raise DataError(
                     f"data: the position of row {self._number} is token {self._offset} of record {self._record} of block {self._block}, "
-                    f"which has {len(self._document)} (the file changed, or the checkpoint is senseless); resume with the files of that run"
+                    f"which has {len(self._document)} (the file changed, or the checkpoint is damaged); resume with the files of that run"
                 )
         return self._document
 

@@ -35,7 +35,7 @@ class LoaderFigures(NamedTuple):
     stream: dict[str, float | int | str]
     """What the stream says of itself"""
     dropped: str = ""
-    """What to say of file names that were left out; empty where none was"""
+    """A sentence on the file names that were left out; empty where none was"""
 
     def lines(self) -> Iterator[str]:
         """Give the figures, a line each."""

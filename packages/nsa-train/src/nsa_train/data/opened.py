@@ -1,4 +1,4 @@
-"""The blocks that a run has read: their hashes travel with its position, and a resume reads them again."""
+"""The blocks that a run has read: its position holds their hashes, and a resume reads the blocks again to compare them."""
 
 import base64
 import binascii
@@ -15,14 +15,14 @@ from nsa_train.data.waiting import within
 from nsa_train.errors import DataError
 
 KEY = "block_hashes"
-"""Where a state has them, in its fingerprint"""
+"""Key of the hashes in the fingerprint of a state"""
 CHUNK = 1024
-"""Blocks whose hashes are one text of a state: only texts that changed are written anew."""
+"""Number of blocks whose hashes are one text of a state: only texts that changed are encoded again."""
 VERIFIED_BYTES = 2**34
-"""Most that each rank of a resume reads again before its first step; blocks beyond that are compared when they are read."""
+"""Most bytes that each rank of a resume reads again before its first step; other blocks are compared when they are read."""
 
 Texts = list[list[str]]
-"""A list for each corpus, in it a text for every `CHUNK` blocks: base64 of little-endian uint32, or empty where none has a hash"""
+"""A list of texts for each corpus, one text for every `CHUNK` blocks: base64 of little-endian uint32, empty where no block has a hash"""
 
 
 class Walk(NamedTuple):
@@ -30,15 +30,15 @@ class Walk(NamedTuple):
 
     sequence: BlockSequence
     files: tuple[FileBlocks, ...]
-    """Those of each part of `sequence`, which may hold every one of these blocks several times"""
+    """The blocks of each part of `sequence`, which may hold each of them several times"""
     lanes: int
     """Their number, on all ranks"""
     scanned: tuple[Hashes, ...]
-    """The hashes of each part that were taken when the data was opened, alike in every process"""
+    """The hashes of each part from opening the data, equal in every process"""
 
 
 class OpenedBlocks:
-    """The hashes of the blocks that were read when the data was opened, by `lanes` up to a position, and by the run before it."""
+    """The hashes of all blocks read so far: when the data was opened, by `lanes` up to a position, and by the run before a resume."""
 
     def __init__(self, walk: Walk, lanes: range, reading: Reading, timeout_s: float) -> None:
         """`timeout_s`: the longest wait for a block that is read again."""
@@ -57,10 +57,10 @@ class OpenedBlocks:
     def load(self, texts: Any, positions: dict[str, Any]) -> None:
         """Go on at `positions` with the hashes `texts` of the run so far, None where it has none.
 
-        Blocks that this process has read, or will read, are compared with them; a share of the others is read for that at once.
+        Blocks that this process has read, or will read, are compared with them; a share of the others is read at once to compare it.
 
         Raises:
-            DataError: naming file and block where one holds other bytes.
+            DataError: naming file and block where a block holds other bytes.
         """
         known = _hashes_of(texts, [len(files) for files in self._walk.files])
         for files, expected in zip(self._walk.files, known, strict=True):
@@ -102,7 +102,7 @@ class OpenedBlocks:
                 try:
                     files.record_hash(block)
                 except LostError:
-                    # whoever reads it names it, or counts its records
+                    # the lane that reads the block names it, or counts its records
                     continue
                 if time.monotonic() > until:
                     return True
@@ -121,7 +121,7 @@ class OpenedBlocks:
 
 
 def merge_hashes(parts: Sequence[Texts]) -> Texts:
-    """Return the hashes that any of the `parts` has.
+    """Return the hashes of all `parts` together.
 
     Raises:
         DataError: when two parts disagree about a block.

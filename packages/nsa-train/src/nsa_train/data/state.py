@@ -20,7 +20,7 @@ def merge_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         DataError: when the parts are not of one moment of one run.
     """
     lanes = {number: state for part in parts for number, state in part["lanes"].items()}
-    # what the ranks have opened adds up; everything else is the same on all
+    # the hashes of opened blocks add up; everything else is the same on all ranks
     fingerprints = [{key: value for key, value in part["fingerprint"].items() if key != KEY} for part in parts]
     for key in ("version", "fingerprint", "batches"):
         values = fingerprints if key == "fingerprint" else [part[key] for part in parts]

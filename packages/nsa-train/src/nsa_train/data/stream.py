@@ -114,10 +114,10 @@ class TrainingStream:
     def load_state_dict(self, merged: dict[str, Any]) -> None:
         """Go on at a state that `merge_states` made, at any number of ranks and workers.
 
-        Where local files are streamed, they are compared with what the run has read.
+        Streamed local files are compared with the blocks that the run has read.
 
         Raises:
-            DataError: when it is of other data, rows or order, naming the file where one changed.
+            DataError: when it is of other data, rows or order; the message names a file that changed.
         """
         check_state(merged, self._dataset.fingerprint, self._dataset.config.train.batch_size)
         if self._opened:

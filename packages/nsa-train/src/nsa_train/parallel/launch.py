@@ -28,7 +28,7 @@ from nsa_train.stopping import SIGNALS, TERMINATING
 CODES: dict[int, int] = {**dict.fromkeys(TERMINATING, TerminatedError.exit_code), signal.SIGINT: INTERRUPTED}
 """Signal that ends a run -> its exit code."""
 PATIENCE_S = 2
-"""From a second Ctrl-C until processes that have not ended are killed."""
+"""Seconds from a second Ctrl-C until processes that have not ended are killed."""
 MOST_HOSTS = 1024
 MOST_RESTARTS = 1000
 
@@ -138,7 +138,7 @@ def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
 
 @contextmanager
 def _forwarding(folder: Path) -> Iterator[list[int]]:
-    """Pass SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 on to the workers while the block runs; gives the exit codes of what was asked for."""
+    """Pass SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 on to the workers while the block runs; gives the exit codes of the signals so far."""
     heard: list[int] = []
 
     def send(pids: list[int], number: int) -> None:
@@ -149,7 +149,7 @@ def _forwarding(folder: Path) -> Iterator[list[int]]:
     def forward(number: int, frame: FrameType | None) -> None:
         pids = worker_pids(folder)
         if number == signal.SIGINT and INTERRUPTED in heard:
-            # they end by themselves, but for one that hangs, which torchrun would wait for
+            # the workers end by themselves; torchrun would wait for one that hangs
             timer = threading.Timer(PATIENCE_S, send, (pids, signal.SIGKILL))
             timer.daemon = True
             timer.start()

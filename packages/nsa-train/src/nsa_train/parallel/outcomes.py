@@ -1,6 +1,6 @@
-"""How a process of a run ends: its code, its line, and what a worker of our launcher leaves for that one. Imports no torch.
+"""How a process of a run ends: its exit code, its message, and the files by which a worker reports both to our launcher.
 
-A worker also learns here that its launcher has ended: nobody else would stop it.
+A worker also learns here that its launcher has ended, because nothing else would stop it. Imports no torch.
 """
 
 import os
@@ -38,7 +38,7 @@ STOP = "stop"
 LAUNCHER = "NSA_TRAIN_LAUNCHER"
 """Holds, in the workers' environment, the launcher's process id."""
 LOOK_S = 0.5
-"""Between two looks whether the launcher still runs."""
+"""Seconds between two checks whether the launcher still runs."""
 _PARENT = os.getppid()
 
 
@@ -61,7 +61,7 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
         elif error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
             # no end of the run: torchrun is to end the others, or has a failure of another to tell
             return Ending(TrainError.exit_code, is_own=False)
-    # of a launcher's end, each host says so: rank 0 may be on another one
+    # each host reports the end of its launcher: rank 0 may be on another host
     speaker = "LOCAL_RANK" if isinstance(error, OrphanedError) else "RANK"
     is_said_here = ENVIRONMENT.get(speaker, "0") == "0" or not isinstance(error, SHARED_ERRORS)
     # an error of ours has a line for each problem
@@ -80,7 +80,7 @@ def note_worker() -> bool:
 
 
 def is_launched() -> bool:
-    """Return whether our launcher started this process; it then says what concerns all of them."""
+    """Return whether our launcher started this process; the launcher then prints the messages that concern all ranks."""
     return FOLDER in ENVIRONMENT
 
 
@@ -106,7 +106,7 @@ def has_lost_launcher() -> bool:
 
 
 def heed_launcher() -> None:
-    """Let a worker get SIGTERM once its launcher has ended, in whichever way; nothing where no launcher started this process."""
+    """Send SIGTERM to this worker once its launcher has ended, in whatever way; do nothing where no launcher started this process."""
 
     def look() -> None:
         while not has_lost_launcher():

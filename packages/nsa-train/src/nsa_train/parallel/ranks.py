@@ -108,8 +108,9 @@ def _wire(group: Any) -> torch.device:
 
 
 def _tensor(payload: bytes, wire: torch.device) -> Tensor:
-    return torch.tensor(list(payload), dtype=torch.uint8, device=wire)
+    # a copy, which torch may write to; frombuffer refuses an empty one
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(wire) if payload else torch.empty(0, dtype=torch.uint8, device=wire)
 
 
 def _bytes(data: Tensor) -> bytes:
-    return bytes(data.cpu().tolist())
+    return data.cpu().numpy().tobytes()

@@ -168,7 +168,7 @@ def _rendezvous(*, alone: bool) -> tuple[int, Any]:
 
 
 def _own_store(agents: Any, rank: int) -> Any:
-    """Return a store that rank 0 keeps: that of torchrun's agent, `agents`, ends with it, and the ranks outlive it to save."""
+    """Return a store that rank 0 keeps: `agents`, the store of torchrun's agent, ends with the agent, and the ranks outlive it to save."""
     if rank == 0:
         own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         agents.set("store", json.dumps([_address(), own.port]))
@@ -182,5 +182,5 @@ def _address() -> str:
     agents = ENVIRONMENT["MASTER_ADDR"]
     with socket.create_connection((agents, int(ENVIRONMENT["MASTER_PORT"]))) as connection:
         here, there = (end[0] for end in (connection.getsockname(), connection.getpeername()))
-    # its name may stand for an address of this host alone, but other hosts found it by that name
+    # on the agent's own host: `here` may be a loopback address, but other hosts found the agent by its name
     return agents if here == there else str(here)

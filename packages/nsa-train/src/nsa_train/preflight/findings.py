@@ -21,12 +21,12 @@ class Preflight:
     routes: dict[str, str] = field(factory=dict)
     """Operation -> the backend that serves it in training."""
     memory_gib: float = 0.0
-    """The estimated peak of a process."""
+    """The estimated peak memory of a process."""
     dataset: Dataset | None = None
     """What was read, so that a run need not read it again; None where that failed."""
 
     def lines(self) -> Iterator[str]:
-        """Give every finding as `ok`, `needs`, `warn` or `FAIL` and its line, or each of its lines, failures last."""
+        """Give each line of every finding after its mark `ok`, `needs`, `warn` or `FAIL`, failures last."""
         for mark, found in (("ok", self.passed), ("needs", self.needs), ("warn", self.warned), ("FAIL", self.failed)):
             for line in "\n".join(found).splitlines():
                 yield f"{mark:5} {line}"

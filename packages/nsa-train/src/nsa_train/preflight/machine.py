@@ -54,7 +54,7 @@ def check_machine(findings: Preflight, config: RunConfig, machine: Machine, memo
 
 
 def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> None:
-    """Judge that a backend serves every operation of the run on `machine`; one that is named serves all that asks for it, or fails."""
+    """Judge that a backend serves every operation of the run on `machine`; a named one must serve all of its uses."""
     uses = uses_of_run(config, machine)
     refused = refused_backends(config, uses)
     findings.failed += refused.values()

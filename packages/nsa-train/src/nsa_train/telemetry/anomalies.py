@@ -29,9 +29,9 @@ STALL_STEPS = 10
 STALL_PAUSES = 3
 """Longest pauses so far, for evaluation or saving, that make one."""
 LEAST_STALL_S = 5.0
-"""Least patience, and that with a rank whose process is gone."""
+"""Least patience, and the patience with a rank whose process is gone."""
 AHEAD_S = 1.0
-"""How far timestamps may lie ahead of the watcher's clock before that is said."""
+"""How far timestamps may lie ahead of the watcher's clock before a line reports it."""
 BEGUN_STALL_S = 600.0
 """Patience with something longer than a step that says it began, the first time."""
 BOOT_STALL_S = 1800.0
@@ -77,7 +77,7 @@ class RankWatch:
     pid: int | None = None
     host: str | None = None
     pid_namespace: str | None = None
-    """Where `pid` names it; None in records without."""
+    """The namespace in which `pid` names the process; None in records without it."""
     world_size: int | None = None
     """Ranks of its start; None where its boot did not say."""
     restarts_left: int = 0
@@ -92,9 +92,9 @@ class RankWatch:
     heard_s: float = 0.0
     """When the last event was read, in seconds of watching."""
     age_s: float | None = None
-    """How old the last event was by its timestamp when watching began, below 0 where that lies ahead; None of one that came since."""
+    """Age of the last event by its timestamp when watching began, below 0 where that lies ahead; None for an event that came later."""
     lived_s: float = 0.0
-    """Up to the last event, by the run's own clock."""
+    """Seconds from the first to the last event, by the run's own clock."""
     logged: dict[str, Any] = field(factory=dict)
     """The last event of a logged step."""
     stepped_s: float | None = None
@@ -143,7 +143,7 @@ class RankWatch:
     def findings(self, now: float, *, grace_s: float = 0.0, is_gone: bool = False) -> list[Finding]:
         """Return what is wrong after `now` seconds of watching.
 
-        A stall begins `grace_s` later; sooner where the process `is_gone`, and is not to be started again.
+        A stall begins `grace_s` later; sooner where the process `is_gone` and will not be started again.
         """
         if self.has_ended or not self.last:
             return []
@@ -220,7 +220,7 @@ class RankWatch:
                 self.earlier.append(self.recent.popleft()[1])
 
     def _stall(self, now: float, grace_s: float, *, is_gone: bool) -> str | None:
-        # nobody starts it again
+        # a grace means that torchrun may start it again
         is_dead = is_gone and not grace_s
         silence, patience = self.silence_s(now), LEAST_STALL_S if is_dead else self.patience_s() + grace_s
         if silence <= patience:

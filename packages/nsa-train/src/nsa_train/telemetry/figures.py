@@ -22,7 +22,7 @@ INK = "#24292f"
 COLUMNS = 3
 ACCENT = "#b6403b"
 FALL_SHARE, LEAST_STEPS = 0.05, 20
-"""The loss's axis leaves out what lies higher than all losses after this share of the steps, in a run of at least so many steps."""
+"""In a run of at least LEAST_STEPS steps, the axis of the loss ends at the highest loss after the first FALL_SHARE of the steps."""
 MEMORY = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")
 
 
@@ -72,7 +72,7 @@ def read_history(paths: RunDirectory) -> History:
     for event in read_events(paths.heartbeat):
         if event["msg"] == "boot":
             starts.append(Start(event, reached=newest.get("step", 0)))
-            # what a resume went back before is no part of the run
+            # steps after the one that a resume went back to are no part of the run
             at = max(event.get("resumed_at") or 0, 0)
             progress = {step: was for step, was in progress.items() if step <= at}
             memory = {step: was for step, was in memory.items() if step <= at}
@@ -110,7 +110,7 @@ def figure_of(history: History) -> "Figure":
     axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
     for draw, axis in zip(drawings, axes, strict=False):
         for number, step in enumerate(history.resumed):
-            # named once, beside the loss
+            # named once, in the legend of the loss
             name = "resumed" if number == 0 and draw is _draw_loss else "_"
             axis.axvline(step, color=INK, lw=0.9, ls="--", alpha=0.6, label=name)
         draw(axis, history)

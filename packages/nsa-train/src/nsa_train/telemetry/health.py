@@ -1,4 +1,4 @@
-"""Gate, selection and read figures put together, and the bands within which a run counts as healthy. Imports no torch."""
+"""Summaries of gate, selection and read figures, and the bands within which a run counts as healthy. Imports no torch."""
 
 import math
 import statistics
@@ -14,9 +14,9 @@ NUMBER_OF = {"gate": "num_gates", "contribution": "num_outputs", "overlap": "num
 BANDS = (("gate_entropy_mean", ">", 0.5, " nats"), ("gate_max_gate", "<", 0.9, ""), ("gate_collapse_frac", "<", 0.5, ""))
 """Figure, sign, limit, unit: where a run counts as healthy."""
 THROUGHPUT_BAND = 0.1
-"""How far the last steps' throughput may lie below the run's median; above it, it is no fault."""
+"""How far the throughput of the last steps may lie below the run's median; a higher throughput is no fault."""
 LAST_SHARE = 0.1
-"""Of the steps: those whose throughput is compared with that of all."""
+"""Share of the steps, the last ones, whose throughput is compared with that of all steps."""
 
 
 def merged(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:

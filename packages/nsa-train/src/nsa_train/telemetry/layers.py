@@ -1,4 +1,4 @@
-"""What the NSA layers of a run did in a step: telemetry that is attached to them, and its figures layer by layer."""
+"""Telemetry that is attached to the NSA layers of a run for a step, and its figures layer by layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

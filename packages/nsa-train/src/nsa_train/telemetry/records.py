@@ -72,11 +72,11 @@ class Cause(StrEnum):
     """Why a step was skipped: the field `cause` of its event."""
 
     LOSS = "loss"
-    """That of a micro-batch is not finite."""
+    """The loss of a micro-batch is not finite."""
     GRADIENT = "gradient"
-    """It is not finite, though every loss is."""
+    """The gradient is not finite, though every loss is."""
     OVERFLOW = "overflow"
-    """The same where float16 ran over: that is how the scale of the loss finds its place."""
+    """The gradient overflowed float16, as it does until the scale of the loss fits."""
     SPIKE = "spike"
 
 
@@ -174,7 +174,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return load_json(path)
     except (FileNotFoundError, ValueError):
-        # not regular is a ValueError, too
+        # IrregularFileError is a ValueError
         return {}
 
 
@@ -200,12 +200,12 @@ class Heartbeat:
         `marks` stand in every event.
 
         Raises:
-            ConfigError: when something else than a file that can be read stands there.
+            ConfigError: when the path exists and is not a file that can be read.
         """
         self.path, self.rank, self.marks = folder / f"heartbeat_rank{rank}.jsonl", rank, dict(marks or {})
         self._started_s = time.monotonic()
         if problem := refusal(self.path, MOST_RECORDS):
-            raise ConfigError(f"{self.path} cannot be gone on with ({problem}); move it away, and go on with --resume")
+            raise ConfigError(f"{self.path} cannot be continued ({problem}); move it away, and go on with --resume")
         if self.path.exists() and not _ends_whole(self.path):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n")
@@ -216,7 +216,7 @@ class Heartbeat:
         event = {
             "ts": round(now, 3),
             "iso": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
-            # ts leaps where the clock is set; this does not
+            # ts jumps where the clock is set; uptime_s does not
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "pid": os.getpid(),
             "rank": self.rank,
@@ -230,7 +230,7 @@ class Heartbeat:
 
 
 def seconds_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
-    """Return the seconds between two events of one process; by `ts` where a record has no `uptime_s`, which no clock change moves."""
+    """Return the seconds between two events of one process, by `uptime_s`, or by `ts` where a record lacks it."""
     name = "ts" if before.get("uptime_s") is None or after.get("uptime_s") is None else "uptime_s"
     return max(0.0, float(after[name] - before[name]))
 
@@ -269,7 +269,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except LongLineError:
         yield number + 1, b""
     except (FileNotFoundError, IrregularFileError):
-        # whoever has to know asks `refusal`
+        # a caller that must report it asks `refusal`
         return
 
 
@@ -279,7 +279,7 @@ def lines_from(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
     A last line without an end is left out.
 
     Raises:
-        LongLineError: at a line of more than 16 MiB: it may have no end, as in a file of holes.
+        LongLineError: at a line of more than 16 MiB; in a sparse file it may have no end.
         IrregularFileError: when it is no regular file, or larger than 4 GiB.
         OSError: when it is not there or cannot be read.
     """

@@ -51,7 +51,7 @@ SELECTION_ROWS = (
 )
 """The same for the last progress event."""
 ELSEWHERE = ("routing", "routes", "packages", "resumed")
-"""Keys of env.json that the page tells in tables of their own, or in words."""
+"""Keys of env.json that have tables of their own on the page, or sentences."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters but tab and newline that no browser shows."""
 MEANINGS = {
@@ -137,7 +137,7 @@ def _figures(rows: tuple[tuple[str, str, str], ...], found: dict[str, Any]) -> l
 
 
 def _routing_rows(environment: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return operation, backend, and what stands for and against each backend, as the routes were chosen at the start."""
+    """Return operation, backend, and the reasons for and against each backend, as the routes were chosen at the start."""
     routes, decisions = _table(environment, "routes"), _table(environment, "routing")
     # the first line of a decision repeats operation and backend
     reasons = {operation: str(decision).partition("\n")[2] for operation, decision in decisions.items()}
@@ -145,7 +145,7 @@ def _routing_rows(environment: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _words(table: dict[str, Any]) -> dict[str, str]:
-    """Return the values of `table` as a reader would write them; those that are none are left out."""
+    """Return the values of `table` as a reader would write them, without those that are None."""
     return {name: _word(value) for name, value in table.items() if value is not None}
 
 

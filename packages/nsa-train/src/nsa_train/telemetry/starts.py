@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 COMPARED = ("python", "torch", "triton", "cuda", "device", "gpu", "threads")
-"""What of env.json is told where it is not as in the start before, besides the versions of packages."""
+"""Keys of env.json that the page reports where they differ from the start before; versions of packages are compared as well."""
 COMMIT_LETTERS = 12
 MOST_NAMED = 8
 """Most resumes whose steps the head of the page names."""
@@ -57,7 +57,7 @@ def moment(event: Mapping[str, Any]) -> str:
 
 
 def _taken(entries: list[dict[str, Any]], step: int | None) -> dict[str, Any]:
-    """Return the first of `entries` that was resumed at `step`, and take it and those before out; one whose start died early has no boot."""
+    """Return the first of `entries` that was resumed at `step`, and remove it and those before it: a start that died early has no boot."""
     index = next((index for index, entry in enumerate(entries) if entry.get("step") == step), None)
     if index is None:
         return {}
@@ -91,14 +91,14 @@ def _dropped(start: Start) -> str:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what the environment has that it had not in the start before."""
+    """Return a sentence on the differences of the environment from the start before; empty where there is none."""
     if not before or not now:
         return ""
     then, found = _figures(before), _figures(now)
     changes = [
         f"{name} {found.get(name, 'none')} (before: {then.get(name, 'none')})" for name in found | then if found.get(name) != then.get(name)
     ]
-    return f"What changed: {', '.join(changes)}." if changes else ""
+    return f"Changed: {', '.join(changes)}." if changes else ""
 
 
 def _figures(environment: Mapping[str, Any]) -> dict[str, Any]:

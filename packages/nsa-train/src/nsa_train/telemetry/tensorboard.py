@@ -11,7 +11,7 @@ WRITER = "tensorboard.summary.writer.event_file_writer"
 
 
 class Board:
-    """The event file of one run. What its thread could not write, the next call raises, and nothing is printed."""
+    """The event file of one run. A write that fails in its thread is raised by the next call, and not printed."""
 
     def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:
         """Go on in `folder`; what another process wrote after step `resumed_at` is hidden."""
@@ -53,7 +53,7 @@ class Board:
     def close(self) -> None:
         """Write out what is pending and close the file."""
         try:
-            # closing alone does not raise what the thread could not write
+            # close() alone does not raise the failure of the thread
             self._writer.flush()
         finally:
             if threading.excepthook == self._leave_to_the_next_call:
@@ -61,7 +61,7 @@ class Board:
             self._writer.close()
 
     def _leave_to_the_next_call(self, failure: threading.ExceptHookArgs) -> None:
-        """Print the traceback of a thread as ever, but for TensorBoard's on a disk that refuses."""
+        """Print the traceback of a thread as usual, except for a disk error in TensorBoard's."""
         if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__ == WRITER):
             self._hook_before(failure)
 

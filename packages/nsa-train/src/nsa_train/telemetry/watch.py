@@ -23,13 +23,13 @@ ON_REQUEST = (HaltedError.exit_code, TerminatedError.exit_code, INTERRUPTED)
 
 
 RECHECK_S = 1.0
-"""Between looks of `--once`, until what the clocks leave open is known."""
+"""Seconds between looks of `--once`, until no doubt about the clocks is left."""
 LONGEST_GAP = 2
-"""Most intervals that count as watched between two looks; in a longer one the watcher was stopped itself, maybe with the run."""
+"""Most intervals that count as watched between two looks; in a longer gap the watcher itself was stopped, maybe with the run."""
 
 
 class Clocks(NamedTuple):
-    """Where `watch` has the time from."""
+    """The clocks of `watch`."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
@@ -62,9 +62,9 @@ class Watcher:
     def look(self, now: float) -> list[Finding]:
         """Read what is new and return what is wrong after `now` seconds of watching, the gravest first.
 
-        A rank is silent for as long as looks brought nothing new of it: no wall clock has a say in a stall.
+        A rank is silent as long as looks find no new event of it: no wall clock decides on a stall.
         """
-        # before the records are read: whoever is gone by now has written all that it ever will
+        # before the records are read: a process that is gone by now has written all of its events
         gone = {rank.rank for rank in self.members if rank.pid_namespace is not None and is_gone(rank)}
         for path in self.paths.heartbeats:
             for event in self._new_events(path):
@@ -83,7 +83,7 @@ class Watcher:
         return sorted(found, key=lambda finding: (KINDS.index(finding.kind), finding.rank))
 
     def doubts(self, now: float) -> list[str]:
-        """Return which ranks the clocks leave it open of whether they live, a line each, until watching has shown it."""
+        """Return a line for each rank of which the clocks do not show whether it lives, until watching has shown it."""
         grace_s = self._grace_s(now)
         return [doubt for rank in self.members if (doubt := rank.doubt(grace_s)) is not None]
 
@@ -142,7 +142,7 @@ def watch(
     """Look until the run ends (0; by an error: 1) or something is wrong (4).
 
     Then `.anomaly_type` is written, and `.HALT` if `is_halting`; a stalled rank is asked for a stack dump. `is_once`: look once, and
-    again only while the clocks leave it open whether a rank lives. `show` gets the watcher and what is wrong after the last look.
+    again only while the clocks leave it open whether a rank lives. `show` gets the watcher and the findings of the last look.
     """
     watcher = Watcher(paths, wall=clocks.wall)
     pause_s = min(interval_s, RECHECK_S) if is_once else interval_s
@@ -164,7 +164,7 @@ def watch(
 
 
 def content(watcher: Watcher, found: list[Finding]) -> dict[str, Any]:
-    """Return what `watch --once --json` prints of a look: where the run stands, and what is `found` to be wrong."""
+    """Return the object that `watch --once --json` prints: where the run stands, and the anomalies `found`."""
     members = watcher.members
     return {
         "step": max((rank.step for rank in members), default=None),
@@ -181,7 +181,7 @@ def content(watcher: Watcher, found: list[Finding]) -> dict[str, Any]:
 
 
 def request_stack_dump(rank: RankWatch) -> str:
-    """Send SIGUSR1 to the process of `rank` where it is here and handles it, and return what was done; one that does not would die of it."""
+    """Send SIGUSR1 to the process of `rank` if it is here and handles the signal, which would kill it otherwise; return what was done."""
     if rank.pid is None or not is_here(rank):
         return f"no stack dump: its process runs on {rank.host or 'another host'}, or in another container"
     if not _catches_dump_signal(rank.pid):
@@ -225,7 +225,7 @@ def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Calla
 
 
 def has_died(rank: RankWatch, silence_s: float) -> bool:
-    """Return whether `rank` failed, or its process is gone; on another host, where that cannot be seen, whether `silence_s` is too long."""
+    """Return whether `rank` failed, or its process is gone; where a process cannot be seen from here, whether `silence_s` is too long."""
     if rank.has_failed:
         return True
     if rank.pid is None or not is_here(rank):
@@ -241,7 +241,7 @@ def is_here(rank: RankWatch) -> bool:
 
 
 def is_gone(rank: RankWatch) -> bool:
-    """Return whether the process of `rank` was here and is no more."""
+    """Return whether the process of `rank` ran here and has ended."""
     if rank.pid is None or not is_here(rank):
         return False
     try:

@@ -27,9 +27,9 @@ class Bad(NamedTuple):
     is_passing: bool = False
     """True for a transient failure: a retry may succeed"""
     is_loss: bool = False
-    """True where a file lost it during the run: it counts when it is first met, in whatever epoch"""
+    """True where a file lost the record during the run: it counts once, in the epoch in which it is first met"""
     is_end: bool = False
-    """True where the rest of the block is lost with it: each reader of a shared block meets it at a record of its own"""
+    """True where the rest of the block is lost with it: each reader of a shared block meets the end at a record of its own"""
     advice: str = "fix or remove it"
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ Record = Document | Bad
 
 
 class DroppedName(NamedTuple):
-    """A name that was left out, and the name of the same file that was kept."""
+    """A file name that was left out, and the name of the same file that was kept."""
 
     path: Path
     kept: Path
@@ -69,7 +69,7 @@ class Reading:
         return self._shards.get(thread.ident if thread else None, self._last)
 
     def describe_dropped(self) -> str:
-        """Return what to say of the names that were left out; empty where none was."""
+        """Return a sentence on the file names that were left out; empty where none was."""
         if not self.dropped:
             return ""
         count, (path, kept) = len(self.dropped), self.dropped[0]

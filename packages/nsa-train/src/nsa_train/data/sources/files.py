@@ -1,4 +1,4 @@
-"""Local files: those that names and globs stand for, each as it was found, and what blocks of them have in common."""
+"""Local files: names and globs to files, the state of each file at the start of a run, and the base class of their blocks."""
 
 import glob
 import os
@@ -13,20 +13,20 @@ from nsa_train.data.sources.hashes import BlockHashes, hash_of
 from nsa_train.errors import DataError
 
 MOST_DROPPED = 10_000
-"""Names of files that are there already, of one pattern; more than these, and than ten times the files, come from links in a circle."""
+"""Most names of one pattern for files that it has matched before; more than that, and than ten times the files, mean circular links."""
 _PIECE = 2**20
 
 
 class LostError(Exception):
-    """Bytes of a file that cannot be had any more; the message says why, and goes on from the name of what is lost."""
+    """Bytes of a file can no longer be read; the message says why, and follows the name of the record or block in a sentence."""
 
     def bad(self, where: str) -> Bad:
-        """Return the record `where` that is lost."""
+        """Return a bad record for the lost record `where`."""
         return Bad(where, str(self), is_loss=True, advice="put the file back as it was and start again")
 
 
 class LocalFile(NamedTuple):
-    """A file as the run found it. It is read as long as it stays so."""
+    """A file as the run found it. It is read as long as it does not change."""
 
     path: Path
     size: int
@@ -36,10 +36,10 @@ class LocalFile(NamedTuple):
 
     @classmethod
     def found(cls, path: Path) -> "LocalFile":
-        """Return `path` as it is now.
+        """Return the present state of `path`.
 
         Raises:
-            DataError: when it is not there any more.
+            DataError: when it is no longer there.
         """
         try:
             return cls._of(path, path.stat())
@@ -51,7 +51,7 @@ class LocalFile(NamedTuple):
         return cls(path, now.st_size, now.st_mtime_ns, now.st_ctime_ns, (now.st_dev, now.st_ino))
 
     def require_same(self, now: os.stat_result | None = None) -> None:
-        """Let the file pass that is as it was found; `now`: of the open file, where it is at hand.
+        """Check that the file has not changed; `now`: the status of the open file, if the caller has it.
 
         Raises:
             LostError: when it changed, or is gone.
@@ -79,7 +79,7 @@ class LocalFile(NamedTuple):
                 now = os.fstat(file.fileno())
         except OSError as error:
             raise _lost(error) from None
-        # after the reading: what was written before it or meanwhile shows
+        # after reading, so that a change before or during it shows
         self.require_same(now)
         if left > 0:
             raise LostError(f"cannot be read (the file ends {left} bytes early)")
@@ -89,7 +89,7 @@ class LocalFile(NamedTuple):
             return f"its size was {self.size:,} bytes and is {now.size:,}"
         if now.mtime_ns != self.mtime_ns:
             return f"it was modified at {_time(now.mtime_ns)} ({_time(self.mtime_ns)} before)"
-        # either alone is no sign: some network file systems number their files anew, and a chmod or a new hard link moves the ctime
+        # one of the two alone proves nothing: some network file systems renumber files, and a chmod or a new hard link changes ctime
         if now.inode != self.inode and now.ctime_ns != self.ctime_ns:
             return "another file has its name now"
         return ""
@@ -103,7 +103,7 @@ class FileBlocks:
     num_bytes: int
     """Size of all blocks, as they are stored"""
     is_salvaging: bool = False
-    """True where those blocks of a file that changed are read whose bytes are known to be the same"""
+    """True to go on reading those blocks of a changed file whose bytes are known to be the same"""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -114,8 +114,8 @@ class FileBlocks:
 
     @property
     def kept(self) -> BlockHashes:
-        """The hashes, of blocks that keep them."""
-        assert self.hashes is not None, "whoever streams files has their hashes kept"
+        """The hashes; only for blocks that keep them."""
+        assert self.hashes is not None, "a streamed corpus keeps hashes"
         return self.hashes
 
     def where(self, block: int) -> str:
@@ -123,19 +123,19 @@ class FileBlocks:
         raise NotImplementedError
 
     def content(self, block: int) -> Iterator[bytes]:
-        """Yield what `block` is read from, as bytes.
+        """Yield the bytes of `block`.
 
         Raises:
-            LostError: when they cannot be had any more.
+            LostError: when they can no longer be read.
         """
         raise NotImplementedError
 
     def record_hash(self, block: int) -> None:
-        """Record the hash of `block`, once in a process: later the size and time of the file tell that it is the same.
+        """Record the hash of `block`, once in a process; after that, size and time of the file show whether it changed.
 
         Raises:
-            DataError: when the run that goes on had read other bytes there.
-            LostError: when they cannot be had any more.
+            DataError: when the run that is resumed had read other bytes there.
+            LostError: when they can no longer be read.
         """
         if self.hashes is not None and not self.hashes.found[block]:
             self.hashes.add(block, hash_of(self.content(block)), self.where(block))
@@ -144,8 +144,8 @@ class FileBlocks:
         """Return the bytes of `block`, and record their hash.
 
         Raises:
-            DataError: when the run that goes on had read other bytes there.
-            LostError: when they cannot be had any more.
+            DataError: when the run that is resumed had read other bytes there.
+            LostError: when they can no longer be read.
         """
         pieces, lost = list[bytes](), None
         try:
@@ -166,9 +166,9 @@ class FileBlocks:
 
 
 def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
-    """Return the files that names and globs stand for, sorted within each, every file once, however many names it has.
+    """Return the files that names and globs match, sorted within each pattern, every file once, however many names it has.
 
-    `reading` is told the names that are dropped: links, also hard ones, to a file that is there already.
+    `reading` gets the names that are dropped: links, also hard ones, to a file that is there already.
 
     Raises:
         DataError: when a pattern matches nothing, or a name is no readable regular file.
@@ -184,7 +184,7 @@ def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
             _require_regular(path)
         own: dict[object, Path] = {}
         for path, identity in files.items():
-            # the name that leads through the fewest folders
+            # keep the name that leads through the fewest folders
             if identity not in own or len(path.parts) < len(own[identity].parts):
                 own[identity] = path
         for path, identity in files.items():
@@ -200,13 +200,13 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 def _names_of(pattern: str) -> dict[Path, object]:
-    """Return the names that `pattern` matches, sorted, and what each stands for: equal for names of one file."""
+    """Return name -> identity of the files that `pattern` matches, sorted by name; names of one file have equal identities."""
     found: dict[str, object] = {}
     identities: set[object] = set()
     for name in glob.iglob(pattern, recursive=True):
         found[name] = _identity(name)
         identities.add(found[name])
-        # two links to their own folder alone make 2**40 names
+        # only two links to their own folder make 2**40 names
         if len(found) - len(identities) > max(MOST_DROPPED, 10 * len(identities)):
             raise DataError(
                 f"data.path: {pattern!r} matches {len(found):,} names of {len(identities):,} files, and more (folders hold links to folders "

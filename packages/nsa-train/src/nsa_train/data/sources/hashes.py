@@ -1,4 +1,4 @@
-"""A hash of each block of a corpus of files, so that a run that goes on can tell whether they still hold what it read."""
+"""A hash of each block of a corpus of files, by which a resumed run sees whether the files still hold the same bytes."""
 
 import zlib
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from nsa_train.errors import DataError
 
 Hashes = NDArray[np.uint32]
-"""(blocks,): a hash of each; 0 where it is not known"""
+"""(blocks,): the hash of each block; 0 where it is unknown"""
 
 
 class BlockHashes:
@@ -17,9 +17,9 @@ class BlockHashes:
 
     def __init__(self, count: int) -> None:
         self.found: Hashes = np.zeros(count, np.uint32)
-        """Those of the blocks that this process has read"""
+        """The hashes of the blocks that this process has read"""
         self.expected: Hashes = np.zeros(count, np.uint32)
-        """Those of the blocks that the run had read at the checkpoint from which it goes on"""
+        """The hashes of the blocks that the run had read at the checkpoint from which it resumes"""
 
     def add(self, block: int, value: int, where: str) -> None:
         """Record `value` of `block`; `where` names it in messages.
@@ -33,9 +33,9 @@ class BlockHashes:
 
 
 def hash_of(content: Iterable[bytes | memoryview], crc: int = 0) -> int:
-    """Return the CRC-32 of `content`, 1 where that is 0; `crc`: that of the bytes before it.
+    """Return the CRC-32 of `content`, or 1 where that is 0; `crc` is the CRC-32 of the bytes before it.
 
-    It shows an edit as surely as 32 bits of any other hash, and costs the least.
+    It shows an edit as surely as 32 bits of any other hash, and is the fastest.
     """
     for piece in content:
         crc = zlib.crc32(piece, crc)

@@ -81,7 +81,7 @@ class LocalShards(FileBlocks):
                 number += 1
             file.require_same()
         except LostError as error:
-            # how many records it would have had is not known
+            # the number of its records is not known
             yield error.bad(f"{self.where(block)} from row {number} on")._replace(is_end=True)
 
     def _records(self, path: Path, start: int) -> Iterator[Record]:

@@ -40,7 +40,7 @@ class JsonlBlocks(FileBlocks):
 
     def __init__(self, paths: list[Path], reading: Reading) -> None:
         self._reading = reading
-        # a file is looked at before its lines are counted: whatever is written to it from then on shows
+        # the state of a file is recorded before its lines are counted, so that every later write shows
         self._spans = [span for path in paths for span in _spans_of(LocalFile.found(path))]
         self.size_bytes = self.num_bytes = sum(span.stop - span.start for span in self._spans)
 
@@ -48,7 +48,7 @@ class JsonlBlocks(FileBlocks):
         return len(self._spans)
 
     def keep_hashes(self, *, is_salvaging: bool) -> None:
-        """Keep the hashes of all blocks, which were taken when the lines were counted."""
+        """Keep the hashes of all blocks, which counting the lines has taken."""
         super().keep_hashes(is_salvaging=is_salvaging)
         for block, span in enumerate(self._spans):
             self.kept.found[block] = span.hash
@@ -125,7 +125,7 @@ def _spans_of(file: LocalFile) -> Iterator[_Span]:
     start = lines = position = last_end = crc = 0
     first_line = 1
     for chunk, ends in _line_ends(file.path):
-        # how many bytes of the chunk belong to blocks that are whole
+        # `done`: how many bytes of the chunk belong to whole blocks
         at = done = 0
         while at < len(ends):
             # the line that is the last one allowed, or that reaches the size
@@ -140,7 +140,7 @@ def _spans_of(file: LocalFile) -> Iterator[_Span]:
         position += len(chunk)
         last_end = int(ends[-1]) if len(ends) else last_end
     if start < position or position == 0:
-        # the last line may do without its newline
+        # the last line may lack its newline
         yield _Span(file, start, position, first_line, lines + (position > last_end), hash_of([], crc))
 
 

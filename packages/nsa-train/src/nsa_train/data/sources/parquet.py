@@ -51,7 +51,7 @@ class ParquetBlocks(FileBlocks):
         group = self._blocks[block]
         if isinstance(group, Bad):
             return
-        # no bytes of the file: pyarrow ends the process where it is asked for the place of a column in a damaged footer
+        # not the bytes of the file: asked for the offset of a column, pyarrow crashes the process where the footer is damaged
         for values in _column_parts(group):
             if not isinstance(values, Bad):
                 yield b"".join(b"none" if value is None else b"%d:%b" % (len(value), value) for value in values)

@@ -13,7 +13,7 @@ STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist
 
 
 class _WholeFiles(FileBlocks):
-    """Files that are a block each."""
+    """Files, each of which is one block."""
 
     def __init__(self, paths: list[Path], reading: Reading) -> None:
         self.paths, self._reading = paths, reading
