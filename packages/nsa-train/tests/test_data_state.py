@@ -26,6 +26,7 @@ WALKS = {
     "buckets": ["data.source=jsonl", "data.path={}/a.jsonl", "data.packing=false"],
     "blocks": ["data.source=jsonl", "data.path={}/a.jsonl", "data.in_memory_mib=0"],
     "mix": ["data.source=mix", 'data.mix={{"{}/a.jsonl" = 3}}'],
+    "needle": ["data.source=needle", "data.needle_pairs=2", "data.needle_queries=2"],
     "synthetic": ["data.source=synthetic"],
 }
 

@@ -221,6 +221,8 @@ class RunConfig:
     train: TrainTable
 
     def __attrs_post_init__(self) -> None:
+        if problems := self.data.broken_rows(self.train.seq_len):
+            raise ConfigError.of(problems)
         if self.train.profile == "branches" and self.model.attention == "dense":
             raise ConfigError(
                 "train.profile='branches' would be ignored (model.attention='dense' has no branches); use --set train.profile=none"

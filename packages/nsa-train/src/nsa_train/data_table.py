@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from attrs import field, frozen
 
 from nsa_train.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, MOST_STEPS, Table, flag, integer, number, one_of, optional_text
 
+IDS = ("needle", "synthetic")
+"""Sources that draw ids and read nothing."""
 FILE_SOURCES = ("text", "jsonl", "parquet")
 """Sources that read local files, and nothing else."""
 
@@ -16,9 +19,10 @@ class DataTable(Table):
     """What is read, and in which order."""
 
     table = "data"
-    source: str = one_of("stdlib", "text", "jsonl", "parquet", "fineweb_edu", "mix", "synthetic")
+    source: str = one_of("stdlib", "text", "jsonl", "parquet", "fineweb_edu", "mix", "needle", "synthetic")
     """"stdlib": the sources of Python's standard library. "text", "jsonl", "parquet": local files. "fineweb_edu": streamed by
-    Hugging Face `datasets`. "mix": several sets of local files. "synthetic": seeded random ids, for throughput alone."""
+    Hugging Face `datasets`. "mix": several sets of local files. "needle": seeded recall of pairs hidden in noise, plain ids.
+    "synthetic": seeded random ids, for throughput alone."""
     path: Any = None
     """File or glob, or a list of them. Of "fineweb_edu": local Parquet or JSONL shards in place of the hub's."""
     mix: Any = field(factory=dict)
@@ -41,6 +45,14 @@ class DataTable(Table):
     """Longest wait for a batch; then the run ends and names the shard that was being read."""
     in_memory_mib: float = number(at_least=1e-6, at_most=2**24, example=64, default=64, or_zero=True)
     """Local files of at most this size are read whole, and their rows are shuffled; of larger ones, blocks of documents are."""
+    needle_pairs: int = integer(at_least=1, at_most=2**20, example=8, default=8)
+    """Of "needle": key-value pairs in the haystack of each row."""
+    needle_queries: int = integer(at_least=1, at_most=2**20, example=8, default=8)
+    """Of "needle": pairs that a row asks for at its end; the others are distractors."""
+    needle_symbols: int = integer(at_least=2, at_most=2**16, example=64, default=64)
+    """Of "needle": ids of each of three alphabets, which spell keys, values and noise."""
+    needle_tokens: int = integer(at_least=1, at_most=16, example=2, default=1)
+    """Of "needle": ids of a key, and of a value."""
     progress_every: int = integer(at_least=0, at_most=MOST_STEPS, example=1000, default=0)
     """Print a line after every so many documents; 0: none."""
 
@@ -56,7 +68,46 @@ class DataTable(Table):
 
     def broken_pairs(self) -> list[str]:
         """Return what stands against source with path, mix and subset, and tokenizer with its file."""
-        return [*self._broken_path(), *self._broken_mix(), *self._ignored()]
+        return [*self._broken_path(), *self._broken_mix(), *self._ignored(), *self._broken_needle()]
+
+    def broken_rows(self, seq_len: int) -> list[str]:
+        """Return what stands against rows of `seq_len` tokens."""
+        pair = 2 * self.needle_tokens
+        least = (self.needle_pairs + 2 * self.needle_queries) * pair
+        if self.source != "needle" or seq_len >= least:
+            return []
+        return [
+            f"train.seq_len={seq_len} is too short for data.needle_pairs={self.needle_pairs} and data.needle_queries={self.needle_queries} "
+            f"(a pair takes {pair} tokens, the queries twice as many as they have); use {least} or more"
+        ]
+
+    def _broken_needle(self) -> list[str]:
+        names = ("needle_pairs", "needle_queries", "needle_symbols", "needle_tokens")
+        if self.source != "needle":
+            # compared with their defaults: a recipe that is written out names them all
+            given = [name for name in names if getattr(self, name) != attrs.fields_dict(DataTable)[name].default]
+            return [
+                f"data.{name}={getattr(self, name)} would be ignored (data.source={self.source!r} hides no pairs); use --set data.source=needle"
+                for name in given
+            ]
+        found = []
+        pairs, symbols, tokens = self.needle_pairs, self.needle_symbols, self.needle_tokens
+        if self.needle_queries > pairs:
+            found.append(
+                f"data.needle_queries={self.needle_queries} is more than data.needle_pairs={pairs} (each asks for one); use {pairs}"
+            )
+        if symbols**tokens < pairs:
+            least = next(size for size in range(symbols, pairs + 1) if size**tokens >= pairs)
+            found.append(
+                f"data.needle_pairs={pairs} have no keys of their own (needle_symbols={symbols} to the power of needle_tokens={tokens} are "
+                f"too few); use --set data.needle_symbols={least}"
+            )
+        if self.tokenizer == "byte" and 3 * symbols > 256:
+            found.append(
+                f"data.needle_symbols={symbols} needs {3 * symbols} ids (data.tokenizer='byte' has 256); use 85 or less, "
+                "or --set data.tokenizer=gpt2"
+            )
+        return found
 
     def _broken_path(self) -> list[str]:
         if self.source in (*FILE_SOURCES, "fineweb_edu"):
@@ -101,7 +152,7 @@ class DataTable(Table):
                 f"data.tokenizer_path={self.tokenizer_path!r} would be ignored (data.tokenizer={self.tokenizer!r} reads no file); "
                 "use --set data.tokenizer=gpt2"
             )
-        if not self.packing and self.source in ("fineweb_edu", "mix", "synthetic"):
+        if not self.packing and self.source in ("fineweb_edu", "mix", *IDS):
             found.append(
                 f"data.packing=false cannot be had with data.source={self.source!r} (lengths are known of one corpus in memory alone); "
                 "use --set data.packing=true"

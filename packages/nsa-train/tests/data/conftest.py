@@ -79,5 +79,6 @@ def _walks(shards: Path) -> dict[str, list[str]]:
         "blocks of a mix": ["data.source=mix", mix, "data.in_memory_mib=0"],
         "datasets, parquet": ["data.source=fineweb_edu", f"data.path={shards}/c-*.parquet"],
         "datasets, jsonl": ["data.source=fineweb_edu", f"data.path={shards}/a-*.jsonl"],
+        "needle": ["data.source=needle", "data.needle_pairs=6", "data.needle_queries=4", "data.needle_symbols=16"],
         "synthetic": ["data.source=synthetic"],
     }

@@ -37,6 +37,23 @@ from nsa_train.recipe import load_config, to_toml
         ({"source": "stdlib", "tokenizer_path": "a"}, "data.tokenizer_path='a' would be ignored (data.tokenizer='byte' reads no file)"),
         ({"source": "stdlib", "tokenizer": "gpt3"}, "data.tokenizer='gpt3' is not one of 'byte', 'gpt2'; use 'gpt2'"),
         ({"source": "stdlb"}, "data.source='stdlb' is not one of"),
+        (
+            {"source": "stdlib", "needle_pairs": 4},
+            "data.needle_pairs=4 would be ignored (data.source='stdlib' hides no pairs); use --set data.source=needle",
+        ),
+        (
+            {"source": "needle", "needle_pairs": 4},
+            "data.needle_queries=8 is more than data.needle_pairs=4 (each asks for one); use 4",
+        ),
+        (
+            {"source": "needle", "needle_pairs": 10, "needle_symbols": 3, "needle_tokens": 2},
+            "data.needle_pairs=10 have no keys of their own (needle_symbols=3 to the power of needle_tokens=2 are too few); "
+            "use --set data.needle_symbols=4",
+        ),
+        (
+            {"source": "needle", "needle_symbols": 86},
+            "data.needle_symbols=86 needs 258 ids (data.tokenizer='byte' has 256); use 85 or less",
+        ),
         ({"source": "synthetic", "packing": False}, "data.packing=false cannot be had with data.source='synthetic'"),
         ({"source": "stdlib", "on_bad_record": "ignore"}, "data.on_bad_record='ignore' is not one of 'fail', 'skip'"),
         ({"source": "stdlib", "workers": -1}, "data.workers=-1 is not an integer from 0 to 256; use 2"),

@@ -34,6 +34,7 @@ WALKS = (
     "blocks of a mix",
     "datasets, parquet",
     "datasets, jsonl",
+    "needle",
     "synthetic",
 )
 STOPS = range(1, 201)

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import attrs
 import numpy as np
 import torch
 from attrs import field, frozen
@@ -22,6 +23,7 @@ from nsa_train.data.buckets import BucketedRows
 from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
 from nsa_train.data.opened import Walk
 from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
+from nsa_train.data.retrieval import Retrieval, RetrievalRows
 from nsa_train.data.sources import (
     Bad,
     Blocks,
@@ -40,7 +42,7 @@ from nsa_train.data.sources.split import rank_of, shared, split
 from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
 from nsa_train.data.waiting import within
 from nsa_train.data_state import settings_of
-from nsa_train.data_table import DataTable
+from nsa_train.data_table import IDS, DataTable
 from nsa_train.errors import DataError
 
 OPENINGS = 3
@@ -73,7 +75,7 @@ class Dataset:
     reading: Reading
     lane: Callable[[int], Lane]
     """Lane number -> a new lane at its start"""
-    held_out: PackedRows | SyntheticRows
+    held_out: PackedRows | SyntheticRows | RetrievalRows
     """The validation rows, or the first of them where the corpus is streamed"""
     openings: tuple[bytes, ...] = ()
     """The beginnings of a few held-out documents, for samples"""
@@ -125,6 +127,8 @@ def _opened(config: RunConfig, reading: Reading) -> Dataset:
     tokenizer, parts = _tokenizer_and_parts(data, reading)
     if data.source == "synthetic":
         return _synthetic(config, tokenizer, reading)
+    if data.source == "needle":
+        return _needle(config, tokenizer, reading)
     if data.source == "fineweb_edu":
         return _streamed(config, tokenizer, reading, parts)
     is_small = sum(part.blocks.size_bytes for part in parts) <= data.in_memory_mib * 2**20
@@ -173,7 +177,7 @@ def _tokenizer_and_parts(data: DataTable, reading: Reading) -> tuple[Tokenizer, 
 def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
     if data.missing_path:
         raise DataError(data.missing_path)
-    if data.source == "synthetic":
+    if data.source in IDS:
         return []
     if data.source == "fineweb_edu":
         return [Part(open_hub(data, reading), 1)]
@@ -335,6 +339,21 @@ def _synthetic(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dat
     )
 
 
+def _needle(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dataset:
+    train, seed = config.train, config.data.shuffle_seed
+    task = Retrieval.of(config.data, train.seq_len)
+    rows = RetrievalRows(task, side="train", seed=seed, pad=tokenizer.pad)
+    return Dataset(
+        config=config,
+        tokenizer=tokenizer,
+        reading=reading,
+        lane=lambda number: RowLane(rows, number=number, count=train.batch_size),
+        held_out=RetrievalRows(task, side="val", seed=seed, pad=tokenizer.pad, count=train.batch_size * train.eval_batches),
+        sizes={"train_blocks": len(rows)},
+        fingerprint={**_settings(config, tokenizer), "walk": "rows", "needle": list(attrs.astuple(task))},
+    )
+
+
 def _walked(config: RunConfig, tokenizer: Tokenizer, reading: Reading, sequence: BlockSequence, **known: Any) -> Dataset:
     train, policy = config.train, config.data.on_bad_record
 
@@ -354,5 +373,5 @@ def _openings(documents: Sequence[Document]) -> tuple[bytes, ...]:
     return tuple(text for text in texts if text)
 
 
-def _padding(rows: PackedRows | SyntheticRows) -> Row:
+def _padding(rows: PackedRows | SyntheticRows | RetrievalRows) -> Row:
     return Row(np.full(rows.seq_len, rows.pad, np.int32), np.full(rows.seq_len, IGNORED, np.int32), [rows.seq_len])

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from nsa_train.config import listed
 from nsa_train.data.sources.hub import DEFAULT_SUBSET, REPOSITORY
-from nsa_train.data_table import DataTable
+from nsa_train.data_table import IDS, DataTable
 
 
 def needs_of(data: DataTable) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def _corpus(data: DataTable) -> str | None:
 def _tokenizer(data: DataTable) -> str | None:
     if data.tokenizer_path is not None:
         return f"tokenizer: {data.tokenizer}, the file {data.tokenizer_path!r}"
-    if data.tokenizer == "byte" or data.source == "synthetic":
+    if data.tokenizer == "byte" or data.source in IDS:
         return None
     return f"tokenizer: {data.tokenizer}, from tiktoken's cache or download; or a file, data.tokenizer_path"
 

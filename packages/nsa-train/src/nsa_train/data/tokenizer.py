@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nsa_train.data_table import DataTable
+from nsa_train.data_table import IDS, DataTable
 
 SEPARATOR = 256
 """Follows the last byte of every document; the model learns to predict it, and generation stops at it."""
@@ -81,7 +81,7 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
     from nsa_train.data.bpe import open_bpe, unopened_gpt2
 
     # random ids need no file, only a range
-    return unopened_gpt2() if data.source == "synthetic" and data.tokenizer_path is None else open_bpe(data.tokenizer_path)
+    return unopened_gpt2() if data.source in IDS and data.tokenizer_path is None else open_bpe(data.tokenizer_path)
 
 
 def num_ids_of(data: DataTable) -> int:

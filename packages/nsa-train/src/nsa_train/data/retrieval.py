@@ -1,0 +1,118 @@
+"""Associative recall on plain ids: key-value pairs hidden in noise, and keys asked for at the end. `data.source = "needle"`.
+
+Ids 0 .. symbols - 1 spell keys, symbols .. 2 symbols - 1 values, 2 symbols .. 3 symbols - 1 are noise. A row of `length` ids:
+
+    noise, key value, noise, key value, noise, ...  |  noise, key value, key value, ...
+    haystack: `pairs` pairs at random places           tail: `queries` of them once more, in a random order
+
+Labels exist for the values in the tail alone, so that the loss is that of recall: log(symbols) nats a token where nothing is
+known of the pairs. Keys and values are drawn anew for every row. Pairs that are not asked for are distractors.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from nsa_train.data.order import generator
+from nsa_train.data.packing import IGNORED, Row
+from nsa_train.data_table import DataTable
+
+
+@frozen(kw_only=True)
+class Retrieval:
+    """The task; `DataTable` judges its numbers."""
+
+    length: int
+    """Ids of a row."""
+    pairs: int
+    """Pairs in the haystack."""
+    queries: int
+    """Pairs that are asked for; at most `pairs`."""
+    symbols: int
+    """Ids of each alphabet."""
+    tokens: int
+    """Ids of a key, and of a value."""
+
+    @classmethod
+    def of(cls, data: DataTable, length: int) -> "Retrieval":
+        """Return the task of rows of `length` ids that `data` describes."""
+        return cls(
+            length=length, pairs=data.needle_pairs, queries=data.needle_queries, symbols=data.needle_symbols, tokens=data.needle_tokens
+        )
+
+    @property
+    def pair_ids(self) -> int:
+        """Ids of a key with its value."""
+        return 2 * self.tokens
+
+    @property
+    def tail(self) -> int:
+        """Ids behind the haystack: twice what the queries take, so that their places vary."""
+        return 2 * self.queries * self.pair_ids
+
+    @property
+    def slots(self) -> int:
+        """Places of the haystack that can hold a pair."""
+        return (self.length - self.tail) // self.pair_ids
+
+    def draw(self, random: np.random.Generator, slots: Sequence[int] | NDArray[np.int64] | None = None) -> Row:
+        """Return a row of `length` ids and labels, int32; `slots`: where the pairs stand, the first `queries` of which are asked for."""
+        symbols, tokens, size = self.symbols, self.tokens, self.pair_ids
+        ids = random.integers(2 * symbols, 3 * symbols, self.length, np.int32)
+        labels = np.full(self.length, IGNORED, np.int32)
+        pairs = np.empty((self.pairs, size), np.int32)
+        pairs[:, :tokens] = self._keys(random)
+        pairs[:, tokens:] = random.integers(symbols, 2 * symbols, (self.pairs, tokens), np.int32)
+        places = random.permutation(self.slots)[: self.pairs] if slots is None else np.asarray(slots)
+        in_pair = np.arange(size)
+        ids[places[:, None] * size + in_pair] = pairs
+        asked = pairs[random.permutation(self.queries)]
+        starts = self.length - self.tail + np.sort(random.permutation(2 * self.queries)[: self.queries]) * size
+        ids[starts[:, None] + in_pair] = asked
+        # the id before each of a value's
+        labels[starts[:, None] + np.arange(tokens - 1, size - 1)] = asked[:, tokens:]
+        return Row(ids, labels, [self.length], 1)
+
+    def _keys(self, random: np.random.Generator) -> NDArray[np.int32]:
+        """Return `pairs` different keys `(pairs, tokens)`."""
+        count = self.symbols**self.tokens
+        # a permutation of all keys would be gigabytes for a few long ones
+        numbers = random.permutation(count)[: self.pairs] if count <= 2**20 else _distinct(random, count, self.pairs)
+        digits = [numbers // self.symbols**place % self.symbols for place in range(self.tokens)]
+        return np.stack(digits, 1).astype(np.int32)
+
+
+def _distinct(random: np.random.Generator, count: int, wanted: int) -> NDArray[np.int64]:
+    found: dict[int, None] = {}
+    while len(found) < wanted:
+        found |= dict.fromkeys(random.integers(0, count, wanted).tolist())
+    return np.array([*found][:wanted])
+
+
+class RetrievalRows:
+    """Rows of one side, "train" or "val", each drawn from (seed, side, number) when it is asked for. Training rows never repeat."""
+
+    def __init__(self, task: Retrieval, *, side: str, seed: int, pad: int, count: int = 2**40) -> None:
+        self._task, self._side, self._seed, self._count = task, side, seed, count
+        self.seq_len, self.pad = task.length, pad
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all rows."""
+        return self._count * self.seq_len
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Row:
+        return self.at(number)
+
+    def at(self, number: int) -> Row:
+        """Return row `number`."""
+        return self._task.draw(generator(self._seed, 0, f"needle {self._side} {number}"))
+
+    def epoch(self, number: int) -> int:
+        """Return 0: no row comes twice."""
+        return 0
