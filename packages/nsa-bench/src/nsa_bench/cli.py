@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from nsa_bench.__about__ import __version__
+from nsa_bench.ablations.plan import shipped_plans
 from nsa_bench.errors import BenchError, OptionError
 from nsa_core.errors import NSAError
 from nsa_train.config import listed
@@ -187,6 +188,41 @@ def train(
         progress=Console(stderr=True),
     )
     return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+
+
+@app.command
+def ablate(
+    plan: Annotated[str, Parameter(help=f"A shipped plan ({listed(shipped_plans())}) or the path of a TOML file.")],
+    /,
+    *,
+    out: Annotated[
+        Path | None, Parameter(help="Directory of recipes, runs and logs; ablations/PLAN by default. Finished trials stay.")
+    ] = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value of every trial. Repeatable.")] = None,
+    side_by_side: Annotated[int, Parameter(help="Trials that run at a time, all on one machine.")] = 1,
+    minutes: Annotated[float | None, Parameter(help="Save and stop after so long; the next call goes on.")] = None,
+    json_file: JSONFile = None,
+    csv_file: CSVFile = None,
+    png_file: Annotated[Path | None, Parameter(name="--png", help="Draw the loss by tokens and by position to this file.")] = None,
+    commit: Commit = None,
+) -> int:
+    """Train a grid of settings and seeds and show how their held-out losses differ; exit 1 where trials failed or are left."""
+    from nsa_bench.ablations.report import bench_ablation
+
+    is_whole = bench_ablation(
+        plan,
+        out,
+        set_ or (),
+        side_by_side=side_by_side,
+        minutes=minutes,
+        commit=commit,
+        json_file=json_file,
+        csv_file=csv_file,
+        png_file=png_file,
+        screen=_screen(),
+        progress=Console(stderr=True),
+    )
+    return 0 if is_whole else BenchError.exit_code
 
 
 @app.command

@@ -1,0 +1,72 @@
+"""What a trained model does on the held-out rows: loss and right answers by the position of a token in its sequence."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_train.checkpoint import load_model, open_checkpoint
+from nsa_train.config import RunConfig
+from nsa_train.data import Batch, open_validation
+from nsa_train.data.packing import IGNORED
+from nsa_train.routing import DTYPES
+from nsa_train.run_dir import RunDirectory
+
+CHUNK = 8192
+"""Tokens whose logits are float32 at a time."""
+
+
+class Bucket(NamedTuple):
+    """Tokens at the positions first .. last of their sequences, counted from 0."""
+
+    first: int
+    last: int
+    targets: int
+    loss: float
+    """Mean, in nats."""
+    right: float
+    """Share whose label is the likeliest token."""
+
+
+def judge_run(out: RunDirectory, config: RunConfig, device: torch.device) -> list[Bucket]:
+    """Return what the model of the run's newest checkpoint does on the rows of its evaluations; buckets are powers of two.
+
+    Raises:
+        nsa_train.errors.TrainError: when the checkpoint or the data cannot be read.
+    """
+    model = load_model(open_checkpoint(out.checkpoints)).to(device)
+    sums = torch.zeros(3, math.ceil(math.log2(config.train.seq_len + 1)), dtype=torch.float64, device=device)
+    precision = config.train.precision
+    for batch in open_validation(config):
+        with torch.inference_mode(), torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
+            logits = model(batch.input_ids.to(device), cu_seqlens=batch.cu_seqlens.to(device), max_seqlen=batch.max_seqlen)
+        _add(sums, logits[0], batch.to(device))
+    counts, losses, rights = sums.tolist()
+    return [
+        Bucket(2**index - 1, 2 ** (index + 1) - 2, int(count), loss / count, right / count)
+        for index, (count, loss, right) in enumerate(zip(counts, losses, rights, strict=True))
+        if count
+    ]
+
+
+def _add(sums: Tensor, logits: Tensor, batch: Batch) -> None:
+    """Add targets, losses and right answers of one batch to `sums` `(3, buckets)`; `logits` `(total, V)`."""
+    labels = batch.labels[0]
+    starts = torch.repeat_interleave(batch.cu_seqlens[:-1].long(), batch.lengths.long())
+    # 0, 1 .. 2, 3 .. 6, ...: exact, where a logarithm would be rounded
+    buckets = torch.bucketize(torch.arange(len(labels), device=labels.device) - starts + 1, _edges(sums), right=True) - 1
+    for at in range(0, len(labels), CHUNK):
+        part, wanted = logits[at : at + CHUNK].float(), labels[at : at + CHUNK]
+        loss = torch.nn.functional.cross_entropy(part, wanted, ignore_index=IGNORED, reduction="none")
+        found = torch.stack([wanted != IGNORED, loss, part.argmax(-1) == wanted]).double()
+        sums.index_add_(1, buckets[at : at + CHUNK], found)
+
+
+def _edges(sums: Tensor) -> Tensor:
+    return 2 ** torch.arange(sums.shape[1], device=sums.device)
+
+
+def as_json(buckets: list[Bucket]) -> list[dict[str, Any]]:
+    """Return `buckets` as JSON holds them."""
+    return [bucket._asdict() for bucket in buckets]
