@@ -26,6 +26,7 @@ from nsa_train.rules import (
     limited,
     number,
     one_of,
+    optional_text,
     undivided_rows,
 )
 
@@ -167,6 +168,9 @@ class TrainTable(Table):
     """Checkpoints kept, the newest; 0: all."""
     async_save: bool = flag(default=False)
     """Write checkpoints in the background; a save then waits only for the copy to host memory."""
+    init_from: str | None = optional_text(example="'runs/short'")
+    """Run or step-N directory whose weights a new run begins with; rows, schedule, RoPE scaling and block sizes may be others
+    where the shapes of the weights allow it. A run that is resumed has its own."""
     seed: int = integer(at_least=0, at_most=MOST_SEED, example=0, default=0)
     precision: str = one_of("fp32", "bf16", "fp16", default="fp32")
     """"bf16", "fp16": autocast; the weights stay float32. fp16 scales its loss."""

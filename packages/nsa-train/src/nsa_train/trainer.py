@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, restore
+from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, initialize, restore
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.config import RunConfig
 from nsa_train.data import Batch, merge_states, open_dataset, open_training_stream, open_validation
@@ -85,6 +85,8 @@ class Trainer:
             self.model.compile_parts()
         # shards are parameters of their own: what looks at parameters comes after
         self.strategy = STRATEGIES[train.strategy](self.model, world)
+        if config.train.init_from and not resume:
+            initialize(self.model, config)
         self.watch = GradientWatch(self.model, last_step=train.steps, world=world)
         self.optimizer = build_optimizer(self.model, train)
         self.scaler = torch.amp.GradScaler(self.device.type) if train.precision == "fp16" else None

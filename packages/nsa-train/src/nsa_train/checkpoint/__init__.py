@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nsa_train.checkpoint.claim import claimed_by_another
     from nsa_train.checkpoint.formats import export
-    from nsa_train.checkpoint.resuming import check_resumable, load_model, require_run, restore, resume_point
+    from nsa_train.checkpoint.resuming import (
+        check_resumable,
+        initial_checkpoint,
+        initialize,
+        load_model,
+        require_run,
+        restore,
+        resume_point,
+    )
     from nsa_train.checkpoint.snapshot import Snapshot, capture
     from nsa_train.checkpoint.store import Checkpoint, Listed, latest_valid, list_checkpoints, open_checkpoint, verify
     from nsa_train.checkpoint.writer import CheckpointWriter, refused_by_disk
@@ -19,7 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "claim": ("claimed_by_another",),
     "formats": ("export",),
-    "resuming": ("check_resumable", "load_model", "require_run", "restore", "resume_point"),
+    "resuming": ("check_resumable", "initial_checkpoint", "initialize", "load_model", "require_run", "restore", "resume_point"),
     "snapshot": ("Snapshot", "capture"),
     "store": ("Checkpoint", "Listed", "latest_valid", "list_checkpoints", "open_checkpoint", "verify"),
     "writer": ("CheckpointWriter", "refused_by_disk"),
@@ -35,6 +43,8 @@ __all__ = [
     "check_resumable",
     "claimed_by_another",
     "export",
+    "initial_checkpoint",
+    "initialize",
     "latest_valid",
     "list_checkpoints",
     "load_model",

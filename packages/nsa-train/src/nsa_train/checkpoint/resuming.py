@@ -14,7 +14,7 @@ from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import OTHERS
 from nsa_train.checkpoint.rng import require_rng, restore_rng, seed_fresh_rng
 from nsa_train.checkpoint.schema import unresumable
-from nsa_train.checkpoint.store import Checkpoint, Judge, anything, latest_valid, valid_at
+from nsa_train.checkpoint.store import Checkpoint, Judge, anything, latest_valid, open_checkpoint, valid_at
 from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, require_forms, require_moments
 from nsa_train.config import RunConfig, structure, unstructure
 from nsa_train.errors import CheckpointError, ConfigError
@@ -136,6 +136,32 @@ def load_model(checkpoint: Checkpoint) -> Decoder:
     # no collective: a single process may look at a checkpoint while the others do something else
     model.load_state_dict(read_tensors(checkpoint.path / MODEL))
     return model.eval()
+
+
+def initial_checkpoint(config: RunConfig) -> Checkpoint:
+    """Return the verified checkpoint that `train.init_from` names, whose weights fit the decoder of `config`; nothing is allocated.
+
+    Raises:
+        ConfigError: when there is none, it is damaged, or its weights are others.
+    """
+    try:
+        checkpoint = open_checkpoint(Path(config.train.init_from or ""))
+        advice = f"use the sizes of {checkpoint.path / CONFIG}"
+        require_forms(checkpoint.path / MODEL, undrawn_weights(config), of="this recipe", advice=advice)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"train.init_from={config.train.init_from!r}: {error}") from None
+    return checkpoint
+
+
+def initialize(model: nn.Module, config: RunConfig) -> None:
+    """Give `model` the weights that `train.init_from` names. A collective; rank 0 alone reads the files.
+
+    Raises:
+        ConfigError: on all ranks, as `initial_checkpoint`.
+    """
+    folder = on_rank_0(lambda: initial_checkpoint(config).path)
+    # the other ranks read no file
+    load_model_tensors(model, (folder or Path()) / MODEL)
 
 
 def _require_rates(checkpoint: Checkpoint, *, groups: int) -> None:

@@ -93,8 +93,12 @@ def read_forms(path: Path) -> dict[str, Form]:
         raise _no_tensors(path, error) from None
 
 
-def require_forms(path: Path, expected: Mapping[str, Tensor]) -> None:
+def require_forms(
+    path: Path, expected: Mapping[str, Tensor], *, of: str = "its config.toml", advice: str = "use the recipe that wrote it"
+) -> None:
     """Check that a safetensors file has the tensors `expected`, by name, shape and dtype; only its header is read.
+
+    `of`: what expects them, for the message.
 
     Raises:
         CheckpointError: naming the first few tensors that differ, and the number of the others.
@@ -106,7 +110,7 @@ def require_forms(path: Path, expected: Mapping[str, Tensor]) -> None:
     differing += [f"{_shown(name)} expected none, found {found[name]}" for name in sorted(set(found) - set(wanted))]
     if differing:
         more = f"; and {len(differing) - NAMED} more tensors" if len(differing) > NAMED else ""
-        raise CheckpointError(f"{path} does not fit its config.toml: {'; '.join(differing[:NAMED])}{more}; use the recipe that wrote it")
+        raise CheckpointError(f"{path} does not fit {of}: {'; '.join(differing[:NAMED])}{more}; {advice}")
 
 
 def require_moments(path: Path, weights: Mapping[str, Tensor], *, is_begun: bool) -> None:

@@ -14,6 +14,7 @@ from nsa_train.preflight.memory import estimate_memory
 from nsa_train.preflight.mends import MemoryMends
 from nsa_train.preflight.places import check_out_dir
 from nsa_train.preflight.schedule import check_schedule
+from nsa_train.preflight.weights import check_init_from
 
 
 def run_preflight(
@@ -38,6 +39,7 @@ def run_preflight(
     findings.memory_gib = memory.total_gib
     findings.passed.append(f"model: {config.model.attention} attention; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense")
     check_out_dir(findings, out_dir, resuming=resuming)
+    check_init_from(findings, config, resuming=resuming)
     check_schedule(findings, config, where, parameters, sizes)
     check_machine(findings, config, where, memory, is_asked_for=machine is not None)
     check_routes(findings, config, where)
