@@ -138,6 +138,8 @@ def _ended(place: Place, code: int) -> str:
         return f"finished {place.trial.name}"
     if code in SAVED:
         return f"saved {place.trial.name}"
+    if code == -signal.SIGTERM:
+        return f"stopped {place.trial.name} before it had anything to save"
     lines = [line for line in place.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return f"FAILED {place.trial.name} (exit code {code}; {place.log}): {lines[-1] if lines else 'it said nothing'}"
 
