@@ -94,7 +94,9 @@ def test_after_the_minutes_trials_are_saved_and_left_for_the_next_call(places: l
     assert any("0.03 minutes are over" in line for line in said)
 
 
-@pytest.mark.parametrize(("code", "word"), [(0, "finished"), (75, "saved"), (130, "saved"), (-15, "stopped"), (1, "FAILED"), (-9, "FAILED")])
+@pytest.mark.parametrize(
+    ("code", "word"), [(0, "finished"), (75, "saved"), (130, "saved"), (-15, "stopped"), (1, "FAILED"), (-9, "FAILED")]
+)
 def test_the_end_of_a_trial_is_said_by_its_exit_code(places: list[Place], code: int, word: str) -> None:
     places[0].log.write_text("")
     assert running._ended(places[0], code).startswith(f"{word} {places[0].trial.name}")
