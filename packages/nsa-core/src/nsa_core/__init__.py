@@ -10,6 +10,8 @@ from nsa_core.__about__ import __version__
 
 if TYPE_CHECKING:
     from nsa_core.attention import (
+        attend,
+        compress_mean,
         compressed_attention,
         nsa_attention,
         select_blocks,
@@ -21,12 +23,15 @@ if TYPE_CHECKING:
         BranchOutput,
         BranchRequest,
         Capability,
+        FusedOutput,
+        Keys,
         Layout,
         Operation,
-        Placement,
+        Queries,
         Reason,
         ReasonKind,
     )
+    from nsa_core.backends.ops import attention_op
     from nsa_core.backends.registry import BackendRegistry, RoutingDecision
     from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
     from nsa_core.dispatch import explain_routing
@@ -45,11 +50,15 @@ if TYPE_CHECKING:
     from nsa_core.telemetry import LayerTelemetry
 
 _HOMES = {
-    "attention": ("compressed_attention", "nsa_attention", "select_blocks", "selected_attention", "sliding_window_attention"),
-    "backends.base": (
-        *("BranchBackend", "BranchOutput", "BranchRequest", "Capability", "Layout"),
-        *("Operation", "Placement", "Reason", "ReasonKind"),
+    "attention": (
+        *("attend", "compress_mean", "compressed_attention", "nsa_attention"),
+        *("select_blocks", "selected_attention", "sliding_window_attention"),
     ),
+    "backends.base": (
+        *("BranchBackend", "BranchOutput", "BranchRequest", "Capability", "FusedOutput", "Keys", "Layout"),
+        *("Operation", "Queries", "Reason", "ReasonKind"),
+    ),
+    "backends.ops": ("attention_op",),
     "backends.registry": ("BackendRegistry", "RoutingDecision"),
     "config": ("BlockGeometry", "NSAConfig", "RopeScaling"),
     "dispatch": ("explain_routing",),
@@ -73,7 +82,9 @@ __all__ = [
     "Capability",
     "ConfigError",
     "DuplicateBackendError",
+    "FusedOutput",
     "InputError",
+    "Keys",
     "LayerTelemetry",
     "Layout",
     "NSACache",
@@ -81,12 +92,15 @@ __all__ = [
     "NSAError",
     "NativeSparseAttention",
     "Operation",
-    "Placement",
+    "Queries",
     "Reason",
     "ReasonKind",
     "RopeScaling",
     "RoutingDecision",
     "__version__",
+    "attend",
+    "attention_op",
+    "compress_mean",
     "compressed_attention",
     "config_from_dict",
     "config_from_toml",

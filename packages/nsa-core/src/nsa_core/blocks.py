@@ -13,6 +13,11 @@ def num_compressed_blocks(length: int, geometry: BlockGeometry) -> int:
     return (length - size) // stride + 1 if length >= size else 0
 
 
+def max_tokens(num_blocks: int, geometry: BlockGeometry) -> int:
+    """Return the most tokens whose compressed blocks are `num_blocks`: the next one would need one more."""
+    return num_blocks * geometry.compression_stride + geometry.compression_block_size - 1
+
+
 def num_visible_blocks(t: int, geometry: BlockGeometry) -> int:
     """Return n_c(t): compressed blocks whose last token is not after `t`; 0 for t < l - 1."""
     return num_compressed_blocks(t + 1, geometry)

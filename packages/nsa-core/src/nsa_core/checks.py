@@ -27,12 +27,12 @@ def check_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
         raise InputError(f"{name} has shape {tuple(x.shape)} (the layout is {layout}); give it {rank} dimensions")
 
 
-def check_pair(q: Tensor, k: Tensor, v: Tensor | None, suffix: str, *, paged: bool) -> None:
-    """Raise InputError unless keys `(B, T, G, D_k)` and values `(B, T, G, D_v)` fit q and each other."""
+def check_pair(q: Tensor, k: Tensor, v: Tensor | None, suffix: str, *, paged: bool = False, stored: bool = False) -> None:
+    """Raise InputError unless keys `(B, T, G, D_k)` and values `(B, T, G, D_v)` fit q and each other; `stored`: in a dtype of their own."""
     for name, x in ((f"k{suffix}", k), (f"v{suffix}", v)):
         if x is not None:
             check_rank(name, x, 4, "(pages, page_size, G, D)" if paged else "(B, T, G, D)")
-            check_like(name, x, "q", q)
+            (check_device if stored else check_like)(name, x, "q", q)
     if k.shape[3] != q.shape[3]:
         raise InputError(f"k{suffix} has head dimension {k.shape[3]}, q has {q.shape[3]} (they meet in a product); make them equal")
     if v is not None and v.shape[:3] != k.shape[:3]:
@@ -118,6 +118,14 @@ def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pag
         raise InputError(
             f"page_table[{b}, {place}]={int(page_table[b, place])} names no page of {name} (it has {num_pages}, and sequence {b} "
             f"needs its first {int(needed[b].sum())}); use 0 .. {num_pages - 1}"
+        )
+    ordered = torch.where(needed, page_table, -1).sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        b, place = (int(index) for index in twice.nonzero()[0])
+        raise InputError(
+            f"page_table[{b}] names page {int(ordered[b, place])} of {name} twice (a page holds the tokens of one stretch of a sequence); "
+            f"give each stretch a page of its own"
         )
 
 

@@ -18,7 +18,7 @@ COLLAPSE_SHARE = 0.95
 CompressedRope = Literal["block_end", "tokens"]
 RopeScalingKind = Literal["linear", "yarn"]
 BRANCHES = ("cmp", "slc", "win")
-OPERATIONS = ("cmp", "select", "slc", "win", "nsa")
+OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose")
 
 
 def _integer_at_least(minimum: int, *same_as: str) -> Any:

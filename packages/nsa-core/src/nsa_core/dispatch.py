@@ -1,44 +1,97 @@
-"""From a call to a backend: routing as constants, so that a graph being traced can ask as well."""
+"""From operands to a backend: routing by constants, so that a graph being traced can ask as well."""
 
 import operator
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from nsa_core.backends.base import BranchRequest, Layout, Operation
-from nsa_core.backends.registry import AUTO, BackendRegistry, RoutingDecision
-from nsa_core.calls import Call
+from nsa_core import blocks
+from nsa_core.backends.base import BranchRequest, Keys, Layout, NewBlocks, NewRows, Operation, Queries, layout_of
+from nsa_core.backends.registry import AUTO, BackendRegistry, RequestFacts, RoutingDecision
+from nsa_core.config import OPERATIONS, BlockGeometry
 from nsa_core.errors import InputError
 from nsa_core.plugins.manager import default_registry
+from nsa_core.telemetry import AttentionObserver
+
+Backends = str | Mapping[str, str]
+"""A backend's name or "auto", for every operation or by operation."""
 
 
-def run(operation: Operation, tensors: tuple[Tensor | None, ...], call: Call) -> Any:
-    """Return what the backend chosen for `operation` makes of `tensors`."""
+class Call(NamedTuple):
+    """What the operations of one call share."""
+
+    geometry: BlockGeometry
+    scale: float
+    backend: Backends
+    registry: BackendRegistry
+    observers: tuple[AttentionObserver, ...] = ()
+
+
+def make_call(
+    q: Tensor,
+    geometry: BlockGeometry,
+    scale: float | None,
+    backend: Backends,
+    registry: BackendRegistry | None,
+    observers: tuple[AttentionObserver, ...] = (),
+) -> Call:
+    """Return the call, with its defaults settled.
+
+    Raises:
+        InputError: where `backend` names an operation that there is not.
+    """
+    for operation in () if isinstance(backend, str) else backend:
+        if operation not in OPERATIONS:
+            known = ", ".join(map(repr, OPERATIONS))
+            raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); fix the key")
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
+    return Call(geometry, scale, backend, default_registry() if registry is None else registry, observers)
+
+
+def run(operation: Operation, call: Call, *operands: Any) -> Any:
+    """Return what the backend chosen for `operation` makes of its operands."""
     name = call.backend if isinstance(call.backend, str) else call.backend.get(operation.value, AUTO)
-    index = call.registry.resolve_index(name, False, *_constants(operation, tensors, call))
-    backend = call.registry.backends[index]
-    for observer in call.observers:
-        observer.record_route(operation.value, backend.name)
-    return backend(*tensors, geometry=call.geometry, scale=call.scale, placement=call.placement)
+    index = call.registry.resolve_index(name, False, *facts_of(operation, operands, call.geometry))
+    return _called(index, operation, call, operands)
 
 
-def fused_backend(tensors: tuple[Tensor | None, ...], call: Call, one_by_one: str | None) -> Any:
-    """Return the backend that does all of Eq. 5 in one, or None where the branches run one by one.
+def run_fused(call: Call, operands: tuple[Any, ...], one_by_one: str | None) -> Any:
+    """Return what a backend makes of all of Eq. 5 in one, or None where the branches run one by one.
 
     `one_by_one` says why they must; naming a backend for "nsa" is then ignored, with a warning.
     """
     name = _fused_name(call)
     if one_by_one is not None:
         if name not in (None, AUTO) and not isinstance(call.backend, str) and not torch.compiler.is_compiling():
-            warnings.warn(f"backend {name!r} for 'nsa' is not used: {one_by_one}, so the branches run one by one", stacklevel=3)
+            warnings.warn(f"backend {name!r} for 'nsa' is not used: {one_by_one}, so the branches run one by one", stacklevel=4)
         return None
     if name is None:
         return None
-    index = call.registry.resolve_index(name, True, *_constants(Operation.NSA, tensors, call))
-    return None if index < 0 else call.registry.backends[index]
+    index = call.registry.resolve_index(name, True, *facts_of(Operation.NSA, operands, call.geometry))
+    return None if index < 0 else _called(index, Operation.NSA, call, operands)
+
+
+def run_append(call: Call, rows: tuple[NewRows, ...], new_blocks: NewBlocks | None, start: Tensor, count: Tensor) -> None:
+    """Let the backend chosen for APPEND write the step; it is asked for as a step of one query head per KV head would be."""
+    new = rows[0]
+    queries = Queries(new.k, new.k.shape[1], None, start, count)
+    name = call.backend if isinstance(call.backend, str) else call.backend.get(Operation.APPEND.value, AUTO)
+    # a plain name may be that of a backend of attention alone
+    name = name if name == AUTO or call.registry.has(Operation.APPEND, name) or not isinstance(call.backend, str) else AUTO
+    index = call.registry.resolve_index(name, False, *facts_of(Operation.APPEND, (queries, new.store), call.geometry))
+    backend: Any = call.registry.backends[index]
+    backend(rows, new_blocks, start, count, geometry=call.geometry)
+
+
+def _called(index: int, operation: Operation, call: Call, operands: tuple[Any, ...]) -> Any:
+    backend: Any = call.registry.backends[index]
+    for observer in call.observers:
+        observer.record_route(operation.value, backend.name)
+    return backend(*operands, geometry=call.geometry, scale=call.scale)
 
 
 def _fused_name(call: Call) -> str | None:
@@ -50,39 +103,48 @@ def _fused_name(call: Call) -> str | None:
     return None if name == AUTO and named_apart else name
 
 
-def _constants(operation: Operation, tensors: tuple[Tensor | None, ...], call: Call) -> tuple[Any, ...]:
-    """Return the request as constants that a graph being traced can pass on: BackendRegistry.resolve_index.
+def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeometry) -> RequestFacts:
+    """Return the request that a call makes, as constants that a graph being traced can pass on; `RequestFacts.request` checks them.
 
     Heads and their dimensions may be symbols there (`dynamic=True`); `operator.index` makes the graph one of these very sizes.
 
     Raises:
-        InputError: when a tensor carries a tangent, see `check_no_tangent`.
+        InputError: when a tensor carries a tangent of forward-mode differentiation.
     """
-    q, k, v = (tensors[0], tensors[1], tensors[2])
-    assert q is not None and k is not None and v is not None
-    cu_seqlens = call.placement.cu_seqlens
-    is_differentiable = operation is not Operation.SELECT
-    if is_differentiable:
+    queries, keys = operands[0], operands[1]
+    assert isinstance(queries, Queries) and isinstance(keys, Keys)
+    q, layout = queries.q, layout_of(queries, keys)
+    needs_grad = False
+    if operation is not Operation.SELECT:
+        tensors = [q, *(x for other in operands[1:] for x in ((other.k, other.v) if isinstance(other, Keys) else (other,)))]
         check_no_tangent(*tensors)
-    needs_grad = is_differentiable and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return (
-        q.device.index or 0,
-        operation.value,
-        call.geometry.as_tuple(),
-        q.device.type,
-        q.dtype,
-        k.dtype,
-        _length_bucket(q.shape[0]),
-        _length_bucket(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1),
-        _length_bucket(q.shape[1]),
-        _key_bucket(call),
-        operator.index(q.shape[2]),
-        operator.index(k.shape[2]),
-        operator.index(q.shape[3]),
-        operator.index(q.shape[3] if operation is Operation.SELECT else v.shape[3]),
-        call.layout.value,
-        needs_grad,
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    batch = q.shape[0] if queries.cu_seqlens is None else queries.cu_seqlens.shape[0] - 1
+    is_compressed = operation in (Operation.CMP, Operation.SELECT)
+    return RequestFacts(
+        device_index=q.device.index or 0,
+        operation=operation.value,
+        geometry=geometry.as_tuple(),
+        device_type=q.device.type,
+        dtype=q.dtype,
+        kv_dtype=(operands[2] if operation is Operation.NSA else keys).k.dtype,
+        batch=_length_bucket(q.shape[0]),
+        num_sequences=_length_bucket(batch),
+        num_queries=_length_bucket(q.shape[1]),
+        num_keys=_key_bucket(blocks.max_tokens(keys.max_count, geometry) if is_compressed else _tokens(operands), queries, layout),
+        num_heads=operator.index(q.shape[2]),
+        num_kv_heads=operator.index(keys.k.shape[2]),
+        head_dim_qk=operator.index(q.shape[3]),
+        head_dim_v=operator.index(q.shape[3] if operation is Operation.SELECT else keys.v.shape[3]),
+        layout=layout.value,
+        needs_grad=needs_grad,
     )
+
+
+def _tokens(operands: tuple[Any, ...]) -> int:
+    """Return the bound on tokens: that of the selected keys, where there are several Keys."""
+    keys = operands[2] if len(operands) > 2 and isinstance(operands[2], Keys) else operands[1]
+    return int(keys.max_count)
 
 
 def check_no_tangent(*tensors: Tensor | None) -> None:
@@ -96,12 +158,11 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
         )
 
 
-def _key_bucket(call: Call) -> int:
+def _key_bucket(tokens: int, queries: Queries, layout: Layout) -> int:
     """Return the bound on keys; over a store the next power of 2, so that a growing cache does not route at every step."""
-    length = call.placement.max_key_count
-    if call.layout in (Layout.CACHED, Layout.PAGED) and not torch.compiler.is_compiling():
-        return 1 << max(length - 1, 0).bit_length()
-    return _length_bucket(length)
+    if layout in (Layout.DENSE, Layout.PACKED):
+        return _length_bucket(queries.max_count)
+    return _length_bucket(tokens) if torch.compiler.is_compiling() else 1 << max(tokens - 1, 0).bit_length()
 
 
 def _length_bucket(length: int) -> int:

@@ -13,58 +13,16 @@ import torch
 from torch import Tensor
 
 from nsa_core import blocks, checks
+from nsa_core.backends.base import Keys, NewRows
 from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.reference.append import join_rows
 from nsa_core.telemetry import ReadCounter, Reads
 from nsa_core.varlen import compressed_lengths
 
 DEFAULT_MAX_ROLLBACK = 64
-
-
-class Ring:
-    """A store `(B, R, G, D)` in which the token at position p lies in slot p % R; R tokens are remembered."""
-
-    def __init__(self, store: Tensor) -> None:
-        """Wrap `store`."""
-        self.store = store
-
-    def write(self, new: Tensor, start: Tensor, count: Tensor) -> None:
-        """Store rows 0 .. count[b] - 1 of new `(B, m, G, D)` at positions start[b] onwards, in place.
-
-        Where more than R rows are new, the last R stay. Rows that do not count change nothing.
-        """
-        width = min(new.shape[1], self.store.shape[1])
-        if not width:
-            return
-        rows = (count.long() - width).unsqueeze(1) + torch.arange(width, device=new.device)
-        slots = _pick(start.long().unsqueeze(1) + rows, self.store)
-        values = new.detach().to(self.store.dtype).gather(1, _pick_all(rows.clamp(min=0), new))
-        kept = self.store.gather(1, slots)
-        self.store.scatter_(1, slots, torch.where((rows >= 0)[..., None, None], values, kept))
-
-    def read(self, positions: Tensor) -> Tensor:
-        """Return `(B, m, G, D)` at positions `(B, m)`; those no longer, or not yet, remembered mean nothing."""
-        return self.store.gather(1, _pick(positions, self.store))
-
-    def join(self, new: Tensor, first: Tensor, tail: Tensor, most: int) -> Tensor:
-        """Return `(B, most + m, G, D)`: `tail[b]` remembered rows from position first[b] on, then new `(B, m, G, D)`.
-
-        `most` bounds `tail`; rows after the last new one mean nothing.
-        """
-        index = torch.arange(most + new.shape[1], device=new.device).expand(new.shape[0], -1)
-        remembered = self.read(first.long().unsqueeze(1) + index[:, :most]).to(new.dtype)
-        after = (index - tail.long().unsqueeze(1)).clamp(max=new.shape[1] - 1) + most
-        source = torch.where(index < tail.long().unsqueeze(1), index, after)
-        both = torch.cat([remembered, new], 1)
-        return both.gather(1, _pick_all(source, both))
-
-
-def _pick(positions: Tensor, store: Tensor) -> Tensor:
-    return _pick_all(positions.remainder(store.shape[1]), store)
-
-
-def _pick_all(rows: Tensor, x: Tensor) -> Tensor:
-    return rows[..., None, None].expand(-1, -1, *x.shape[2:])
+RINGS = ("win", "raw")
+"""The stores that hold the last tokens alone."""
 
 
 class Step(NamedTuple):
@@ -76,6 +34,8 @@ class Step(NamedTuple):
     """int32 (B,): its new tokens."""
     bound: int
     """Host bound on every length afterwards."""
+    in_place: bool
+    """True where the rings may take the step's tokens before it attends: they replace only what a rollback might have read."""
 
 
 class NSACache:
@@ -110,18 +70,18 @@ class NSACache:
         self.max_rollback = max_seqlen if keep_raw else max_rollback
         self.tail_size = config.geometry.compression_block_size - 1
         self.window_tail_size = min(config.geometry.window_size, max_seqlen) - 1
-        self.keys: dict[str, Ring] = {}
-        self.values: dict[str, Ring] = {}
+        self.keys: dict[str, Tensor] = {}
+        """Stores (B, rows, G, D_k): "cmp" blocks, "slc" tokens, and the rings "win" and "raw", which hold position p in row p % rows."""
+        self.values: dict[str, Tensor] = {}
         for name, size in self._store_sizes().items():
             shape = (batch_size, size, config.num_kv_heads)
-            self.keys[name] = Ring(torch.zeros(*shape, config.head_dim_qk, dtype=dtype, device=device))
+            self.keys[name] = torch.zeros(*shape, config.head_dim_qk, dtype=dtype, device=device)
             if name in config.branches or (name == "raw" and "cmp" in config.branches):
-                self.values[name] = Ring(torch.zeros(*shape, config.head_dim_v, dtype=dtype, device=device))
+                self.values[name] = torch.zeros(*shape, config.head_dim_v, dtype=dtype, device=device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
         self._bounds = [0] * batch_size
         self._depth = [0] * batch_size
-        self._pending: list[tuple[Ring, Tensor]] = []
         # Table 4 counts all three branches, so nothing is counted of a layer with fewer
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
@@ -144,7 +104,7 @@ class NSACache:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the stored keys and values."""
-        return next(iter(self.keys.values())).store.dtype
+        return next(iter(self.keys.values())).dtype
 
     @property
     def batch_size(self) -> int:
@@ -177,7 +137,6 @@ class NSACache:
         if self.read_counter is not None:
             self.read_counter.reads = None
         counts = self._host_counts(num_queries, query_count)
-        self._pending = []
         self._grown = [have + more for have, more in zip(self._bounds, counts, strict=True)]
         # what is not read may be 0, and then wins back nothing of what a rollback used up
         won_back = counts if query_count is None or query_count.device.type == "cpu" else [0] * self.batch_size
@@ -193,22 +152,28 @@ class NSACache:
             added = torch.full_like(self.lengths, num_queries)
         else:
             added = query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
-        return Step(self.lengths.clone(), added, bound)
+        in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
+        if in_place:
+            # until the step has ended, a rollback must not read what it replaces
+            self._depth = [depth + count for depth, count in zip(self._depth, counts, strict=True)]
+        return Step(self.lengths.clone(), added, bound, in_place)
 
-    def join(self, ring: Ring, new: Tensor, step: Step, tail: Tensor, most: int) -> Tensor:
-        """Return the last `tail` `(B,)` tokens before the step, at most `most`, and the new ones after them.
+    def new_rows(self, name: str, k: Tensor, v: Tensor | None, step: Step) -> NewRows:
+        """Return a step's keys and values `(B, m, G, D)` for the store `name`."""
+        store = self.keys[name]
+        return NewRows(Keys(store, self.values.get(name, store), step.bound, ring=name in RINGS), k, v)
 
-        The ring itself takes the new ones in `end_step`: it forgets as it is written, and a step that fails on the way
-        can then be tried again.
-        """
-        self._pending.append((ring, new))
-        return ring.join(new, step.start - tail, tail, most)
+    def window(self, new: NewRows, step: Step) -> Keys:
+        """Return the keys that the sliding branch reads: the ring, or a copy of its last tokens and the new ones behind them."""
+        if step.in_place:
+            return new.store
+        assert new.v is not None
+        most, tail = self.window_tail_size, step.start.clamp(max=self.window_tail_size)
+        k, v = (join_rows(store, x, step.start - tail, tail, most) for store, x in ((new.store.k, new.k), (new.store.v, new.v)))
+        return Keys(k, v, k.shape[1], first=step.start - tail)
 
     def end_step(self, step: Step) -> None:
-        """Remember the step's tokens, advance the lengths and add up the reads."""
-        for ring, new in self._pending:
-            ring.write(new, step.start, step.added)
-        self._pending = []
+        """Advance the lengths and add up the reads."""
         self.lengths += step.added
         self._bounds = self._grown
         self._depth = self._next_depth
@@ -267,9 +232,9 @@ class NSACache:
             InputError: for indices that are no vector of integers or, on a CPU, leave 0 .. batch_size - 1.
         """
         self._check_indices(indices)
-        for ring in (*self.keys.values(), *self.values.values()):
-            ring.store = ring.store.index_select(0, indices.to(ring.store.device))
         chosen = indices.to(self.lengths.device)
+        for stores in (self.keys, self.values):
+            stores.update({name: store.index_select(0, chosen) for name, store in stores.items()})
         self.lengths = self.lengths.index_select(0, chosen)
         self._total_reads = Reads(*(reads.index_select(0, chosen) for reads in self._total_reads))
         if self.read_counter is not None:

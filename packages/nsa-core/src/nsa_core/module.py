@@ -1,38 +1,28 @@
 """The attention layer: projections, compression, gates and the cache around `nsa_attention`."""
 
 import warnings
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from nsa_core import checks
-from nsa_core.attention import nsa_attention
+from nsa_core import blocks, checks
+from nsa_core.attention import append_rows, attend
+from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.compression import block_windows, build_compressor
-from nsa_core.config import NSAConfig
+from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
-from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, NSACache, Step
+from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
+from nsa_core.operands import Placed, place
 from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
-from nsa_core.varlen import compressed_lengths, positions_from_cu_seqlens
+from nsa_core.varlen import positions_from_cu_seqlens
 
 
-class Stores(NamedTuple):
-    """Keys and values as `nsa_attention` takes them; None for an absent branch."""
-
-    k_cmp: Tensor | None = None
-    v_cmp: Tensor | None = None
-    k_slc: Tensor | None = None
-    v_slc: Tensor | None = None
-    k_win: Tensor | None = None
-    v_win: Tensor | None = None
-
-
-def split_heads(projected: Tensor, num_heads: int) -> Tensor:
-    """Return `(B, S, num_heads, D)` of `(B, S, num_heads * D)`."""
-    return projected.view(*projected.shape[:-1], num_heads, projected.shape[-1] // num_heads)
+def split_heads(projected: Tensor, head_dim: int) -> Tensor:
+    """Return `(B, S, heads, head_dim)` of `(B, S, heads * head_dim)`: all heads, or this rank's share of them."""
+    return projected.view(*projected.shape[:-1], -1, head_dim)
 
 
 class NativeSparseAttention(nn.Module):
@@ -153,18 +143,17 @@ class NativeSparseAttention(nn.Module):
         total = x.shape[1]
         positions = torch.arange(total, device=x.device) if cu_seqlens is None else positions_from_cu_seqlens(cu_seqlens, total)
         tables = self.rope.tables(positions)
-        k_cmp, v_cmp = self._compress_whole(x, tables, cu_seqlens)
-        k_slc, v_slc = self._keys_values(x, "slc", tables)
-        k_win, v_win = self._keys_values(x, "win", tables)
-        return self._attend(
-            x,
-            tables,
-            positions.expand(x.shape[0], total),
-            Stores(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win),
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            query_count=query_count,
-        )
+        pairs = {
+            "_cmp": self._compress_whole(x, tables, cu_seqlens),
+            "_slc": self._keys_values(x, "slc", tables),
+            "_win": self._keys_values(x, "win", tables),
+        }
+        placed = Placed(cu_seqlens, max_seqlen, None, query_count, None)
+        queries, keys, _ = place(self._queries(x, tables), pairs, self.config.geometry, placed)
+        return self._attend(x, positions.expand(x.shape[0], total), queries, keys["_cmp"], keys["_slc"], keys["_win"], (self.telemetry,))
+
+    def _queries(self, x: Tensor, tables: RopeTables) -> Tensor:
+        return rotate(split_heads(self.q_proj(x), self.config.head_dim_qk), tables)
 
     def _compress_whole(self, x: Tensor, tables: RopeTables, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         geometry = self.config.geometry
@@ -180,10 +169,10 @@ class NativeSparseAttention(nn.Module):
         """Return the tokens that phi reads; its keys are rotated only where the config says so."""
         if "cmp" not in self.k_proj:
             return None, None
-        keys = self._heads(self.k_proj["cmp"](x))
+        keys = split_heads(self.k_proj["cmp"](x), self.config.head_dim_qk)
         if self.config.compressed_rope == "tokens":
             keys = rotate(keys, tables)
-        return keys, self._heads(self.v_proj["cmp"](x)) if "cmp" in self.v_proj else None
+        return keys, split_heads(self.v_proj["cmp"](x), self.config.head_dim_v) if "cmp" in self.v_proj else None
 
     def _rotate_blocks(self, k_cmp: Tensor, last_positions: Tensor) -> Tensor:
         return rotate(k_cmp, self.rope.tables(last_positions)) if self.config.compressed_rope == "block_end" else k_cmp
@@ -191,10 +180,8 @@ class NativeSparseAttention(nn.Module):
     def _keys_values(self, x: Tensor, branch: str, tables: RopeTables) -> tuple[Tensor | None, Tensor | None]:
         if branch not in self.v_proj:
             return None, None
-        return rotate(self._heads(self.k_proj[branch](x)), tables), self._heads(self.v_proj[branch](x))
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        return split_heads(projected, self.config.num_kv_heads)
+        keys = rotate(split_heads(self.k_proj[branch](x), self.config.head_dim_qk), tables)
+        return keys, split_heads(self.v_proj[branch](x), self.config.head_dim_v)
 
     @torch.no_grad()
     def _forward_cached(self, x: Tensor, cache: NSACache, query_count: Tensor | None) -> Tensor:
@@ -203,66 +190,42 @@ class NativeSparseAttention(nn.Module):
             return torch.zeros_like(x)
         positions = step.start.long().unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
         tables = self.rope.tables(positions)
-        k_cmp, v_cmp = self._compress_cached(x, tables, cache, step)
-        k_slc, v_slc = self._keys_values(x, "slc", tables)
-        if k_slc is not None and v_slc is not None:
-            cache.keys["slc"].write(k_slc, step.start, step.added)
-            cache.values["slc"].write(v_slc, step.start, step.added)
-            k_slc, v_slc = cache.keys["slc"].store, cache.values["slc"].store
-        k_win, v_win = self._keys_values(x, "win", tables)
-        tail = step.start.clamp(max=cache.window_tail_size)
-        if k_win is not None and v_win is not None:
-            k_win = cache.join(cache.keys["win"], k_win, step, tail, cache.window_tail_size)
-            v_win = cache.join(cache.values["win"], v_win, step, tail, cache.window_tail_size)
-        out = self._attend(
-            x,
-            tables,
-            positions,
-            Stores(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win),
-            max_seqlen=step.bound,
-            query_start=step.start,
-            query_count=step.added,
-            window_query_start=tail,
-            counter=cache.read_counter,
-        )
+        new = {name: self._keys_values(x, name, tables) for name in ("slc", "win")} | {"raw": self._raw_compressed(x, tables)}
+        rows = {name: cache.new_rows(name, k, v, step) for name, (k, v) in new.items() if k is not None}
+        # a ring that would forget what a second try of this step needs takes the new tokens last
+        late = tuple(rows[name] for name in RINGS if name in rows and not step.in_place)
+        cmp = self._append(cache, rows, late, step)
+        win = cache.window(rows["win"], step) if "win" in rows else None
+        slc = rows["slc"].store if "slc" in rows else None
+        queries = Queries(self._queries(x, tables), x.shape[1], None, step.start, step.added)
+        out = self._attend(x, positions, queries, cmp, slc, win, (self.telemetry, cache.read_counter))
+        if late:
+            append_rows(late, None, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         cache.end_step(step)
         return out
 
-    def _compress_cached(self, x: Tensor, tables: RopeTables, cache: NSACache, step: Step) -> tuple[Tensor | None, Tensor | None]:
-        """Return the stores of compressed keys and values with the blocks that the step finished."""
-        geometry = self.config.geometry
-        keys, values = self._raw_compressed(x, tables)
-        if keys is None:
-            return None, None
-        done = compressed_lengths(step.start, geometry)
-        finished = compressed_lengths(step.start + step.added, geometry) - done
-        tail = step.start - done * geometry.compression_stride
-        tokens = block_windows(cache.join(cache.keys["raw"], keys, step, tail, cache.tail_size), geometry).tokens
-        index = done.long().unsqueeze(1) + torch.arange(tokens.shape[1], device=x.device)
-        ends = index * geometry.compression_stride + geometry.compression_block_size - 1
-        cache.keys["cmp"].write(self._rotate_blocks(self.compress_k(tokens), ends), done, finished)
-        if values is None:
-            return cache.keys["cmp"].store, None
-        tokens = block_windows(cache.join(cache.values["raw"], values, step, tail, cache.tail_size), geometry).tokens
-        cache.values["cmp"].write(self.compress_v(tokens), done, finished)
-        return cache.keys["cmp"].store, cache.values["cmp"].store
+    def _append(self, cache: NSACache, rows: dict[str, NewRows], late: tuple[NewRows, ...], step: Step) -> Keys | None:
+        """Write the step's rows, but for the `late` ones, and the blocks that they complete; return the compressed keys and values."""
+        cmp, emitted = None, None
+        if "raw" in rows:
+            bound = blocks.num_compressed_blocks(step.bound, self.config.geometry)
+            cmp = Keys(cache.keys["cmp"], cache.values.get("cmp", cache.keys["cmp"]), bound)
+            emitted = NewBlocks(cmp, rows["raw"], self.compress_k, getattr(self, "compress_v", None), self._rotate_blocks)
+        written = tuple(new for new in rows.values() if new not in late)
+        append_rows(written, emitted, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
+        return cmp
 
     def _attend(
         self,
         x: Tensor,
-        tables: RopeTables,
         positions: Tensor,
-        stores: Stores,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        query_start: Tensor | None = None,
-        query_count: Tensor | None = None,
-        window_query_start: Tensor | None = None,
-        counter: AttentionObserver | None = None,
+        queries: Queries,
+        cmp: Keys | None,
+        slc: Keys | None,
+        win: Keys | None,
+        observers: tuple[AttentionObserver | None, ...],
     ) -> Tensor:
         config = self.config
-        q = rotate(split_heads(self.q_proj(x), config.num_heads), tables)
         has_compressed = positions >= config.geometry.compression_block_size - 1
         if "cmp" not in config.branches:
             has_compressed = torch.ones_like(has_compressed)
@@ -270,21 +233,19 @@ class NativeSparseAttention(nn.Module):
             self.gate(x), has_compressed, kind=config.gate, temperature=config.gate_temperature, branches=config.branches
         )
         if self.telemetry is not None:
-            is_row = torch.arange(x.shape[1], device=x.device) < (x.shape[1] if query_count is None else query_count.unsqueeze(1))
+            is_row = torch.arange(x.shape[1], device=x.device) < (x.shape[1] if queries.count is None else queries.count.unsqueeze(1))
             self.telemetry.record_gates(gates, has_compressed & is_row, config.branches)
-        out = nsa_attention(
-            q,
-            *stores,
+        out = attend(
+            queries,
+            cmp,
+            slc,
+            win,
             gates,
             geometry=config.geometry,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            query_start=query_start,
-            query_count=query_count,
-            window_query_start=window_query_start,
+            absent=tuple(name for name in BRANCHES if name not in config.branches),
             backend=config.backends,
             registry=self.registry,
-            observers=tuple(observer for observer in (self.telemetry, counter) if observer is not None),
+            observers=tuple(observer for observer in observers if observer is not None),
         )
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected

@@ -38,7 +38,10 @@ def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometr
 
 
 class AttentionObserver:
-    """What `nsa_attention` tells while it runs; every method does nothing until it is overridden."""
+    """Is told of an `nsa_attention` while it runs; every method does nothing until it is overridden."""
+
+    needs_branches = False
+    """True: it wants each branch's output, so the branches run one by one."""
 
     def record_route(self, operation: str, backend: str) -> None:
         """Note that `backend` runs `operation`."""
@@ -64,6 +67,8 @@ class ReadCounter(AttentionObserver):
 
 class LayerTelemetry(AttentionObserver):
     """The statistics of a layer's last forward pass; attach as `layer.telemetry`, read with `summary`."""
+
+    needs_branches = True
 
     def __init__(self) -> None:
         """Start empty."""

@@ -4,8 +4,9 @@ An *operation* is one piece of the mathematics (Eq. 5, 7-12); a *backend* is one
 (`nsa_core.backends.registry`) reads only plain numbers, so it can answer for a machine that is not there.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from attrs import field, frozen
@@ -15,31 +16,83 @@ from nsa_core.config import BlockGeometry
 
 
 class Operation(StrEnum):
-    """What a backend implements."""
+    """What a backend implements; the protocols below give the operands of each as types."""
 
     CMP = "cmp"
-    """Compressed attention, Eq. 7, 8: (q, k_cmp, v_cmp) -> BranchOutput."""
+    """Compressed attention, Eq. 7, 8: (queries, cmp) -> BranchOutput."""
     SELECT = "select"
-    """Choice of blocks, Eq. 9-11: (q, k_cmp, lse) -> int32 block_indices (B, S, G, n)."""
+    """Choice of blocks, Eq. 9-11: (queries, cmp, lse) -> int32 block_indices (B, S, G, n)."""
     SLC = "slc"
-    """Selected attention, Eq. 12: (q, k, v, block_indices) -> BranchOutput."""
+    """Selected attention, Eq. 12: (queries, slc, block_indices) -> BranchOutput."""
     WIN = "win"
-    """Sliding-window attention: (q, k, v) -> BranchOutput."""
+    """Sliding-window attention: (queries, win) -> BranchOutput."""
     NSA = "nsa"
-    """All of Eq. 5 in one (optional): (q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates) -> out."""
+    """All of Eq. 5 in one (optional): (queries, cmp, slc, win, gates) -> FusedOutput."""
+    APPEND = "append"
+    """Writes a step's rows into a cache and emits the compressed blocks that they complete: (rows, start, count, phi) -> None."""
+    CHOOSE = "choose"
+    """Top-n of importance (optional; another backend's SELECT or NSA asks the registry for it): (scores, factor, positions) -> block_indices."""
 
 
 class Layout(StrEnum):
-    """How sequences lie in the tensors."""
+    """How sequences lie in the tensors; `layout_of` tells it from operands."""
 
     DENSE = "dense"
     """B sequences of S tokens; query t is row t."""
     PACKED = "packed"
     """B = 1; `cu_seqlens` bounds the sequences."""
     CACHED = "cached"
-    """Keys are stores of each sequence; query row i of sequence b stands at query_start[b] + i."""
+    """Keys are stores of each sequence; query row i of sequence b stands at start[b] + i."""
     PAGED = "paged"
     """As CACHED, with stores (pages, page_size, G, D) and a page_table (B, max_pages)."""
+    RAGGED = "ragged"
+    """Rows of several sequences, packed by `cu_seqlens`, over stores or pages of each sequence; positions as CACHED."""
+
+
+class Queries(NamedTuple):
+    """Query rows and where they stand. A tuple and no attrs class, because graphs being traced build it."""
+
+    q: Tensor
+    """(B, S, H, D_k); packed or ragged: (1, total, H, D_k)."""
+    max_count: int
+    """Rows of the longest sequence, at most: a host bound for grids."""
+    cu_seqlens: Tensor | None = None
+    """int32 (N + 1,), bounds of packed or ragged rows; on q's device and never read on the host, as are all tensors here."""
+    start: Tensor | None = None
+    """int32 (N,), position of each sequence's first row; None: position 0."""
+    count: Tensor | None = None  # type: ignore[assignment]
+    """int32 (N,), rows of each sequence that count; the others give out 0, lse -inf. None: all."""
+
+
+class Keys(NamedTuple):
+    """The keys and values of one branch and where they lie."""
+
+    k: Tensor
+    """(B, T, G, D_k); packed: (1, total, G, D_k); paged: (pages, page_size, G, D_k)."""
+    v: Tensor
+    """As k, with D_v columns."""
+    max_count: int
+    """Rows (tokens; compressed: blocks) of the longest sequence, at most: a host bound for grids."""
+    cu_seqlens: Tensor | None = None
+    """Packed: int32 (N + 1,), where each sequence's rows begin."""
+    page_table: Tensor | None = None
+    """Paged: int32 (N, max_pages), the pages of each sequence in order."""
+    first: Tensor | None = None
+    """int32 (N,), position of row 0: of a window's last tokens, or of a shard of a longer sequence. None: position 0."""
+    ring: bool = False
+    """True: the row of position p is p % T, so that the last T tokens are there."""
+    k_scale: Tensor | None = None
+    """Of FP8 stores: float32, k's shape without the last dimension; a stored number times it is the key."""
+    v_scale: Tensor | None = None
+
+
+def layout_of(queries: Queries, keys: Keys) -> Layout:
+    """Return how the sequences of the operands lie."""
+    if queries.start is None:
+        return Layout.DENSE if queries.cu_seqlens is None else Layout.PACKED
+    if queries.cu_seqlens is not None:
+        return Layout.RAGGED
+    return Layout.CACHED if keys.page_table is None else Layout.PAGED
 
 
 class ReasonKind(StrEnum):
@@ -75,7 +128,9 @@ class BranchRequest:
     """What an operation is asked to do, in plain hashable numbers.
 
     Lengths are host bounds: `num_queries` rows per batch entry (packed: the total), `num_keys` tokens of the longest
-    sequence. Under torch.compile lengths are rounded up to a power of 8, so that one graph serves many.
+    sequence. Under torch.compile lengths are rounded up to a power of 8, so that one graph serves many; over a store
+    `num_keys` is rounded up to a power of 2, so that a growing cache is not routed at every step. `dispatch.facts_of`
+    makes one from a call.
     """
 
     operation: Operation = field(converter=Operation)
@@ -143,26 +198,6 @@ def _dotted(capability: tuple[int, int] | None) -> str:
     return "none" if capability is None else f"{capability[0]}.{capability[1]}"
 
 
-class Placement(NamedTuple):
-    """Where rows stand: host bounds for grids, and int32 tensors on q's device that are never read on the host.
-
-    `cu_seqlens` (N + 1,) bounds packed tokens and `cu_blocks` (N + 1,) packed compressed blocks. `query_start` (B,) is the
-    position of each sequence's first query row and `query_count` (B,) its valid rows (None: all); rows beyond give
-    out 0, lse -inf. `page_table` (B, max_pages) names the pages of each sequence in order. A tuple and no attrs class,
-    because graphs being traced build it.
-    """
-
-    max_query_count: int
-    """Query rows of the longest sequence, at most."""
-    max_key_count: int
-    """Tokens of the longest sequence, at most."""
-    cu_seqlens: Tensor | None = None
-    cu_blocks: Tensor | None = None
-    query_start: Tensor | None = None
-    query_count: Tensor | None = None
-    page_table: Tensor | None = None
-
-
 class BranchOutput(NamedTuple):
     """Attention output and its log-sum-exp."""
 
@@ -172,9 +207,43 @@ class BranchOutput(NamedTuple):
     """(B, S, H), natural log, at least float32; -inf where a query sees nothing."""
 
 
+class FusedOutput(NamedTuple):
+    """What a fused operation returns: the gated sum, and the choice that observers of reads and selections want."""
+
+    out: Tensor
+    """(B, S, H, D_v), q's dtype."""
+    block_indices: Tensor
+    """int32 (B, S, G, n), ascending, -1 after the last."""
+
+
+class NewRows(NamedTuple):
+    """A step's rows for one store of a cache."""
+
+    store: Keys
+    """k and v are written in place; `store.v` is not read where `v` is None."""
+    k: Tensor
+    """(B, m, G, D_k)."""
+    v: Tensor | None
+    """(B, m, G, D_v)."""
+
+
+class NewBlocks(NamedTuple):
+    """What emits the compressed blocks that a step completes."""
+
+    store: Keys
+    """The compressed keys and values, written in place."""
+    raw: NewRows
+    """The ring of the tokens that unfinished blocks still need, and the step's rows."""
+    compress_k: Callable[[Tensor], Tensor]
+    """phi of k: (B, C, l, G, D_k) -> (B, C, G, D_k)."""
+    compress_v: Callable[[Tensor], Tensor] | None
+    rotate: Callable[[Tensor, Tensor], Tensor]
+    """RoPE of blocks (B, C, G, D_k) at the positions of their last tokens, int64 (B, C)."""
+
+
 @runtime_checkable
 class BranchBackend(Protocol):
-    """One implementation of one operation; `Operation` lists the tensors that each takes and what it returns."""
+    """One implementation of one operation. The protocols below add the call of each operation."""
 
     @property
     def name(self) -> str:
@@ -194,8 +263,57 @@ class BranchBackend(Protocol):
     def preference(self, request: BranchRequest) -> int:
         """Return how much this backend is wanted; "auto" takes the highest. The SDPA reference stands at 0."""
 
-    def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:
-        """Compute the operation; differentiable through autograd where `capability.gradient`."""
+
+class AttentionBackend(BranchBackend, Protocol):
+    """Compressed or sliding-window attention: operation CMP or WIN."""
+
+    def __call__(self, queries: Queries, keys: Keys, /, *, geometry: BlockGeometry, scale: float) -> BranchOutput:
+        """Return out and lse; differentiable through autograd where `capability.gradient`."""
+
+
+class SelectBackend(BranchBackend, Protocol):
+    """The choice of blocks: operation SELECT."""
+
+    def __call__(self, queries: Queries, cmp: Keys, lse: Tensor, /, *, geometry: BlockGeometry, scale: float) -> Tensor:
+        """Return block_indices; no gradient. `cmp.v` is not read."""
+
+
+class SelectedBackend(BranchBackend, Protocol):
+    """Attention over chosen blocks: operation SLC."""
+
+    def __call__(self, queries: Queries, slc: Keys, block_indices: Tensor, /, *, geometry: BlockGeometry, scale: float) -> BranchOutput:
+        """Return out and lse; differentiable through autograd where `capability.gradient`."""
+
+
+class FusedBackend(BranchBackend, Protocol):
+    """All of Eq. 5: operation NSA."""
+
+    def __call__(
+        self, queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, /, *, geometry: BlockGeometry, scale: float
+    ) -> FusedOutput:
+        """Return the gated sum and the choice; out is differentiable through autograd where `capability.gradient`."""
+
+
+class AppendBackend(BranchBackend, Protocol):
+    """The writing of a step into a cache: operation APPEND."""
+
+    def __call__(
+        self, rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, /, *, geometry: BlockGeometry
+    ) -> None:
+        """Write rows 0 .. count[b] - 1 at positions start[b] onwards and the blocks that they complete, in place; int32 (B,) both."""
+
+
+class ChooseBackend(BranchBackend, Protocol):
+    """Top-n of importance: operation CHOOSE."""
+
+    def __call__(
+        self, scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, /, *, geometry: BlockGeometry
+    ) -> Tensor:
+        """Return int32 block_indices (rows, G, n) of rows at `positions` (rows,), -1: none.
+
+        scores (rows, G, N), or (rows, H, N) with `factor` (rows, H), which multiplies a head's scores before the heads of
+        a group are added (1 / L of un-normalised sums).
+        """
 
 
 @runtime_checkable

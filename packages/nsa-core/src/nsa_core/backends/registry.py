@@ -6,7 +6,7 @@ A backend asked for by name never falls back: an incapable one raises, one that 
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attrs import frozen
@@ -19,6 +19,41 @@ from nsa_core.tracing import constant_when_traced
 AUTO = "auto"
 MAX_ROUTES = 4096
 """Requests remembered before the memory starts anew."""
+
+
+class RequestFacts(NamedTuple):
+    """The fields of a BranchRequest as constants, and the index of the device: what a graph being traced can pass on."""
+
+    device_index: int
+    operation: str
+    geometry: tuple[int, ...]
+    device_type: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    batch: int
+    num_sequences: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_v: int
+    layout: str
+    needs_grad: bool
+
+    def request(self) -> BranchRequest:
+        """Return the request; compute capability and determinism are read from torch."""
+        fields = self._asdict()
+        index = fields.pop("device_index")
+        return BranchRequest(
+            **fields | {"geometry": BlockGeometry(*self.geometry)},
+            compute_capability=torch.cuda.get_device_capability(index) if self.device_type == "cuda" else None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+
+RouteObserver = Callable[[str, RequestFacts, str | None], None]
+"""Called at each choice with what was asked for, the request, and the name of the backend, None where none serves."""
 
 
 @frozen(kw_only=True)
@@ -73,6 +108,8 @@ class BackendRegistry:
             DuplicateBackendError: when two have one name for one operation.
         """
         self.backends: list[BranchBackend] = []
+        self.observers: list[RouteObserver] = []
+        """Told of every choice that a call makes."""
         self._routes: dict[tuple[Any, ...], int] = {}
         self._warned: set[int] = set()
         for backend in backends:
@@ -129,15 +166,18 @@ class BackendRegistry:
         return self.backends[self._remembered((backend, False, request), lambda: request)]
 
     @constant_when_traced
-    def resolve_index(self, backend: str, optional: bool, device_index: int, *fields: Any) -> int:
-        """Return the index in `backends` of the choice for the request made of `fields`, in BranchRequest's order.
+    def resolve_index(self, backend: str, optional: bool, *facts: Any) -> int:
+        """Return the index in `backends` of the choice for the request of `facts`, the fields of RequestFacts; tell the observers.
 
-        Takes and returns constants only, so that a compiled graph can ask while it is traced. `optional`: -1 where
-        "auto" finds no eligible backend, instead of an error.
+        Takes and returns constants only, so that a compiled graph can ask while it is traced; observers are told then. `optional`:
+        -1 where "auto" finds no eligible backend, instead of an error.
         """
         # the request itself, with its checks, is made at the first of such calls alone
-        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), device_index, *fields)
-        return self._remembered(key, lambda: request_of_constants(device_index, *fields))
+        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts)
+        index = self._remembered(key, lambda: RequestFacts(*facts).request())
+        for observer in self.observers:
+            observer(backend, RequestFacts(*facts), None if index < 0 else self.backends[index].name)
+        return index
 
     def _remembered(self, key: tuple[Any, ...], request: Callable[[], BranchRequest]) -> int:
         """Return the choice for `key`, which begins with what is asked for and whether it is optional."""
@@ -178,20 +218,6 @@ class BackendRegistry:
             if backend.operation == request.operation
         ]
         return sorted(found, key=lambda candidate: (-candidate.preference, candidate.name))
-
-
-def request_of_constants(device_index: int, operation: str, geometry: tuple[int, ...], device_type: str, *fields: Any) -> BranchRequest:
-    """Return a request from constants; the compute capability is read from the CUDA device `device_index`."""
-    lengths = ("batch", "num_sequences", "num_queries", "num_keys")
-    names = ("dtype", "kv_dtype", *lengths, "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "layout", "needs_grad")
-    return BranchRequest(
-        operation=operation,
-        geometry=BlockGeometry(*geometry),
-        device_type=device_type,
-        compute_capability=torch.cuda.get_device_capability(device_index) if device_type == "cuda" else None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **dict(zip(names, fields, strict=True)),
-    )
 
 
 def _unserved(backend: str) -> str:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from nsa_core import blocks
-from nsa_core.backends.base import Placement
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_core.reference.fused import VECTOR
-from nsa_core.reference.rows import Rows, num_visible_blocks, rows_of
+from nsa_core.reference.rows import num_visible_blocks, rows_of
 from nsa_core.reference.tiles import KeyRows, KeyRowsPerHead, KeySlice, Tile, accumulator_dtype, rows_per_step
 
 MASKED_RATIO = 8
@@ -35,8 +35,9 @@ class Extent(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Extent":
+    def of(cls, queries: Queries, keys: Keys) -> "Extent":
         """Return the extent of q `(B, S, H, D_k)` over k `(B, T, G, D_k)`, v `(B, T, G, D_v)`."""
+        q, k, v = queries.q, keys.k, keys.v
         batch, num_queries, num_heads, head_dim = q.shape
         itemsize = accumulator_dtype(q.dtype).itemsize
         return cls(batch, num_queries, k.shape[1], num_heads, k.shape[2], head_dim + v.shape[-1], itemsize, q.device)
@@ -46,17 +47,22 @@ class Extent(NamedTuple):
         return 3 * self.batch * self.num_heads * num_keys * self.itemsize
 
 
-def _is_dense(placement: Placement) -> bool:
+def is_dense(queries: Queries) -> bool:
     """Return True where row t of every batch entry is token t, so that steps share their keys and masks."""
-    return placement.cu_seqlens is None and placement.query_start is None
+    return queries.cu_seqlens is None and queries.start is None
 
 
-def compressed_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+def num_shared_keys(queries: Queries, keys: Keys) -> int:
+    """Return how many of the keys some row may read: all of a packed batch, a sequence's own in a store."""
+    return keys.k.shape[1] if queries.cu_seqlens is not None else min(keys.k.shape[1], keys.max_count)
+
+
+def compressed_tiles(queries: Queries, keys: Keys, geometry: BlockGeometry) -> Iterator[Tile]:
     """Yield the tiles of the compressed branch; k and v are compressed."""
-    extent = Extent.of(q, k, v)
-    if _is_dense(placement):
+    extent = Extent.of(queries, keys)
+    if is_dense(queries):
         return _dense_compressed_tiles(extent, geometry)
-    return _ragged_compressed_tiles(extent, geometry, placement)
+    return _placed_compressed_tiles(extent, queries, keys, geometry)
 
 
 def _dense_compressed_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Tile]:
@@ -64,23 +70,23 @@ def _dense_compressed_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator
     for start in range(geometry.compression_block_size - 1, extent.num_queries, step):
         stop = min(start + step, extent.num_queries)
         ends = num_visible_blocks(torch.arange(start, stop, device=extent.device), geometry)
-        keys = KeySlice(0, blocks.num_visible_blocks(stop - 1, geometry))
-        visible = torch.arange(keys.stop, device=extent.device) < ends.unsqueeze(1)
-        yield Tile(start, 1, stop - start, keys, visible[None, None])
+        span = KeySlice(0, blocks.num_visible_blocks(stop - 1, geometry))
+        visible = torch.arange(span.stop, device=extent.device) < ends.unsqueeze(1)
+        yield Tile(start, 1, stop - start, span, visible[None, None])
 
 
-def _ragged_compressed_tiles(extent: Extent, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
-    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
-    ends = rows.first_blocks + num_visible_blocks(rows.positions, geometry)
-    most = blocks.num_compressed_blocks(placement.max_key_count, geometry)
+def _placed_compressed_tiles(extent: Extent, queries: Queries, keys: Keys, geometry: BlockGeometry) -> Iterator[Tile]:
+    rows = rows_of(queries, keys)
+    ends = rows.first_keys + num_visible_blocks(rows.positions, geometry)
+    most = num_shared_keys(queries, keys)
     step = min(rows_per_step(extent.score_bytes(extent.num_keys), extent.device), 4 * MASKED_ROWS)
     for start in range(0, extent.num_queries, step):
-        first, end = rows.first_blocks[:, start : start + step], ends[:, start : start + step]
-        keys = key_span(first, end, extent.num_keys if placement.cu_seqlens is not None else min(most, extent.num_keys))
-        if keys.stop > keys.start:
-            index = torch.arange(keys.start, keys.stop, device=extent.device)
+        first, end = rows.first_keys[:, start : start + step], ends[:, start : start + step]
+        span = key_span(first, end, most)
+        if span.stop > span.start:
+            index = torch.arange(span.start, span.stop, device=extent.device)
             visible = (index >= first.unsqueeze(-1)) & (index < end.unsqueeze(-1))
-            yield Tile(start, 1, first.shape[1], keys, visible.unsqueeze(1), (end > first).unsqueeze(1))
+            yield Tile(start, 1, first.shape[1], span, visible.unsqueeze(1), (end > first).unsqueeze(1))
 
 
 def key_span(first: Tensor, end: Tensor, most: int) -> KeySlice:
@@ -90,12 +96,12 @@ def key_span(first: Tensor, end: Tensor, most: int) -> KeySlice:
     return KeySlice(0, most)
 
 
-def window_tiles(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+def window_tiles(queries: Queries, keys: Keys, geometry: BlockGeometry) -> Iterator[Tile]:
     """Yield the tiles of the sliding branch: runs of rows, each with the window of its first row and its own tokens."""
-    extent = Extent.of(q, k, v)
-    if _is_dense(placement):
+    extent = Extent.of(queries, keys)
+    if is_dense(queries):
         return _dense_window_tiles(extent, geometry)
-    return _ragged_window_tiles(extent, geometry, placement)
+    return _placed_window_tiles(extent, queries, keys, geometry)
 
 
 def _dense_window_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Tile]:
@@ -106,18 +112,18 @@ def _dense_window_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Til
         stop = min(start + step, extent.num_queries)
         first = max(0, start - window + 1)
         # whole vectors of keys are fastest
-        keys = KeySlice(first - first % VECTOR, stop)
-        index = torch.arange(keys.start, stop, device=extent.device)
-        distance = index[start - keys.start :].unsqueeze(1) - index
+        span = KeySlice(first - first % VECTOR, stop)
+        index = torch.arange(span.start, stop, device=extent.device)
+        distance = index[start - span.start :].unsqueeze(1) - index
         visible = (distance >= 0) & (distance < window)
-        yield Tile(start, 1, stop - start, keys, visible[None, None])
+        yield Tile(start, 1, stop - start, span, visible[None, None])
 
 
-def _ragged_window_tiles(extent: Extent, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
-    window = min(geometry.window_size, placement.max_key_count)
+def _placed_window_tiles(extent: Extent, queries: Queries, keys: Keys, geometry: BlockGeometry) -> Iterator[Tile]:
+    window = min(geometry.window_size, keys.max_count)
     tile_rows = max(1, min(extent.num_queries, 256, max(16, window)))
-    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
-    first_keys = _flat_first_keys(rows, extent)
+    rows = rows_of(queries, keys)
+    bases = torch.arange(extent.batch, device=extent.device).unsqueeze(1) * extent.num_keys
     num_keys = tile_rows + window - 1
     offsets = torch.arange(num_keys, device=extent.device) - (window - 1)
     distance = torch.arange(tile_rows, device=extent.device).unsqueeze(1) - offsets
@@ -128,18 +134,18 @@ def _ragged_window_tiles(extent: Extent, geometry: BlockGeometry, placement: Pla
     for first in range(0, num_tiles, step):
         tiles = min(step, num_tiles - first)
         start = first * tile_rows
-        own = (first_keys + rows.positions)[:, start : start + tiles * tile_rows : tile_rows]
-        index = (own.reshape(-1, 1) + offsets).clamp(0, extent.batch * extent.num_keys - 1)
+        here = slice(start, start + tiles * tile_rows, tile_rows)
+        own = (rows.first_keys + rows.positions)[:, here].unsqueeze(-1) + offsets
+        # what lies outside is masked, or no row's
+        own = own.remainder(extent.num_keys) if keys.ring else own.clamp(0, extent.num_keys - 1)
+        index = (own + bases.unsqueeze(-1)).flatten(0, 1)
         positions = _padded(rows.positions, start, tiles * tile_rows).view(-1, tile_rows, 1)
-        visible = (in_window & (distance <= positions)).unsqueeze(1)
+        # keys before the sequence, and before the first one that is there
+        reach = _padded(rows.positions + rows.first_keys.clamp(max=0), start, tiles * tile_rows).view(-1, tile_rows, 1)
+        visible = (in_window & (distance <= reach)).unsqueeze(1)
         # a row sees at least itself
         sees = (positions >= 0).view(-1, 1, tile_rows)
         yield Tile(start, tiles, tile_rows, KeyRows(index), visible, sees)
-
-
-def _flat_first_keys(rows: Rows, extent: Extent) -> Tensor:
-    """Return `(B, S)`: each row's first token in keys flattened to (B * T)."""
-    return rows.first_tokens + torch.arange(extent.batch, device=extent.device).unsqueeze(1) * extent.num_keys
 
 
 def _padded(positions: Tensor, start: int, count: int) -> Tensor:
@@ -147,34 +153,33 @@ def _padded(positions: Tensor, start: int, count: int) -> Tensor:
     return torch.nn.functional.pad(piece, (0, count - piece.shape[1]), value=-1)
 
 
-def selected_tiles(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+def selected_tiles(queries: Queries, keys: Keys, block_indices: Tensor, geometry: BlockGeometry) -> Iterator[Tile]:
     """Yield the tiles of the selected branch: masks over all keys while those are few, gathered blocks beyond."""
-    extent = Extent.of(q, k, v)
+    extent = Extent.of(queries, keys)
     gathered = block_indices.shape[-1] * geometry.selection_block_size
-    if min(extent.num_keys, placement.max_key_count) <= MASKED_RATIO * gathered:
-        return _masked_selected_tiles(extent, block_indices, geometry, placement)
-    return _gathered_selected_tiles(extent, block_indices, geometry, placement)
+    if min(extent.num_keys, keys.max_count) <= MASKED_RATIO * gathered:
+        return _masked_selected_tiles(extent, queries, keys, block_indices, geometry)
+    return _gathered_selected_tiles(extent, queries, keys, block_indices, geometry)
 
 
-def _masked_selected_tiles(extent: Extent, block_indices: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
-    is_dense = _is_dense(placement)
-    num_keys = extent.num_keys if placement.cu_seqlens is not None else min(extent.num_keys, placement.max_key_count)
-    num_blocks = blocks.num_selection_blocks(placement.max_key_count, geometry)
-    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
+def _masked_selected_tiles(extent: Extent, queries: Queries, keys: Keys, block_indices: Tensor, geometry: BlockGeometry) -> Iterator[Tile]:
+    is_aligned, num_keys = is_dense(queries), num_shared_keys(queries, keys)
+    num_blocks = blocks.num_selection_blocks(keys.max_count, geometry)
+    rows = rows_of(queries, keys)
     step = min(rows_per_step(2 * extent.score_bytes(num_keys), extent.device), MASKED_ROWS)
     for start in range(0, extent.num_queries, step):
         here = slice(start, start + step)
         own = torch.div(rows.positions[:, here], geometry.selection_block_size, rounding_mode="floor")
         chosen = _membership(block_indices[:, here], own, num_blocks)
-        if is_dense:
-            keys, visible = _aligned_view(chosen, start, geometry)
+        if is_aligned:
+            span, visible = _aligned_view(chosen, start, geometry)
         else:
-            keys = key_span(rows.first_tokens[:, here], (rows.first_tokens + rows.positions + 1)[:, here], num_keys)
-            visible = _relative_view(chosen, keys, rows.first_tokens[:, here], rows.positions[:, here], geometry)
-        if keys.stop > keys.start:
+            span = key_span(rows.first_keys[:, here], (rows.first_keys + rows.positions + 1)[:, here], num_keys)
+            visible = _relative_view(chosen, span, rows.first_keys[:, here], rows.positions[:, here], geometry)
+        if span.stop > span.start:
             # a chosen block holds at least one token that is not after the row
             sees = chosen.any(-1).transpose(1, 2)
-            yield Tile(start, 1, visible.shape[1], keys, visible.transpose(1, 2), sees)
+            yield Tile(start, 1, visible.shape[1], span, visible.transpose(1, 2), sees)
 
 
 def _aligned_view(chosen: Tensor, start: int, geometry: BlockGeometry) -> tuple[KeySlice, Tensor]:
@@ -206,13 +211,15 @@ def _membership(block_indices: Tensor, own: Tensor, num_blocks: int) -> Tensor:
     return chosen
 
 
-def _gathered_selected_tiles(extent: Extent, block_indices: Tensor, geometry: BlockGeometry, placement: Placement) -> Iterator[Tile]:
+def _gathered_selected_tiles(
+    extent: Extent, queries: Queries, keys: Keys, block_indices: Tensor, geometry: BlockGeometry
+) -> Iterator[Tile]:
     size = geometry.selection_block_size
-    rows = rows_of(placement, extent.batch, extent.num_queries, extent.device)
+    rows = rows_of(queries, keys)
     num_keys = block_indices.shape[-1] * size
     gathered = 3 * extent.batch * extent.num_kv_heads * num_keys * extent.head_dims * extent.itemsize
     step = rows_per_step(extent.score_bytes(num_keys) + gathered, extent.device)
-    first_keys = _flat_first_keys(rows, extent)
+    first_keys = rows.first_keys + torch.arange(extent.batch, device=extent.device).unsqueeze(1) * extent.num_keys
     offsets = torch.arange(size, device=extent.device)
     for start in range(0, extent.num_queries, step):
         here = slice(start, start + step)
@@ -220,5 +227,5 @@ def _gathered_selected_tiles(extent: Extent, block_indices: Tensor, geometry: Bl
         relative = (listed.unsqueeze(-1) * size + offsets).flatten(-2)
         visible = (relative >= 0) & (relative <= rows.positions[:, here, None, None])
         index = torch.where(visible, first_keys[:, here, None, None] + relative, 0)
-        keys, seen = KeyRowsPerHead(index.flatten(0, 1)), visible.flatten(0, 1).unsqueeze(2)
-        yield Tile(start, listed.shape[1], 1, keys, seen, seen.any(-1))
+        seen = visible.flatten(0, 1).unsqueeze(2)
+        yield Tile(start, listed.shape[1], 1, KeyRowsPerHead(index.flatten(0, 1)), seen, seen.any(-1))

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
 from nsa_core.reference.containment import ORDINARY, is_within, rows_within
-from nsa_core.reference.sdpa import sdpa_attention
+from nsa_core.reference.sdpa import COMPUTE
 
 MODERATE = 2.0**10
 """Queries and keys up to this leave a float32 exponent score - lse far from overflow, at any head dimension."""
@@ -44,8 +45,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
     rows = (rows_within(q, moderate_q) & only_moderate).unsqueeze(-1)
     usual_k, usual_v = (torch.where(keys.unsqueeze(-1), x, 0) for x in (k, v))
     usual = _causal(torch.where(rows, q, 0), usual_k, usual_v, factor)
-    length, sizes = q.shape[1], list(BlockGeometry(window_size=q.shape[1]).as_tuple())
-    rest = sdpa_attention("win", q, k, v, None, sizes, factor, None, None, None, None, length, length)[0]
+    window, length = BlockGeometry(window_size=q.shape[1]), q.shape[1]
+    rest = COMPUTE[Operation.WIN](Queries(q, length), Keys(k, v, length), geometry=window, scale=factor).out
     return torch.where(rows, usual, rest.to(usual.dtype))
 
 

@@ -5,9 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_core import blocks
-from nsa_core.backends.base import Operation, Placement
-from nsa_core.config import BlockGeometry
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.varlen import sequence_ids
 
 MAX_PADDING = 4
@@ -46,41 +44,41 @@ class SideBySide(NamedTuple):
 
 
 class PaddedBatch(NamedTuple):
-    """Tokens and compressed blocks of packed sequences, side by side."""
+    """Rows of packed queries and keys, side by side."""
 
-    tokens: SideBySide
-    blocks: SideBySide
+    queries: SideBySide
+    keys: SideBySide
 
-    def keys(self, branch: str) -> SideBySide:
-        """Return which of the two the keys of `branch` are."""
-        return self.blocks if branch == Operation.CMP else self.tokens
-
-    @property
-    def placement(self) -> Placement:
-        """Return that of the batch: dense."""
-        return Placement(self.tokens.length, self.tokens.length)
+    def spread(self, queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
+        """Return the operands as a dense batch."""
+        return (
+            Queries(self.queries.spread(queries.q), self.queries.length),
+            Keys(self.keys.spread(keys.k), self.keys.spread(keys.v), self.keys.length),
+        )
 
 
-def padded_batch(placement: Placement, q: Tensor, geometry: BlockGeometry) -> PaddedBatch | None:
+def padded_batch(queries: Queries, keys: Keys) -> PaddedBatch | None:
     """Return the batch that packed rows q `(1, S, H, D_k)` make, or None where it would be mostly padding.
 
-    Lengths are read on a CPU; elsewhere only `max_key_count` says that all are equal.
+    Lengths are read on a CPU; elsewhere only `max_count` says that all are equal.
     """
-    cu_seqlens, cu_blocks, total = placement.cu_seqlens, placement.cu_blocks, q.shape[1]
-    if cu_seqlens is None or cu_blocks is None or not total:
+    q, total = queries.q, queries.q.shape[1]
+    if queries.cu_seqlens is None or keys.cu_seqlens is None or not total:
         return None
-    can_read = cu_seqlens.device.type == "cpu"
-    longest = int(cu_seqlens.diff().max()) if can_read else placement.max_key_count
-    num_sequences, num_blocks = cu_seqlens.shape[0] - 1, blocks.num_compressed_blocks(longest, geometry)
+    can_read = queries.cu_seqlens.device.type == "cpu"
+    longest, num_keys = queries.max_count, keys.max_count
+    if can_read:
+        longest, num_keys = (int(x.diff().max()) for x in (queries.cu_seqlens, keys.cu_seqlens))
+    num_sequences = queries.cu_seqlens.shape[0] - 1
     rows = num_sequences * longest
     if rows > MAX_PADDING * total:
         return None
     if rows == total:
-        return PaddedBatch(SideBySide(num_sequences, longest, None), SideBySide(num_sequences, num_blocks, None))
+        return PaddedBatch(SideBySide(num_sequences, longest, None), SideBySide(num_sequences, num_keys, None))
     if not can_read or rows * q.shape[2] * q.shape[3] * q.element_size() > PADDED_BYTES:
         return None
-    tokens = SideBySide(num_sequences, longest, _slots(cu_seqlens, total, longest))
-    return PaddedBatch(tokens, SideBySide(num_sequences, num_blocks, _slots(cu_blocks, int(cu_blocks[-1]), num_blocks)))
+    tokens = SideBySide(num_sequences, longest, _slots(queries.cu_seqlens, total, longest))
+    return PaddedBatch(tokens, SideBySide(num_sequences, num_keys, _slots(keys.cu_seqlens, int(keys.cu_seqlens[-1]), num_keys)))
 
 
 def _slots(offsets: Tensor, num_rows: int, length: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""Where query rows stand, as tensors: the one place that tells dense, packed and cached layouts apart."""
+"""Where query rows stand, as tensors: the one place that tells the layouts apart."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_core.backends.base import Placement
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_core.varlen import sequence_ids
 
@@ -15,26 +15,29 @@ class Rows(NamedTuple):
 
     positions: Tensor
     """Position inside the row's own sequence; -1 for a row that does not count."""
-    first_tokens: Tensor
-    """Index along T of the first token of the row's sequence."""
-    first_blocks: Tensor
-    """Index along C of the first compressed block of the row's sequence."""
+    first_keys: Tensor
+    """Index along the keys' second dimension of what stands at position (or block) 0 of the row's sequence; below 0 where it is gone."""
 
 
-def rows_of(placement: Placement, batch: int, num_queries: int, device: torch.device) -> Rows:
-    """Return the rows of a `(batch, num_queries)` request."""
-    index = torch.arange(num_queries, device=device).unsqueeze(0)
-    if placement.cu_seqlens is not None:
-        ids = sequence_ids(placement.cu_seqlens, num_queries)
-        first_tokens = placement.cu_seqlens.long()[ids].unsqueeze(0)
-        first_blocks = first_tokens if placement.cu_blocks is None else placement.cu_blocks.long()[ids].unsqueeze(0)
-        return Rows(index - first_tokens, first_tokens, first_blocks)
-    positions = index.expand(batch, num_queries)
-    if placement.query_start is not None:
-        positions = positions + placement.query_start.long().unsqueeze(1)
-    if placement.query_count is not None:
-        positions = torch.where(index < placement.query_count.long().unsqueeze(1), positions, -1)
-    return Rows(positions, torch.zeros_like(positions), torch.zeros_like(positions))
+def rows_of(queries: Queries, keys: Keys | None = None) -> Rows:
+    """Return the rows of `queries`, over `keys` that are not paged; without keys they begin at 0."""
+    batch, num_queries = queries.q.shape[:2]
+    index = torch.arange(num_queries, device=queries.q.device).unsqueeze(0)
+    if queries.cu_seqlens is None:
+        positions = index.expand(batch, num_queries)
+        starts, first = queries.start, None if keys is None else keys.first
+        if starts is not None:
+            positions = positions + starts.long().unsqueeze(1)
+        if queries.count is not None:
+            positions = torch.where(index < queries.count.long().unsqueeze(1), positions, -1)
+        zero = torch.zeros_like(positions)
+        return Rows(positions, zero if first is None else zero - first.long().unsqueeze(1))
+    ids = sequence_ids(queries.cu_seqlens, num_queries)
+    positions = index - queries.cu_seqlens.long()[ids]
+    if queries.start is not None:
+        positions = positions + torch.nn.functional.pad(queries.start.long(), (0, 1))[ids]
+    offsets = queries.cu_seqlens if keys is None or keys.cu_seqlens is None else keys.cu_seqlens
+    return Rows(positions, offsets.long()[ids].unsqueeze(0))
 
 
 def num_visible_blocks(positions: Tensor, geometry: BlockGeometry) -> Tensor:

@@ -1,211 +1,111 @@
 """The default backend: scaled dot-product attention in plain torch, on any device, of any shape.
 
-Every branch is one custom op (so torch.compile, FSDP and activation checkpointing see through it) that walks bounded
-tiles and saves only its inputs, out and lse; the backward op recomputes the weights.
+Every branch is one custom op that walks bounded tiles and saves only its inputs, out and lse; the backward op recomputes the
+weights.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from nsa_core.backends.base import BranchOutput, BranchRequest, Capability, Operation, Placement, Reason
+from nsa_core.backends.base import BranchOutput, BranchRequest, Capability, Keys, Operation, Queries, Reason
+from nsa_core.backends.layouts import over_rows
+from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_core.reference import branches, select, tiles
-from nsa_core.reference.padded import PaddedBatch, padded_batch
+from nsa_core.reference.append import append
+from nsa_core.reference.choose import choose
+from nsa_core.reference.padded import padded_batch
 
 NAME = "sdpa"
+Result = TypeVar("Result")
 
 
-def _tiles(
-    branch: str, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None, geometry: BlockGeometry, placement: Placement
-) -> Any:
-    if not q.numel() or not k.shape[1]:
+def without_autocast(body: Callable[..., Result]) -> Callable[..., Result]:
+    """Return `body` with autocast off: it has chosen the inputs' dtype by now, and inside would take float32 sums down with it."""
+
+    @wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Result:
+        queries = next(x for x in args if isinstance(x, Queries))
+        with torch.autocast(queries.q.device.type, enabled=False):
+            return body(*args, **kwargs)
+
+    return run
+
+
+def _tiles(operation: Operation, queries: Queries, keys: Keys, choice: Sequence[Tensor], geometry: BlockGeometry) -> Iterable[tiles.Tile]:
+    if not queries.q.numel() or not keys.k.shape[1]:
         return ()
-    if branch == Operation.CMP:
-        return branches.compressed_tiles(q, k, v, geometry, placement)
-    if branch == Operation.WIN:
-        return branches.window_tiles(q, k, v, geometry, placement)
-    assert block_indices is not None
-    return branches.selected_tiles(q, k, v, block_indices, geometry, placement)
+    if operation is Operation.CMP:
+        return branches.compressed_tiles(queries, keys, geometry)
+    if operation is Operation.WIN:
+        return branches.window_tiles(queries, keys, geometry)
+    return branches.selected_tiles(queries, keys, choice[0], geometry)
 
 
-def _placement(
-    cu_seqlens: Tensor | None,
-    cu_blocks: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-    max_query_count: int,
-    max_key_count: int,
-) -> Placement:
-    return Placement(
-        cu_seqlens=cu_seqlens,
-        cu_blocks=cu_blocks,
-        query_start=query_start,
-        query_count=query_count,
-        max_query_count=max_query_count,
-        max_key_count=max_key_count,
-    )
+@without_autocast
+def _forward(
+    operation: Operation, queries: Queries, keys: Keys, *choice: Tensor, geometry: BlockGeometry, scale: float, needs_grad: bool
+) -> BranchOutput:
+    batch, num_rows = padded_batch(queries, keys), queries.q.shape[1]
+    if batch is None:
+        return BranchOutput(*tiles.run_forward(queries, keys, _tiles(operation, queries, keys, choice, geometry), scale))
+    choice = tuple(map(batch.queries.spread, choice))
+    queries, keys = batch.spread(queries, keys)
+    results = tiles.run_forward(queries, keys, _tiles(operation, queries, keys, choice, geometry), scale)
+    return BranchOutput(*(batch.queries.collect(x, num_rows) for x in results))
 
 
-def _side_by_side(
-    batch: PaddedBatch, branch: str, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    keys = batch.keys(branch)
-    indices = None if block_indices is None else batch.tokens.spread(block_indices)
-    return batch.tokens.spread(q), keys.spread(k), keys.spread(v), indices
-
-
-def _no_autocast(q: Tensor) -> Any:
-    """Autocast has chosen the inputs' dtype by now; inside, it would take the float32 accumulators down with it."""
-    return torch.autocast(q.device.type, enabled=False)
-
-
-@torch.library.custom_op("nsa_core::sdpa_attention", mutates_args=())
-def sdpa_attention(
-    branch: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor | None,
-    geometry: list[int],
+@without_autocast
+def _backward(
+    operation: Operation,
+    grads: tuple[Tensor | None, Tensor | None],
+    results: tuple[Tensor, Tensor],
+    queries: Queries,
+    keys: Keys,
+    *choice: Tensor,
+    geometry: BlockGeometry,
     scale: float,
-    cu_seqlens: Tensor | None,
-    cu_blocks: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-    max_query_count: int,
-    max_key_count: int,
-) -> tuple[Tensor, Tensor]:
-    """Return out `(B, S, H, D_v)` and lse `(B, S, H)` of the branch "cmp", "slc" or "win"."""
-    placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
-    sizes = BlockGeometry(*geometry)
-    with _no_autocast(q):
-        batch = padded_batch(placement, q, sizes)
-        if batch is None:
-            return tiles.run_forward(q, k, v, _tiles(branch, q, k, v, block_indices, sizes, placement), scale)
-        rows, num_rows = batch.tokens, q.shape[1]
-        q, k, v, block_indices = _side_by_side(batch, branch, q, k, v, block_indices)
-        out, lse = tiles.run_forward(q, k, v, _tiles(branch, q, k, v, block_indices, sizes, batch.placement), scale)
-        return rows.collect(out, num_rows), rows.collect(lse, num_rows)
-
-
-@sdpa_attention.register_fake
-def _(branch: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    return out, q.new_empty(q.shape[:-1], dtype=tiles.accumulator_dtype(q.dtype))
-
-
-@torch.library.custom_op("nsa_core::sdpa_attention_backward", mutates_args=())
-def sdpa_attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    branch: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor | None,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    cu_blocks: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-    max_query_count: int,
-    max_key_count: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of `sdpa_attention` for the gradients of out and lse; lse's may be None."""
-    placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
-    sizes = BlockGeometry(*geometry)
-    with _no_autocast(q):
-        batch = padded_batch(placement, q, sizes)
-        if batch is None:
-            steps = _tiles(branch, q, k, v, block_indices, sizes, placement)
-            return tiles.run_backward(dout, dlse, tiles.Saved(q, k, v, out, lse), steps, scale)
-        rows, keys, num_rows, num_keys = batch.tokens, batch.keys(branch), q.shape[1], k.shape[1]
-        q, k, v, block_indices = _side_by_side(batch, branch, q, k, v, block_indices)
-        dout, out, lse = (rows.spread(x) for x in (dout, out, lse))
-        dlse = None if dlse is None else rows.spread(dlse)
-        steps = _tiles(branch, q, k, v, block_indices, sizes, batch.placement)
-        dq, dk, dv = tiles.run_backward(dout, dlse, tiles.Saved(q, k, v, out, lse), steps, scale)
-        return rows.collect(dq, num_rows), keys.collect(dk, num_keys), keys.collect(dv, num_keys)
+    dout = torch.zeros_like(results[0]) if grads[0] is None else grads[0]
+    dlse, (out, lse) = grads[1], results
+    batch, num_rows, num_keys = padded_batch(queries, keys), queries.q.shape[1], keys.k.shape[1]
+    if batch is None:
+        steps = _tiles(operation, queries, keys, choice, geometry)
+        return tiles.run_backward((dout, dlse), (out, lse), queries, keys, steps, scale)
+    choice = tuple(map(batch.queries.spread, choice))
+    dout, out, lse = map(batch.queries.spread, (dout, out, lse))
+    dlse = None if dlse is None else batch.queries.spread(dlse)
+    queries, keys = batch.spread(queries, keys)
+    steps = _tiles(operation, queries, keys, choice, geometry)
+    dq, dk, dv = tiles.run_backward((dout, dlse), (out, lse), queries, keys, steps, scale)
+    return batch.queries.collect(dq, num_rows), batch.keys.collect(dk, num_keys), batch.keys.collect(dv, num_keys)
 
 
-@sdpa_attention_backward.register_fake
-def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, branch: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+@without_autocast
+def _select(queries: Queries, cmp: Keys, lse: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool) -> Tensor:
+    batch, num_rows = padded_batch(queries, cmp), queries.q.shape[1]
+    if batch is None:
+        return select.select_blocks(queries, cmp, lse, geometry, scale)
+    return batch.queries.collect(select.select_blocks(*batch.spread(queries, cmp), batch.queries.spread(lse), geometry, scale), num_rows)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    branch, q, k, v, block_indices, geometry, scale, *placed, max_query_count, max_key_count = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, block_indices, *output, *placed)
-    ctx.constants = (branch, geometry, scale, max_query_count, max_key_count)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, block_indices, out, lse, *placed = ctx.saved_tensors
-    branch, geometry, scale, max_query_count, max_key_count = ctx.constants
-    dout = q.new_zeros(*q.shape[:-1], v.shape[-1]) if dout is None else dout
-    arguments = (branch, q, k, v, block_indices, geometry, scale, *placed, max_query_count, max_key_count)
-    dq, dk, dv = sdpa_attention_backward(dout, dlse, out, lse, *arguments)
-    return None, dq, dk, dv, *[None] * 9
-
-
-sdpa_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-@torch.library.custom_op("nsa_core::sdpa_select_blocks", mutates_args=())
-def sdpa_select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    cu_blocks: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-    max_query_count: int,
-    max_key_count: int,
-) -> Tensor:
-    """Return int32 block_indices `(B, S, G, n)`; no gradient."""
-    placement = _placement(cu_seqlens, cu_blocks, query_start, query_count, max_query_count, max_key_count)
-    sizes = BlockGeometry(*geometry)
-    with _no_autocast(q):
-        batch = padded_batch(placement, q, sizes)
-        if batch is None:
-            return select.select_blocks(q, k_cmp, lse, sizes, scale, placement)
-        rows, num_rows = batch.tokens, q.shape[1]
-        q, k_cmp, lse = rows.spread(q), batch.blocks.spread(k_cmp), rows.spread(lse)
-        return rows.collect(select.select_blocks(q, k_cmp, lse, sizes, scale, batch.placement), num_rows)
-
-
-@sdpa_select_blocks.register_fake
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *rest: Any) -> Tensor:
-    batch, num_queries, _, _ = q.shape
-    return q.new_empty(batch, num_queries, k_cmp.shape[2], geometry[3], dtype=torch.int32)
-
-
-def _flatten(placement: Placement) -> tuple[Any, ...]:
-    return (
-        placement.cu_seqlens,
-        placement.cu_blocks,
-        placement.query_start,
-        placement.query_count,
-        placement.max_query_count,
-        placement.max_key_count,
+COMPUTE: dict[Operation, Callable[..., Any]] = {
+    operation: partial(
+        over_rows,
+        attention_op(f"nsa_core::sdpa_{operation}", partial(_forward, operation), partial(_backward, operation), operation=operation),
     )
-
-
-def gather_pages(store: Tensor, page_table: Tensor) -> Tensor:
-    """Return `(B, max_pages * page_size, G, D)`: the pages of each sequence in order; entries outside the store read some page."""
-    return store[page_table.long().clamp(0, max(store.shape[0] - 1, 0))].flatten(1, 2)
+    for operation in (Operation.CMP, Operation.SLC, Operation.WIN)
+} | {
+    Operation.SELECT: partial(over_rows, attention_op("nsa_core::sdpa_select", _select, operation=Operation.SELECT)),
+    Operation.APPEND: append,
+    Operation.CHOOSE: choose,
+}
+"""The function of each operation."""
 
 
 @frozen(kw_only=True)
@@ -224,19 +124,9 @@ class SDPABackend:
         """Return 0: every faster backend stands above."""
         return 0
 
-    def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:
-        """Compute the operation; paged stores are gathered into one first."""
-        sizes = list(geometry.as_tuple())
-        if placement.page_table is not None:
-            stores = 2 if self.operation is Operation.SELECT else 3
-            tensors = tuple(
-                gather_pages(tensor, placement.page_table) if 0 < place < stores else tensor for place, tensor in enumerate(tensors)
-            )
-        if self.operation is Operation.SELECT:
-            return sdpa_select_blocks(*(tensor.detach() for tensor in tensors), sizes, scale, *_flatten(placement))
-        q, k, v, *indices = tensors
-        block_indices = indices[0] if indices else None
-        return BranchOutput(*sdpa_attention(self.operation.value, q, k, v, block_indices, sizes, scale, *_flatten(placement)))
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
+        """Compute the operation on the operands that its protocol in `backends.base` lists."""
+        return COMPUTE[self.operation](*operands, **keywords)
 
 
 def sdpa_backends() -> tuple[SDPABackend, ...]:

@@ -4,37 +4,38 @@ import torch
 from torch import Tensor
 
 from nsa_core import blocks
-from nsa_core.backends.base import Placement
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
-from nsa_core.reference.branches import key_span
+from nsa_core.reference.branches import is_dense, key_span
 from nsa_core.reference.rows import Rows, num_visible_blocks, rows_of
 from nsa_core.reference.tiles import accumulator_dtype, rows_per_step
 from nsa_core.selection import choose_blocks, pool_importance
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale: float, placement: Placement) -> Tensor:
+def select_blocks(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, scale: float) -> Tensor:
     """Return int32 block_indices `(B, S, G, n)` for q `(B, S, H, D_k)`, k_cmp `(B, C, G, D_k)`, lse `(B, S, H)`."""
+    q, k_cmp = queries.q, cmp.k
     batch, num_queries, num_heads, _ = q.shape
     num_kv_heads = k_cmp.shape[2]
     chosen = q.new_empty(batch, num_queries, num_kv_heads, geometry.num_selected_blocks, dtype=torch.int32)
-    num_blocks = blocks.num_selection_blocks(placement.max_key_count, geometry)
-    is_packed = placement.cu_seqlens is not None
-    rows = rows_of(placement, batch, num_queries, q.device)
+    num_blocks = blocks.num_selection_blocks(max_tokens(queries, cmp, geometry), geometry)
+    is_packed = queries.cu_seqlens is not None
+    rows = rows_of(queries, cmp)
     widest = max(k_cmp.shape[1], num_blocks)
     step = rows_per_step(batch * (2 * num_heads + 6 * num_kv_heads) * widest * accumulator_dtype(q.dtype).itemsize, q.device)
     for start in range(0, num_queries, step):
         here = slice(start, start + step)
         part = Rows(*(numbers[:, here] for numbers in rows))
-        longest = _longest_prefix(placement, min(start + step, num_queries), geometry)
+        stop = min(start + step, num_queries)
+        longest = blocks.num_compressed_blocks(stop, geometry) if is_dense(queries) else cmp.max_count
         importance = _importance(q[:, here], k_cmp, lse[:, here], part, geometry, scale, longest, num_blocks, is_packed)
         chosen[:, here] = choose_blocks(importance, part.positions.unsqueeze(-1), geometry)
     return chosen
 
 
-def _longest_prefix(placement: Placement, stop: int, geometry: BlockGeometry) -> int:
-    """Return the most blocks that a row before `stop` may see, by host bounds."""
-    is_dense = placement.cu_seqlens is None and placement.query_start is None
-    return blocks.num_compressed_blocks(stop if is_dense else placement.max_key_count, geometry)
+def max_tokens(queries: Queries, cmp: Keys, geometry: BlockGeometry) -> int:
+    """Return the bound on the tokens of a sequence: its rows, or what the compressed store allows."""
+    return queries.max_count if queries.start is None else blocks.max_tokens(cmp.max_count, geometry)
 
 
 def _importance(
@@ -47,9 +48,9 @@ def _importance(
     if num_blocks <= geometry.num_selected_blocks:
         # every candidate is chosen: no score is ever read
         return lse.new_zeros(batch, num_rows, num_kv_heads, num_blocks)
-    end = rows.first_blocks + num_visible_blocks(rows.positions, geometry)
-    keys = key_span(rows.first_blocks, end, k_cmp.shape[1] if is_packed else min(longest, k_cmp.shape[1]))
-    visible = _inside(keys.start, keys.stop, rows.first_blocks, end)
+    end = rows.first_keys + num_visible_blocks(rows.positions, geometry)
+    keys = key_span(rows.first_keys, end, k_cmp.shape[1] if is_packed else min(longest, k_cmp.shape[1]))
+    visible = _inside(keys.start, keys.stop, rows.first_keys, end)
     acc = accumulator_dtype(q.dtype)
     gathered = keys.gather(k_cmp).to(acc)
     grouped = q.to(acc).reshape(batch, num_rows, num_kv_heads, heads_per_group, head_dim).permute(0, 2, 1, 3, 4)
@@ -59,7 +60,7 @@ def _importance(
     exponents = scores.sub_(norm).clamp_(max=0).masked_fill_(~visible[:, None, :, None], float("-inf"))
     weights = exponents.exp_().sum(3).transpose(1, 2)
     if is_packed:
-        weights = _from_own_first(weights, rows.first_blocks - keys.start, longest)
+        weights = _from_own_first(weights, rows.first_keys - keys.start, longest)
     return pool_importance(weights, geometry, num_blocks)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.reference.containment import (
     EXPONENT,
     ORDINARY,
@@ -30,7 +31,7 @@ SCRATCH_BYTES = {"cpu": 64 * 2**20, "cuda": 192 * 2**20}
 """Scratch that one step of a reference loop aims at: well under 256 MiB anywhere, and on a CPU in buffers that the allocator reuses."""
 
 
-class Keys(Protocol):
+class KeyRange(Protocol):
     """Which rows of k and v `(B, T, G, D)` the tiles of one step read."""
 
     def gather(self, stored: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class Tile(NamedTuple):
     start: int
     tiles: int
     rows: int
-    keys: Keys
+    keys: KeyRange
     visible: Tensor
     """bool, broadcastable to (X, G, R, K) with X = B * tiles."""
     sees: Tensor | None = None
@@ -248,16 +249,18 @@ def _hide(x: Tensor, *masks: Tensor | None) -> Tensor:
     return x
 
 
-def _is_call_ordinary(scale: float, q: Tensor, k: Tensor, *others: Tensor | None) -> bool:
+def _is_call_ordinary(scale: float, queries: Queries, keys: Keys, *others: Tensor | None) -> bool:
     """Return True where one look at whole tensors shows that every step is ordinary; not over stores, where a step may read little."""
+    q, k = queries.q, keys.k
     return k.shape[1] <= q.shape[1] and abs(scale) <= 1 and are_ordinary(q, k, *others)
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: float) -> tuple[Tensor, Tensor]:
+def run_forward(queries: Queries, keys: Keys, tiles: Iterable[Tile], scale: float) -> tuple[Tensor, Tensor]:
     """Return out `(B, S, H, D_v)` and lse `(B, S, H)` of a branch cut into `tiles`; rows in no tile see nothing."""
+    q, k, v = queries.q, keys.k, keys.v
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=accumulator_dtype(q.dtype))
-    is_ordinary = _is_call_ordinary(scale, q, k, v)
+    is_ordinary = _is_call_ordinary(scale, queries, keys, v)
     for step in tiles:
         tile = step._replace(is_ordinary=is_ordinary)
         part, part_lse = attend(tile.take(q, k.shape[2]), k, v, tile, scale)
@@ -266,22 +269,14 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], scale: f
     return out, lse
 
 
-class Saved(NamedTuple):
-    """What the forward pass leaves for the backward one, besides block_indices and placement."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-def run_backward(dout: Tensor, dlse: Tensor | None, saved: Saved, tiles: Iterable[Tile], scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv in their inputs' shapes and dtypes; `tiles` are those of the forward pass."""
-    q, k, v, out, lse = saved
+def run_backward(
+    grads: tuple[Tensor, Tensor | None], results: tuple[Tensor, Tensor], queries: Queries, keys: Keys, tiles: Iterable[Tile], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv in their inputs' shapes and dtypes, given dout and dlse, out and lse; `tiles` are those of the forward pass."""
+    (q, k, v), (dout, dlse), (out, lse) = (queries.q, keys.k, keys.v), grads, results
     acc, num_kv_heads = accumulator_dtype(q.dtype), k.shape[2]
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape, dtype=acc), v.new_zeros(v.shape, dtype=acc)
-    is_ordinary = _is_call_ordinary(scale, q, k, v, dout, dlse)
+    is_ordinary = _is_call_ordinary(scale, queries, keys, v, dout, dlse)
     for step in tiles:
         tile = step._replace(is_ordinary=is_ordinary)
         part_dlse = None if dlse is None else tile.take(dlse, num_kv_heads)
