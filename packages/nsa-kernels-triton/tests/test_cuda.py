@@ -26,7 +26,6 @@ from nsa_core import (
     selected_attention,
     sliding_window_attention,
 )
-from nsa_core.backends.base import Placement
 from nsa_core.blocks import num_compressed_blocks
 from nsa_core.selection import pool_importance
 from nsa_core.testing import masks
@@ -249,7 +248,7 @@ def test_a_hundred_packed_sequences_equal_the_reference(dtype: torch.dtype, head
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim_qk": head_dim, "head_dim_v": head_dim}
     inputs = inputs_of(dtype=dtype, lengths=lengths, surplus_blocks=3, **sizes)
     # so many that early queries are attended to densely
-    sequences = Sequences(Placement(0, 2100, inputs.cu_seqlens), 1, sum(lengths), inputs.cu_seqlens)
+    sequences = Sequences(1, sum(lengths), inputs.cu_seqlens, inputs.cu_seqlens)
     assert selected.early_queries(inputs.q, inputs.k_slc, inputs.v_slc, GEOMETRY, sequences)
     options = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": 2100}
     reference = composed(chosen_blocks(inputs, **options), **options)

@@ -8,6 +8,7 @@ from attrs import evolve
 from torch import Tensor
 
 from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.reference import naive
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.tolerances import allowed_error, max_error
@@ -104,12 +105,9 @@ def backward_of(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeo
     lse = torch.where(lse.isfinite(), lse - roundings * 2.0**-23 * lse.abs(), lse)
     dout = 1 + (torch.arange(out.numel(), device=out.device) % 2).to(out).view(out.shape)
     sizes, scale = list(geometry.as_tuple()), q.shape[3] ** -0.5
-    if branch == "slc":
-        return list(
-            torch.ops.nsa_triton.selected_attention_backward(dout, None, out, lse, q, k, v, indices, sizes, scale, None, None, None)
-        )
-    placed = (branch == "win", sizes, scale, None, None, None, None)
-    return list(torch.ops.nsa_triton.interval_attention_backward(dout, None, out, lse, q, k, v, *placed))
+    backward = getattr(torch.ops.nsa_triton, f"{branch}_backward")
+    operands = (*Queries(q, q.shape[1]), *Keys(k, v, k.shape[1]), *extra)
+    return list(backward(dout, None, [out, lse, lse.new_empty(0)], *operands, sizes, scale))
 
 
 def assert_gradients_forgive_roundings(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, size: float) -> None:

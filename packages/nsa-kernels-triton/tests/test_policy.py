@@ -16,6 +16,7 @@ from nsa_kernels_triton.policy import KINDS, Tiles, padded, reasons_against, sha
 
 ATTENTION = (Operation.CMP, Operation.WIN)
 SELECTION = (Operation.SELECT, Operation.SLC, Operation.NSA)
+OFFERED = (*ATTENTION, *SELECTION, Operation.CHOOSE)
 KNOWN = tuple(policy.SHARED_MEMORY_BYTES)
 
 
@@ -32,7 +33,7 @@ def messages(request, kind):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0)], ids=str)
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", OFFERED)
 def test_auto_takes_the_kernels_on_data_centre_gpus(operation, capability):
     decision = explain_routing(gpu(*capability, operation=operation))
     assert decision.chosen == "triton"
@@ -58,12 +59,12 @@ def test_the_policy_names_its_decision():
     assert message == "compute capability 8.9 has 99 KB of shared memory where selection is made for 163 KB (ADR 0009)"
 
 
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", OFFERED)
 def test_a_name_overrides_the_policy(operation):
     assert explain_routing(gpu(8, 9, operation=operation), "triton").chosen == "triton"
 
 
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", OFFERED)
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
 def test_nothing_overrides_a_gpu_that_is_too_old(operation, capability):
     request = gpu(*capability, operation=operation)
@@ -76,19 +77,18 @@ def test_a_gpu_of_unknown_capability_is_refused():
 
 
 def test_every_reason_comes_at_once():
-    request = gpu(7, 5, operation="win", dtype=torch.float64, kv_dtype=torch.float64, layout="paged", head_dim_qk=512)
+    request = gpu(7, 5, operation="win", dtype=torch.float64, kv_dtype=torch.float64, head_dim_qk=512)
     assert messages(request, ReasonKind.INCAPABLE) == [
         "q of torch.float64 (takes torch.bfloat16, torch.float16, torch.float32)",
         "k, v of torch.float64 (takes torch.bfloat16, torch.float16, torch.float32)",
-        "layout paged (takes dense, packed, cached)",
         "head dimension 512 (at most 256)",
         "compute capability 7.5 (needs 8.0 or newer)",
     ]
 
 
-@pytest.mark.parametrize("layout", [Layout.DENSE, Layout.PACKED, Layout.CACHED])
+@pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_layout_but_pages_runs_in_every_dtype_but_double(layout, dtype):
+def test_every_layout_runs_in_every_dtype_but_double(layout, dtype):
     assert reasons_against(gpu(8, 0, operation="nsa", layout=layout, dtype=dtype, kv_dtype=dtype)) == ()
 
 
@@ -296,14 +296,18 @@ def test_nobody_is_warned_of_kernels_that_would_not_run_anyway(recwarn):
 
 
 @pytest.mark.usefixtures("unknown_triton")
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", [*ATTENTION, *SELECTION])
 def test_routing_says_why_the_kernels_of_9_0_are_off(operation):
     decision = explain_routing(gpu(9, 0, operation=operation, head_dim_qk=128, head_dim_v=128))
     [candidate] = [candidate for candidate in decision.candidates if candidate.name == "triton"]
     assert decision.chosen == "triton"
     assert candidate.notes == (policy.without_gluon(),)
     assert f"note: {policy.without_gluon()}" in str(decision)
-    for other in (gpu(8, 0, operation=operation), gpu(9, 0, operation=operation, dtype=torch.float32, kv_dtype=torch.float32)):
+    for other in (
+        gpu(8, 0, operation=operation),
+        gpu(9, 0, operation="choose"),
+        gpu(9, 0, operation=operation, dtype=torch.float32, kv_dtype=torch.float32),
+    ):
         assert not any(candidate.notes for candidate in explain_routing(other).candidates)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nsa_core import compressed_attention, nsa_attention, selected_attention, sliding_window_attention
+from nsa_core.backends.base import Queries
 from nsa_core.testing.inputs import SMALL, Shape, make_inputs, random_block_indices
 from nsa_kernels_triton import launch
 from nsa_kernels_triton.interval import op as interval
@@ -78,29 +79,29 @@ def test_every_stream_has_a_second_one_of_its_own(gpu):
 
 def test_an_op_that_fails_joins(gpu):
     @launch.on_its_device
-    def fails(x):
-        with launch.beside(x):
+    def fails(queries):
+        with launch.beside(queries.q):
             pass
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        fails(gpu.x)
+        fails(Queries(gpu.x, 1))
     assert gpu.waits == ["second 1 for first"] * 2 + ["first for second 1"]
 
 
 def test_an_op_that_fails_before_anything_ran_beside_may_be_captured(gpu):
     @launch.on_its_device
-    def fails(x):
+    def fails(queries):
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        fails(gpu.x)
+        fails(Queries(gpu.x, 1))
     # what a stream under capture waits for must wait for it first
     assert gpu.waits == ["second 1 for first", "first for second 1"]
 
 
 def test_an_op_that_does_not_fail_waits_for_nothing_by_itself(gpu):
-    launch.on_its_device(lambda x: None)(gpu.x)
+    launch.on_its_device(lambda queries: None)(Queries(gpu.x, 1))
     assert gpu.waits == []
 
 
@@ -109,7 +110,7 @@ def test_on_a_cpu_there_is_one_order():
     with launch.beside(x):
         x += 1
     launch.join(x)
-    assert launch.on_its_device(lambda y: y + 1)(x).item() == 2
+    assert launch.on_its_device(lambda queries: queries.q + 1)(Queries(x, 1)).item() == 2
 
 
 HEADS = {"num_heads": 2, "num_kv_heads": 2}

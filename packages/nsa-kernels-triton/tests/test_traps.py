@@ -10,7 +10,7 @@ from attrs import evolve
 from torch import Tensor
 
 from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
-from nsa_core.backends.base import Operation, Placement
+from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.reference import naive
 from nsa_core.testing import properties
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
@@ -206,12 +206,11 @@ def test_indices_outside_the_past_count_as_absent() -> None:
     own = torch.arange(37, device=DEVICE)[:, None, None] // 8
     strange = torch.tensor([1000, -7, 2**31 - 1, 5], dtype=torch.int32, device=DEVICE)
     wild = torch.where((indices == -1) & ((strange > own) | (strange < 0)), strange, wild)
-    placement = Placement(max_query_count=37, max_key_count=37)
     backend = TritonBackend(operation=Operation.SLC)
 
     def run(chosen: Tensor) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
-        out, lse = backend(*leaves, chosen, geometry=SMALL, scale=0.3, placement=placement)
+        out, lse = backend(Queries(leaves[0], 37), Keys(*leaves[1:], 37), chosen, geometry=SMALL, scale=0.3)
         return [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
 
     assert not torch.equal(wild, indices)
@@ -244,7 +243,9 @@ def test_a_block_that_stands_twice_counts_once() -> None:
 def attend_and_differentiate(inputs: Inputs, indices: Tensor, geometry: BlockGeometry) -> list[Tensor]:
     """Return out and the gradients of q, k and v, past what refuses odd choices."""
     leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
-    out = selected.selected_attention(*leaves, indices, geometry, 0.3, Placement(0, 0)).out
+    length = indices.shape[1]
+    operands = Queries(leaves[0], length), Keys(*leaves[1:], length), indices
+    out = selected.selected_attention(*operands, geometry=geometry, scale=0.3).out
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from nsa_core.backends.base import Placement
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import policy
 
@@ -20,12 +20,11 @@ R = TypeVar("R")
 
 
 def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
-    """Return the body of an op with the device of its first tensor as the current one: launches go there."""
+    """Return the body of an op with the device of its queries as the current one: launches go there."""
 
     @wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        assert isinstance(first, Tensor)
+        first = next(x for x in args if isinstance(x, Queries)).q
         if not first.is_cuda:
             return body(*args, **kwargs)
         with torch.cuda.device(first.device):
@@ -85,12 +84,6 @@ def cdiv(total: int, size: int) -> int:
 def next_power_of_2(number: int) -> int:
     """Return the smallest power of two that is at least `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()
-
-
-@cache
-def geometry_of(*numbers: int) -> BlockGeometry:
-    """Return the geometry of an op's numbers, those of `BlockGeometry.as_tuple`; to make one is to check it."""
-    return BlockGeometry(*numbers)
 
 
 def num_multiprocessors(x: Tensor) -> int:
@@ -161,6 +154,18 @@ def exact_out(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(shape, dtype=torch.float32)
 
 
+class ExactOut(NamedTuple):
+    """What the backward pass of one branch reads beside its results."""
+
+    out: Tensor
+    """That of `exact_out`."""
+
+    @classmethod
+    def like(cls, queries: Queries, keys: Keys, *_choice: Tensor, geometry: BlockGeometry) -> "ExactOut":
+        """Return it, uninitialised."""
+        return cls(exact_out(queries.q, keys.v))
+
+
 def partial_dtype(q: Tensor, head_dim: int) -> torch.dtype:
     """Return the dtype of partial results of `head_dim` columns."""
     return torch.float32 if head_dim <= policy.WIDEST_EXACT else q.dtype
@@ -174,27 +179,40 @@ def optional(x: Tensor) -> Tensor | None:
 class Sequences(NamedTuple):
     """Where rows and keys lie, as kernels take it. Nothing here was read on the host."""
 
-    placement: Placement
     batch: int
     num_queries: int
-    cu_keys: Tensor | None
+    cu_seqlens: Tensor | None = None
+    """Packed: int32 (N + 1,), where each sequence's queries begin."""
+    cu_keys: Tensor | None = None
     """Packed: int32 (N + 1,), where each sequence's keys begin."""
+    start: Tensor | None = None
+    """Cached: int32 (N,), the position of each sequence's first query, counted from the first row of its keys."""
+    count: Tensor | None = None  # type: ignore[assignment]
+    """Cached: int32 (N,), the queries of each sequence that count; None: all."""
+
+    @classmethod
+    def of(cls, queries: Queries, keys: Keys) -> "Sequences":
+        """Return where the rows of `queries` and of `keys` lie: keys in order, at no position below 0, a row for each."""
+        start = queries.start
+        if start is not None and keys.first is not None:
+            # kernels compare positions with rows of keys, so both count from the first row
+            start = start - keys.first
+        return cls(queries.q.shape[0], queries.q.shape[1], queries.cu_seqlens, keys.cu_seqlens, start, queries.count)
 
     @property
     def is_packed(self) -> bool:
         """Return True where the sequences lie in one row."""
-        return self.placement.cu_seqlens is not None
+        return self.cu_seqlens is not None
 
     @property
     def is_cached(self) -> bool:
-        """Return True where queries stand at query_start in keys that hold the whole sequence."""
-        return self.placement.query_start is not None
+        """Return True where queries stand at positions of their own among keys that were there before."""
+        return self.start is not None
 
     @property
     def num_sequences(self) -> int:
         """Return the number of sequences."""
-        cu_seqlens = self.placement.cu_seqlens
-        return self.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return self.batch if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def search_steps(self) -> int:
@@ -211,7 +229,7 @@ class Sequences(NamedTuple):
         num_tiles = -(-length * per_unit // block)
         if not self.is_packed:
             return Tiling(None, num_tiles, self.batch)
-        starts = self.cu_keys if of_keys else self.placement.cu_seqlens
+        starts = self.cu_keys if of_keys else self.cu_seqlens
         assert starts is not None
         lengths = starts.diff() if limit is None else starts.diff().clamp(max=limit)
         tiles = torch.div(lengths * per_unit + (block - 1), block, rounding_mode="floor")
@@ -220,8 +238,7 @@ class Sequences(NamedTuple):
 
     def arguments(self, tiling: "Tiling") -> tuple[Any, ...]:
         """Return what tells a kernel where rows and keys lie, in the kernels' order."""
-        placement = self.placement
-        return placement.cu_seqlens, self.cu_keys, tiling.cu_tiles, placement.query_start, placement.query_count
+        return self.cu_seqlens, self.cu_keys, tiling.cu_tiles, self.start, self.count
 
 
 class Tiling(NamedTuple):

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 from attrs import frozen
 
-from nsa_core import BranchRequest, Capability, Layout, Operation, Reason
+from nsa_core import BranchRequest, Capability, Operation, Reason
 
 CAPABILITY = Capability(
     device_types=("cuda", "cpu"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
-    layouts=(Layout.DENSE, Layout.PACKED, Layout.CACHED),
     max_head_dim=256,
 )
 OLDEST = (8, 0)
@@ -285,7 +284,10 @@ def _installed() -> str | None:
 
 def notes_on(request: BranchRequest) -> tuple[str, ...]:
     """Return notes on how the kernels serve `request`: why those for compute capability 9.0 are off, where they are."""
-    is_theirs = request.device_type == "cuda" and request.compute_capability == RING_CAPABILITY and request.dtype.itemsize == 2
+    has_kernels = request.operation is not Operation.CHOOSE
+    is_theirs = (
+        has_kernels and request.device_type == "cuda" and request.compute_capability == RING_CAPABILITY and request.dtype.itemsize == 2
+    )
     has_ring = is_theirs and any(_ring(kind, request.head_dim_qk, request.head_dim_v) for kind in RINGS)
     return (without_gluon(),) if has_ring and not has_gluon() else ()
 

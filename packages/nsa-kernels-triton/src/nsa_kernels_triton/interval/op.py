@@ -1,21 +1,24 @@
-"""Custom ops of attention over an interval of keys, and the compressed and sliding operations made of them."""
+"""Attention over an interval of keys, and the compressed and sliding operations made of it."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_core.backends.base import BranchOutput, Placement
+from nsa_core.backends.base import Keys, Operation, Queries
+from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import kernels
 from nsa_kernels_triton.launch import (
+    ExactOut,
     Sequences,
     beside,
     cdiv,
     coarse_factor,
     exact_out,
-    geometry_of,
     is_exact,
     join,
     next_power_of_2,
@@ -36,110 +39,62 @@ MAX_SPLITS = 16
 MIN_SPLIT_QUERIES = 256
 
 
-def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, geometry: BlockGeometry, scale: float, placement: Placement
-) -> BranchOutput:
-    """Return the attention of each query over the compressed blocks in its past (Eq. 7, 8)."""
-    return _attend(q, k_cmp, v_cmp, False, geometry, scale, placement, placement.cu_blocks)
-
-
-def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, scale: float, placement: Placement) -> BranchOutput:
-    """Return the attention of query t over the tokens t - w < s <= t."""
-    return _attend(q, k, v, True, geometry, scale, placement, placement.cu_seqlens)
-
-
+@on_its_device
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, placement: Placement, cu_keys: Tensor | None
-) -> BranchOutput:
-    placed = (placement.cu_seqlens, cu_keys, placement.query_start, placement.query_count)
-    out, lse, _exact = interval_attention(q, k, v, is_window, list(geometry.as_tuple()), scale, *placed)
-    return BranchOutput(out, lse)
+    queries: Queries, keys: Keys, *, is_window: bool, geometry: BlockGeometry, scale: float, needs_grad: bool
+) -> tuple[Tensor, ...]:
+    out, lse, exact = forward(queries.q, keys.k, keys.v, is_window, geometry, scale, Sequences.of(queries, keys))
+    return out, lse, exact if needs_grad else exact.new_empty(0)
 
 
-@torch.library.custom_op("nsa_triton::interval_attention", mutates_args=())
 @on_its_device
-def interval_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def _differentiate(
+    grads: tuple[Tensor | None, Tensor | None],
+    results: Sequence[Tensor],
+    queries: Queries,
+    keys: Keys,
+    *,
     is_window: bool,
-    geometry: list[int],
+    geometry: BlockGeometry,
     scale: float,
-    cu_seqlens: Tensor | None,
-    cu_keys: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
-    sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
-    return forward(q, k, v, is_window, geometry_of(*geometry), scale, sequences)
-
-
-@interval_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32), exact_out(q, v)
-
-
-@torch.library.custom_op("nsa_triton::interval_attention_backward", mutates_args=())
-@on_its_device
-def interval_attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_window: bool,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    cu_keys: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
-    sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
-    dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    delta, shift, extremes = row_deltas(out, lse, dout, dlse, v)
-    operands = Operands(dout, delta, dlse, shift, extremes, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences)
+    q, k, v = queries.q.contiguous(), keys.k.contiguous(), keys.v.contiguous()
+    dout, dlse, delta, shift, extremes = deltas_of(grads, results, v)
+    sequences = Sequences.of(queries, keys)
+    operands = Operands(dout, delta, dlse, shift, extremes, q, k, v, None, -1, is_window, geometry, scale, sequences)
     gradients = backward(operands)
     if not operands.is_empty:
         join(q)
     return gradients
 
 
-@interval_attention_backward.register_fake
-def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+compressed_attention = attention_op(
+    "nsa_triton::cmp",
+    partial(_attend, is_window=False),
+    partial(_differentiate, is_window=False),
+    operation=Operation.CMP,
+    saves=ExactOut,
+)
+"""Attention of each query over the compressed blocks in its past (Eq. 7, 8)."""
+
+sliding_window_attention = attention_op(
+    "nsa_triton::win",
+    partial(_attend, is_window=True),
+    partial(_differentiate, is_window=True),
+    operation=Operation.WIN,
+    saves=ExactOut,
+)
+"""Attention of query t over the tokens t - w < s <= t."""
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, is_window, geometry, scale, *placed = inputs
-    ctx.set_materialize_grads(False)
-    out, lse, exact = output
-    ctx.mark_non_differentiable(exact)
-    ctx.save_for_backward(q, k, v, exact if exact.numel() else out, lse, *placed)
-    ctx.constants = (is_window, geometry, scale)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dexact: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *placed = ctx.saved_tensors
-    dout = q.new_zeros(out.shape) if dout is None else dout
-    return *interval_attention_backward(dout, dlse, out, lse, q, k, v, *ctx.constants, *placed), *[None] * 7
-
-
-interval_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _sequences(
-    q: Tensor, cu_seqlens: Tensor | None, cu_keys: Tensor | None, query_start: Tensor | None, query_count: Tensor | None
-) -> Sequences:
-    placement = Placement(0, 0, cu_seqlens=cu_seqlens, query_start=query_start, query_count=query_count)
-    return Sequences(placement, q.shape[0], q.shape[1], cu_keys)
+def deltas_of(
+    grads: tuple[Tensor | None, Tensor | None], results: Sequence[Tensor], v: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Return dout, dlse, and `row_deltas` of the results out, lse and exact out of one branch; v must be contiguous."""
+    (dout, dlse), (out, lse, exact) = grads, results
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    return dout, dlse, *row_deltas(exact if exact.numel() else out, lse, dout, dlse, v)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> dict[str, Any]:
@@ -172,7 +127,7 @@ def _sizes(is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> di
 def forward(
     q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse and the exact out; see `interval_attention`."""
+    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     exact = exact_out(q, v)

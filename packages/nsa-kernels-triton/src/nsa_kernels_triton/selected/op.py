@@ -1,22 +1,24 @@
-"""Custom ops of attention over chosen blocks."""
+"""Attention over chosen blocks."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
-from nsa_core.backends.base import BranchOutput, Placement
+from nsa_core.backends.base import Keys, Operation, Queries
+from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.launch import (
+    ExactOut,
     Sequences,
     beside,
     cdiv,
     coarse_factor,
     exact_out,
-    geometry_of,
     is_exact,
     join,
     next_power_of_2,
@@ -33,88 +35,32 @@ from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
 
 
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, geometry: BlockGeometry, scale: float, placement: Placement
-) -> BranchOutput:
-    """Return the attention of each query over the tokens s <= t of its chosen blocks (Eq. 12)."""
-    placed = (placement.cu_seqlens, placement.query_start, placement.query_count)
-    out, lse, _exact = triton_selected_attention(q, k, v, block_indices, list(geometry.as_tuple()), scale, *placed)
-    return BranchOutput(out, lse)
-
-
-@torch.library.custom_op("nsa_triton::selected_attention", mutates_args=())
 @on_its_device
-def triton_selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
-    sequences = _sequences(q, cu_seqlens, query_start, query_count)
-    return forward(q, k, v, block_indices, geometry_of(*geometry), scale, sequences)[:3]
+def _attend(
+    queries: Queries, slc: Keys, block_indices: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool
+) -> tuple[Tensor, ...]:
+    out, lse, exact, _ = forward(queries.q, slc.k, slc.v, block_indices, geometry, scale, Sequences.of(queries, slc))
+    return out, lse, exact if needs_grad else exact.new_empty(0)
 
 
-@triton_selected_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32), exact_out(q, v)
-
-
-@torch.library.custom_op("nsa_triton::selected_attention_backward", mutates_args=())
 @on_its_device
-def triton_selected_attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def _differentiate(
+    grads: tuple[Tensor | None, Tensor | None],
+    results: Sequence[Tensor],
+    queries: Queries,
+    slc: Keys,
     block_indices: Tensor,
-    geometry: list[int],
+    *,
+    geometry: BlockGeometry,
     scale: float,
-    cu_seqlens: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
-    sequences = _sequences(q, cu_seqlens, query_start, query_count)
-    dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    v = v.contiguous()
-    delta, shift, extremes = interval.row_deltas(out, lse, dout, dlse, v)
-    return backward(dout, delta, shift, extremes, q, k, v, block_indices, None, None, geometry_of(*geometry), scale, sequences)
+    v, sequences = slc.v.contiguous(), Sequences.of(queries, slc)
+    dout, _, delta, shift, extremes = interval.deltas_of(grads, results, v)
+    return backward(dout, delta, shift, extremes, queries.q, slc.k, v, block_indices, None, None, geometry, scale, sequences)
 
 
-@triton_selected_attention_backward.register_fake
-def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, block_indices, geometry, scale, *placed = inputs
-    ctx.set_materialize_grads(False)
-    out, lse, exact = output
-    ctx.mark_non_differentiable(exact)
-    ctx.save_for_backward(q, k, v, block_indices, exact if exact.numel() else out, lse, *placed)
-    ctx.constants = (geometry, scale)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dexact: None) -> tuple[Tensor | None, ...]:
-    q, k, v, block_indices, out, lse, *placed = ctx.saved_tensors
-    dout = q.new_zeros(out.shape) if dout is None else dout
-    gradients = triton_selected_attention_backward(dout, dlse, out, lse, q, k, v, block_indices, *ctx.constants, *placed)
-    return *gradients, *[None] * 6
-
-
-triton_selected_attention.register_autograd(_backward, setup_context=_setup_context)
-
+selected_attention = attention_op("nsa_triton::slc", _attend, _differentiate, operation=Operation.SLC, saves=ExactOut)
+"""Attention of each query over the tokens s <= t of its chosen blocks (Eq. 12)."""
 
 GATE = 1
 """The selected branch's place among the gates."""
@@ -126,11 +72,6 @@ class Others(NamedTuple):
     cmp: Tensor
     win: Tensor
     gates: Tensor
-
-
-def _sequences(q: Tensor, cu_seqlens: Tensor | None, query_start: Tensor | None, query_count: Tensor | None) -> Sequences:
-    placement = Placement(0, 0, cu_seqlens=cu_seqlens, query_start=query_start, query_count=query_count)
-    return Sequences(placement, q.shape[0], q.shape[1], cu_seqlens)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, index: Index) -> dict[str, Any]:
