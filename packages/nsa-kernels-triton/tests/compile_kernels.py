@@ -129,8 +129,8 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
     driver.set_active(Target(target))
     tiles = policy.tiles
     policy.tiles = lambda kind, _capability, *sizes: tiles(kind, target, *sizes)
-    ring = policy.ring
-    policy.ring = lambda kind, _capability, *sizes: ring(kind, target, *sizes)
+    pipeline = policy.pipeline
+    policy.pipeline = lambda kind, _capability, *sizes: pipeline(kind, target, *sizes)
     compiler = Compiler()
     compiler.install()
     for name in names or CASES:

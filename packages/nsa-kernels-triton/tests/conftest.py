@@ -65,7 +65,7 @@ def check_late_stream(monkeypatch, simulator):
         in_order = evaluate()
         stream = beside_this_file("late_stream").LateStream()
         for module in [module for name, module in sys.modules.items() if name.startswith("nsa_kernels_triton.")]:
-            for name in ("beside", "join"):
+            for name in ("fork_stream", "join_stream"):
                 if getattr(module, name, None) is getattr(launch, name) and module is not launch:
                     monkeypatch.setattr(module, name, getattr(stream, name))
         for kind in (CachedLaunch, simulator.Simulated):

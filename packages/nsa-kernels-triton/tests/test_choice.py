@@ -9,9 +9,9 @@ from torch.nn.functional import pad
 
 from nsa_core import BlockGeometry, Operation
 from nsa_core.reference.choose import choose
+from nsa_kernels_triton.choice import kernels
 from nsa_kernels_triton.launch import next_power_of_2
 from nsa_kernels_triton.plugin import TritonBackend
-from nsa_kernels_triton.select import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE = 16

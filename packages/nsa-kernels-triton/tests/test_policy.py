@@ -215,9 +215,9 @@ def known_triton(monkeypatch):
 
 
 @pytest.mark.usefixtures("known_triton")
-@pytest.mark.parametrize("kind", policy.RINGS)
+@pytest.mark.parametrize("kind", policy.PIPELINES)
 def test_rings_are_for_half_precision_on_capability_9_0(kind):
-    assert policy.ring(kind, (9, 0), 128, 128, 2) is not None
+    assert policy.pipeline(kind, (9, 0), 128, 128, 2) is not None
     for capability, head_dim_qk, head_dim_v, itemsize in (
         (None, 128, 128, 2),
         ((8, 0), 128, 128, 2),
@@ -229,19 +229,19 @@ def test_rings_are_for_half_precision_on_capability_9_0(kind):
         ((9, 0), 200, 128, 2),
         ((9, 0), 256, 256, 2),
     ):
-        assert policy.ring(kind, capability, head_dim_qk, head_dim_v, itemsize) is None
+        assert policy.pipeline(kind, capability, head_dim_qk, head_dim_v, itemsize) is None
 
 
 @pytest.mark.usefixtures("known_triton")
-@pytest.mark.parametrize("kind", sorted(policy.RINGS.keys() - {"scores"}))
+@pytest.mark.parametrize("kind", sorted(policy.PIPELINES.keys() - {"scores"}))
 def test_values_are_refused_for_their_own_sake(kind):
     for head_dim_qk, head_dim_v in ((128, 32), (128, 84), (192, 200), (192, 256), (64, 72), (128, 136)):
-        assert policy.ring(kind, (9, 0), head_dim_qk, head_dim_v, 2) is None
+        assert policy.pipeline(kind, (9, 0), head_dim_qk, head_dim_v, 2) is None
 
 
 @pytest.mark.usefixtures("known_triton")
 def test_scores_of_narrow_heads_have_no_ring():
-    assert policy.ring("scores", (9, 0), 64, 128, 2) is None
+    assert policy.pipeline("scores", (9, 0), 64, 128, 2) is None
 
 
 @pytest.mark.usefixtures("known_triton")
@@ -250,22 +250,22 @@ def test_scores_of_narrow_heads_have_no_ring():
     [(40, (64, 0)), (64, (64, 0)), (72, (128, 0)), (96, (128, 0)), (136, (128, 64)), (192, (128, 64))],
 )
 def test_heads_between_the_rings_take_the_next_one(head_dim, parts):
-    assert policy.ring_parts(head_dim) == parts
-    assert policy.ring("window_forward", (9, 0), head_dim, 40, 2) is policy.RINGS["window_forward"][sum(parts)]
+    assert policy.pipeline_parts(head_dim) == parts
+    assert policy.pipeline("window_forward", (9, 0), head_dim, 40, 2) is policy.PIPELINES["window_forward"][sum(parts)]
 
 
 @pytest.mark.usefixtures("known_triton")
 def test_values_fit_the_place_of_the_first_columns_of_q():
-    assert policy.ring("window_forward", (9, 0), 80, 96, 2) is policy.RINGS["window_forward"][128]
-    assert policy.ring("window_forward", (9, 0), 64, 72, 2) is None
+    assert policy.pipeline("window_forward", (9, 0), 80, 96, 2) is policy.PIPELINES["window_forward"][128]
+    assert policy.pipeline("window_forward", (9, 0), 64, 72, 2) is None
 
 
 @pytest.mark.usefixtures("known_triton")
 def test_values_in_two_parts_have_rings_of_their_own():
-    for kind in policy.RINGS:
-        wide = policy.RINGS[kind][192] if kind == "scores" else policy.WIDE_RINGS.get(kind)
-        assert policy.ring(kind, (9, 0), 192, 136, 2) is wide
-        assert policy.ring(kind, (9, 0), 128, 136, 2) is (policy.RINGS[kind][128] if kind == "scores" else None)
+    for kind in policy.PIPELINES:
+        wide = policy.PIPELINES[kind][192] if kind == "scores" else policy.WIDE_PIPELINES.get(kind)
+        assert policy.pipeline(kind, (9, 0), 192, 136, 2) is wide
+        assert policy.pipeline(kind, (9, 0), 128, 136, 2) is (policy.PIPELINES[kind][128] if kind == "scores" else None)
 
 
 @pytest.fixture
@@ -282,16 +282,16 @@ def unknown_triton(monkeypatch):
 @pytest.mark.usefixtures("unknown_triton")
 def test_an_unknown_triton_leaves_the_portable_kernels_with_one_warning():
     with pytest.warns(UserWarning, match="capability 9.0 are off: Triton 3.99.0 is installed, and they need 3.6 or 3.7"):
-        assert policy.ring("window_forward", (9, 0), 128, 128, 2) is None
+        assert policy.pipeline("window_forward", (9, 0), 128, 128, 2) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert policy.ring("interval_dq", (9, 0), 128, 128, 2) is None
+        assert policy.pipeline("interval_dq", (9, 0), 128, 128, 2) is None
 
 
 @pytest.mark.usefixtures("unknown_triton")
 def test_nobody_is_warned_of_kernels_that_would_not_run_anyway(recwarn):
     for capability, head_dim, itemsize in (((8, 0), 128, 2), ((9, 0), 128, 4), ((9, 0), 32, 2), (None, 128, 2)):
-        assert policy.ring("window_forward", capability, head_dim, head_dim, itemsize) is None
+        assert policy.pipeline("window_forward", capability, head_dim, head_dim, itemsize) is None
     assert not recwarn
 
 
@@ -316,29 +316,29 @@ def test_routing_has_nothing_to_add_where_the_kernels_of_9_0_are_on(monkeypatch)
     assert not any(candidate.notes for candidate in explain_routing(gpu(9, 0, operation="nsa")).candidates)
 
 
-@pytest.mark.parametrize("kind", policy.RINGS)
+@pytest.mark.parametrize("kind", policy.PIPELINES)
 def test_computing_and_loading_threads_share_the_registers_of_a_program(kind):
-    for ring in (*policy.RINGS[kind].values(), *(wide for name, wide in policy.WIDE_RINGS.items() if name == kind)):
+    for pipeline in (*policy.PIPELINES[kind].values(), *(wide for name, wide in policy.WIDE_PIPELINES.items() if name == kind)):
         # setmaxnreg takes multiples of 8 from 24 to 256
-        assert ring.loader_registers % 8 == 0
-        assert 24 <= ring.loader_registers <= 128
-        if ring.num_programs == 1 or not kind.startswith("selected"):
-            options = options_of_one(ring)
+        assert pipeline.loader_registers % 8 == 0
+        assert 24 <= pipeline.loader_registers <= 128
+        if pipeline.num_programs == 1 or not kind.startswith("selected"):
+            options = options_of_one(pipeline)
             assert options["PART_REGISTERS"] % 8 == 0
-            assert 128 * (ring.num_parts * options["PART_REGISTERS"] + ring.loader_registers) <= 2**16
-            assert 128 * (ring.num_parts + 1) * options["maxnreg"] <= 2**16
+            assert 128 * (pipeline.num_parts * options["PART_REGISTERS"] + pipeline.loader_registers) <= 2**16
+            assert 128 * (pipeline.num_parts + 1) * options["maxnreg"] <= 2**16
 
 
 @pytest.mark.parametrize("kind", ["compressed_forward", "window_forward", "interval_dq", "scores"])
 def test_four_warps_compute_64_rows(kind):
-    for ring in (*policy.RINGS[kind].values(), *(wide for name, wide in policy.WIDE_RINGS.items() if name == kind)):
-        assert ring.block_rows == 64 * ring.num_parts
+    for pipeline in (*policy.PIPELINES[kind].values(), *(wide for name, wide in policy.WIDE_PIPELINES.items() if name == kind)):
+        assert pipeline.block_rows == 64 * pipeline.num_parts
 
 
 def test_a_tensor_that_starts_off_16_bytes_goes_to_the_portable_kernel(monkeypatch):
-    monkeypatch.setattr(policy, "ring", lambda *request: request)
+    monkeypatch.setattr(policy, "pipeline", lambda *request: request)
     rows = torch.zeros(2 * 64 + 8, dtype=torch.bfloat16)
     aligned, odd = (rows[offset : offset + 128].view(1, 1, 2, 64) for offset in (0, 1))
-    assert launch.ring_for("window_forward", aligned, aligned, aligned) is not None
+    assert launch.pipeline_for("window_forward", aligned, aligned, aligned) is not None
     for tensors in ((odd, aligned, aligned), (aligned, odd, aligned), (aligned, aligned, odd)):
-        assert launch.ring_for("window_forward", *tensors) is None
+        assert launch.pipeline_for("window_forward", *tensors) is None

@@ -60,11 +60,11 @@ def gpu(monkeypatch):
 
 
 def test_the_second_stream_waits_for_the_current_one_and_a_join_the_other_way_round(gpu):
-    with launch.beside(gpu.x):
+    with launch.fork_stream(gpu.x):
         assert gpu.current.name == "second 1"
         assert gpu.waits == ["second 1 for first"]
     assert gpu.current.name == "first"
-    launch.join(gpu.x)
+    launch.join_stream(gpu.x)
     assert gpu.waits == ["second 1 for first", "first for second 1"]
 
 
@@ -72,7 +72,7 @@ def test_every_stream_has_a_second_one_of_its_own(gpu):
     for name in ("another", "first"):
         gpu.current = Stream(gpu.waits, name)
         for _ in range(2):
-            with launch.beside(gpu.x):
+            with launch.fork_stream(gpu.x):
                 pass
     assert gpu.waits == ["second 1 for another"] * 2 + ["second 2 for first"] * 2
 
@@ -80,7 +80,7 @@ def test_every_stream_has_a_second_one_of_its_own(gpu):
 def test_an_op_that_fails_joins(gpu):
     @launch.on_its_device
     def fails(queries):
-        with launch.beside(queries.q):
+        with launch.fork_stream(queries.q):
             pass
         raise MemoryError
 
@@ -107,9 +107,9 @@ def test_an_op_that_does_not_fail_waits_for_nothing_by_itself(gpu):
 
 def test_on_a_cpu_there_is_one_order():
     x = torch.zeros(1)
-    with launch.beside(x):
+    with launch.fork_stream(x):
         x += 1
-    launch.join(x)
+    launch.join_stream(x)
     assert launch.on_its_device(lambda queries: queries.q + 1)(Queries(x, 1)).item() == 2
 
 

@@ -252,16 +252,16 @@ def attend_and_differentiate(inputs: Inputs, indices: Tensor, geometry: BlockGeo
 @pytest.fixture
 def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut work as finely as only huge inputs are cut: chunks of 32 rows, items of 16 or 3, scores of a few, splits of 8 queries."""
+    from nsa_kernels_triton.choice import op as choice
     from nsa_kernels_triton.interval import op as interval
-    from nsa_kernels_triton.select import op as select
     from nsa_kernels_triton.selected import index
 
     monkeypatch.setattr(index, "CHUNK_BYTES", 1)
     monkeypatch.setattr(selected, "FORWARD_ITEM_ROWS", 16)
     # so few that a list's items end at different keys of its block
     monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 3)
-    monkeypatch.setattr(select, "SCORE_BYTES", 500)
-    monkeypatch.setattr(select, "SEARCHED_BLOCKS", 1)
+    monkeypatch.setattr(choice, "SCORE_BYTES", 500)
+    monkeypatch.setattr(choice, "SEARCHED_BLOCKS", 1)
     monkeypatch.setattr(interval, "MIN_SPLIT_QUERIES", 8)
 
 

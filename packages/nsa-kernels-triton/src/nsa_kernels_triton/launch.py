@@ -31,21 +31,21 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
             try:
                 return body(*args, **kwargs)
             except BaseException:
-                # what runs beside may still use what is given back here; a capture joins what it has forked, and nothing else
-                with beside(first):
+                # the second stream may still use what is freed here; a capture joins what it has forked, and nothing else
+                with fork_stream(first):
                     pass
-                join(first)
+                join_stream(first)
                 raise
 
     return run
 
 
 @contextmanager
-def beside(x: Tensor) -> Iterator[None]:
-    """Launch on a second stream what may run beside all that the current stream, of x's device, is given from here to `join`.
+def fork_stream(x: Tensor) -> Iterator[None]:
+    """Launch on a second stream of x's device, concurrently with what the current stream is given until `join_stream`.
 
-    It starts after what the current stream was given before. What it reads and writes was made there, and is not given back before
-    `join`; memory that is taken inside is the second stream's own, and nothing else reads it.
+    The second stream waits for all earlier work of the current one. The caller keeps the tensors that it reads and writes until
+    `join_stream`; memory that is allocated inside belongs to the second stream, and nothing else reads it.
     """
     if not x.is_cuda:
         yield
@@ -57,8 +57,8 @@ def beside(x: Tensor) -> Iterator[None]:
         yield
 
 
-def join(x: Tensor) -> None:
-    """Let the current stream wait for what was launched `beside` it, once something was: a CUDA graph takes no other join."""
+def join_stream(x: Tensor) -> None:
+    """Let the current stream wait for the second one. Call it after `fork_stream` only: a CUDA graph takes no other join."""
     if x.is_cuda:
         current = torch.cuda.current_stream()
         current.wait_stream(second_stream(current))
@@ -68,7 +68,7 @@ _SECOND_STREAMS: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Return the stream of what runs `beside` others on `current`, always the same: one of torch's pool of 32.
+    """Return the second stream of `current`, always the same: one of torch's pool of 32.
 
     Where a program has so many streams that they share, they wait for each other, and results stay right.
     """
@@ -107,14 +107,14 @@ def tiles_for(kind: str, q: Tensor, head_dim_qk: int, head_dim_v: int) -> policy
     return policy.tiles(kind, _capability(q), head_dim_qk, head_dim_v, q.element_size())
 
 
-def ring_for(kind: str, q: Tensor, v: Tensor, *others: Tensor) -> policy.Ring | None:
-    """Return the ring of a kernel that is written for q's device; None where the portable one serves.
+def pipeline_for(kind: str, q: Tensor, v: Tensor, *others: Tensor) -> policy.PipelineConfig | None:
+    """Return the pipeline of a kernel that is written for q's device; None where the portable one serves.
 
     It does for a tensor, one of `others` included, that does not start at 16 bytes: rows are copied in pieces of up to 16.
     """
     if any(x.data_ptr() % policy.COPIED_BYTES for x in (q, v, *others)):
         return None
-    return policy.ring(kind, _capability(q), q.shape[3], v.shape[3], q.element_size())
+    return policy.pipeline(kind, _capability(q), q.shape[3], v.shape[3], q.element_size())
 
 
 def queries_of_whole_tiles(block_rows: int, heads_per_group: int) -> int:

@@ -48,7 +48,7 @@ def _compute_of(operation: Operation) -> Callable[..., Any]:
 
         return compressed_attention
     if operation is Operation.SELECT:
-        from nsa_kernels_triton.select.op import select_blocks
+        from nsa_kernels_triton.choice.op import select_blocks
 
         return select_blocks
     if operation is Operation.SLC:
@@ -60,7 +60,7 @@ def _compute_of(operation: Operation) -> Callable[..., Any]:
 
         return sliding_window_attention
     if operation is Operation.CHOOSE:
-        from nsa_kernels_triton.select.op import choose
+        from nsa_kernels_triton.choice.op import choose
 
         return choose
     from nsa_kernels_triton.fused.op import nsa_attention

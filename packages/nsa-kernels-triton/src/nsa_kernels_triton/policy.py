@@ -184,43 +184,67 @@ class Parts(NamedTuple):
 
 
 @frozen
-class Ring:
-    """How a kernel of `hopper` cuts its work: four warps load tiles into a ring, and four to sixteen compute."""
+class PipelineConfig:
+    """The pipeline of a kernel of `hopper`: a producer warpgroup loads tiles into a ring buffer, one to four consumer warpgroups compute."""
 
     block_rows: int
     """Rows of q in a tile: queries times the heads of their group."""
     block_keys: int
     num_stages: int
-    """Tiles in the ring."""
+    """Tiles in the ring buffer."""
     loader_registers: int
-    """Registers of a loading thread; computing ones share what is left."""
+    """Registers of a producer thread; consumer threads share what is left."""
     num_parts: int = 2
     """Of a tile's rows, or of its keys for dK and dV, each computed by four warps; of the selected kernels, the wide backward has two."""
     num_programs: int = 2
     """To a multiprocessor; read for the selected kernels alone, for of the others one program fills it."""
 
 
-# measured on an H200, at 32,768 tokens; kind -> columns of q's tiles -> ring
-RINGS: dict[str, dict[int, Ring]] = {
-    "compressed_forward": {64: Ring(192, 128, 4, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
-    "window_forward": {64: Ring(128, 128, 4, 40), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
-    "shared_forward": {64: Ring(192, 64, 4, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
-    "interval_dq": {64: Ring(192, 64, 3, 32, num_parts=3), 128: Ring(192, 64, 3, 32, num_parts=3), 192: Ring(128, 64, 3, 40)},
-    "interval_dkdv": {64: Ring(64, 128, 8, 40), 128: Ring(64, 128, 4, 24), 192: Ring(32, 128, 6, 40)},
-    "scores": {128: Ring(256, 64, 4, 32, num_parts=4), 192: Ring(256, 64, 3, 32, num_parts=4)},
-    "selected_forward": {64: Ring(64, 64, 4, 40, num_programs=3), 128: Ring(64, 64, 4, 56), 192: Ring(64, 64, 2, 56)},
-    "selected_backward": {64: Ring(64, 64, 3, 40), 128: Ring(32, 64, 4, 40), 192: Ring(64, 64, 3, 56, num_programs=1)},
+# measured on an H200, at 32,768 tokens; kind -> columns of q's tiles -> pipeline
+PIPELINES: dict[str, dict[int, PipelineConfig]] = {
+    "compressed_forward": {
+        64: PipelineConfig(192, 128, 4, 32, num_parts=3),
+        128: PipelineConfig(192, 64, 3, 32, num_parts=3),
+        192: PipelineConfig(128, 64, 3, 40),
+    },
+    "window_forward": {
+        64: PipelineConfig(128, 128, 4, 40),
+        128: PipelineConfig(192, 64, 3, 32, num_parts=3),
+        192: PipelineConfig(128, 64, 3, 40),
+    },
+    "shared_forward": {
+        64: PipelineConfig(192, 64, 4, 32, num_parts=3),
+        128: PipelineConfig(192, 64, 3, 32, num_parts=3),
+        192: PipelineConfig(128, 64, 3, 40),
+    },
+    "interval_dq": {
+        64: PipelineConfig(192, 64, 3, 32, num_parts=3),
+        128: PipelineConfig(192, 64, 3, 32, num_parts=3),
+        192: PipelineConfig(128, 64, 3, 40),
+    },
+    "interval_dkdv": {64: PipelineConfig(64, 128, 8, 40), 128: PipelineConfig(64, 128, 4, 24), 192: PipelineConfig(32, 128, 6, 40)},
+    "scores": {128: PipelineConfig(256, 64, 4, 32, num_parts=4), 192: PipelineConfig(256, 64, 3, 32, num_parts=4)},
+    "selected_forward": {
+        64: PipelineConfig(64, 64, 4, 40, num_programs=3),
+        128: PipelineConfig(64, 64, 4, 56),
+        192: PipelineConfig(64, 64, 2, 56),
+    },
+    "selected_backward": {
+        64: PipelineConfig(64, 64, 3, 40),
+        128: PipelineConfig(32, 64, 4, 40),
+        192: PipelineConfig(64, 64, 3, 56, num_programs=1),
+    },
 }
 # values in two parts as well as q
-WIDE_RINGS: dict[str, Ring] = {
-    "compressed_forward": Ring(128, 64, 2, 40),
-    "window_forward": Ring(128, 64, 2, 40),
-    "shared_forward": Ring(128, 64, 2, 40),
-    "interval_dq": Ring(128, 64, 2, 40),
-    "selected_forward": Ring(64, 64, 2, 56),
+WIDE_PIPELINES: dict[str, PipelineConfig] = {
+    "compressed_forward": PipelineConfig(128, 64, 2, 40),
+    "window_forward": PipelineConfig(128, 64, 2, 40),
+    "shared_forward": PipelineConfig(128, 64, 2, 40),
+    "interval_dq": PipelineConfig(128, 64, 2, 40),
+    "selected_forward": PipelineConfig(64, 64, 2, 56),
 }
-RING_CAPABILITY = (9, 0)
-WIDEST_RING = 192
+PIPELINE_CAPABILITY = (9, 0)
+WIDEST_PIPELINE = 192
 COPIED_BYTES = 16
 """What one instruction of the loading warps copies, at most: rows start there."""
 WIDEST_EXACT = 32
@@ -230,12 +254,12 @@ dO . O over few columns does not average the rounding of O, and at these widths 
 """
 
 
-def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> Ring | None:
-    """Return the ring of a kernel of `kind` that is written for `capability`; None where the portable one serves.
+def pipeline(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_dim_v: int, itemsize: int) -> PipelineConfig | None:
+    """Return the pipeline of a kernel of `kind` that is written for `capability`; None where the portable one serves.
 
     Warns once where only the installed Triton keeps it off.
     """
-    found = _ring(kind, head_dim_qk, head_dim_v) if capability == RING_CAPABILITY and itemsize == 2 else None
+    found = _pipeline(kind, head_dim_qk, head_dim_v) if capability == PIPELINE_CAPABILITY and itemsize == 2 else None
     if found is not None and not has_gluon():
         _warn_without_gluon()
         return None
@@ -243,22 +267,22 @@ def ring(kind: str, capability: tuple[int, int] | None, head_dim_qk: int, head_d
 
 
 @cache
-def _ring(kind: str, head_dim_qk: int, head_dim_v: int) -> Ring | None:
+def _pipeline(kind: str, head_dim_qk: int, head_dim_v: int) -> PipelineConfig | None:
     # scores have no values
     head_dims = (head_dim_qk,) if kind == "scores" else (head_dim_qk, head_dim_v)
     # a row's columns, of two bytes each, are whole copies; results of narrower heads are in float32, which these kernels do not write
-    if any(2 * x % COPIED_BYTES or not WIDEST_EXACT < x <= WIDEST_RING for x in head_dims):
+    if any(2 * x % COPIED_BYTES or not WIDEST_EXACT < x <= WIDEST_PIPELINE for x in head_dims):
         return None
-    parts = [ring_parts(x) for x in head_dims]
+    parts = [pipeline_parts(x) for x in head_dims]
     # results take the place of tiles of q
     if parts[-1].first > parts[0].first or parts[-1].second > parts[0].second:
         return None
-    return WIDE_RINGS.get(kind) if len(parts) == 2 and parts[1].second else RINGS[kind].get(sum(parts[0]))
+    return WIDE_PIPELINES.get(kind) if len(parts) == 2 and parts[1].second else PIPELINES[kind].get(sum(parts[0]))
 
 
 @cache
-def ring_parts(head_dim: int) -> Parts:
-    """Return the columns of the tiles that hold `head_dim`, at most `WIDEST_RING`, in one part or two: 64, 128, or 128 + 64."""
+def pipeline_parts(head_dim: int) -> Parts:
+    """Return the columns of the tiles that hold `head_dim`, at most `WIDEST_PIPELINE`, in one part or two: 64, 128, or 128 + 64."""
     return Parts(64 if head_dim <= 64 else 128, 64 if head_dim > 128 else 0)
 
 
@@ -286,10 +310,10 @@ def notes_on(request: BranchRequest) -> tuple[str, ...]:
     """Return notes on how the kernels serve `request`: why those for compute capability 9.0 are off, where they are."""
     has_kernels = request.operation is not Operation.CHOOSE
     is_theirs = (
-        has_kernels and request.device_type == "cuda" and request.compute_capability == RING_CAPABILITY and request.dtype.itemsize == 2
+        has_kernels and request.device_type == "cuda" and request.compute_capability == PIPELINE_CAPABILITY and request.dtype.itemsize == 2
     )
-    has_ring = is_theirs and any(_ring(kind, request.head_dim_qk, request.head_dim_v) for kind in RINGS)
-    return (without_gluon(),) if has_ring and not has_gluon() else ()
+    has_pipeline = is_theirs and any(_pipeline(kind, request.head_dim_qk, request.head_dim_v) for kind in PIPELINES)
+    return (without_gluon(),) if has_pipeline and not has_gluon() else ()
 
 
 def without_gluon() -> str:

@@ -9,9 +9,9 @@ from torch import Tensor
 from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
+from nsa_kernels_triton.choice import op as choice
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out, on_its_device, ring_for
-from nsa_kernels_triton.select import op as select
+from nsa_kernels_triton.launch import Sequences, exact_out, on_its_device, pipeline_for
 from nsa_kernels_triton.selected import op as selected
 
 
@@ -48,7 +48,7 @@ def _attend(
     q, gates = queries.q.contiguous(), gates.contiguous()
     queries = queries._replace(q=q)
     out_cmp, lse_cmp, exact_cmp = interval.forward(q, cmp.k, cmp.v, False, geometry, scale, blocks)
-    block_indices = select.select(queries, cmp, lse_cmp, geometry, scale, blocks)
+    block_indices = choice.select(queries, cmp, lse_cmp, geometry, scale, blocks)
     out_win, lse_win, exact_win = interval.forward(q, win.k, win.v, True, geometry, scale, window)
     others = selected.Others(out_cmp, out_win, gates)
     out_slc, lse_slc, exact_slc, total = selected.forward(q, slc.k, slc.v, block_indices, geometry, scale, tokens, others, needs_grad)
@@ -81,7 +81,7 @@ def _differentiate(
     v_slc = slc.v.contiguous()
     outs, lses = (saved.out_cmp, saved.out_slc, saved.out_win), (saved.lse_cmp, saved.lse_slc, saved.lse_win)
     deltas, shifts, extremes, dgates = interval.branch_deltas(dout, outs, lses, gates, (v_cmp, v_slc, v_win))
-    if ring_for("selected_backward", q, v_cmp) is not None:
+    if pipeline_for("selected_backward", q, v_cmp) is not None:
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
     of_cmp = interval.Operands(dout, deltas[0], None, shifts[0], extremes[0], q, k_cmp, v_cmp, gates, 0, False, geometry, scale, blocks)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa_kernels_triton.launch import Sequences, Tiling, num_multiprocessors, score_factor
-from nsa_kernels_triton.policy import Ring, ring_parts
+from nsa_kernels_triton.policy import PipelineConfig, pipeline_parts
 
 REGISTERS = {2: 128, 3: 80}
 """Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
@@ -15,7 +15,7 @@ REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
 UNBOUNDED = 2**30
 """A window that begins with its sequence."""
 WIDEST_TWICE = 64
-"""Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
+"""Head dimensions of q up to which two tiles of the rows of q and dO fit beside the ring buffers."""
 
 
 class SharedBlocks(NamedTuple):
@@ -39,15 +39,15 @@ def interval_forward(
     scale: float,
     sequences: Sequences,
     limit: int | None,
-    ring: Ring,
+    pipeline: PipelineConfig,
     shared: SharedBlocks | None = None,
 ) -> None:
     """Write out and lse; `sizes` are the constants of the interval, `limit` that of `Sequences.tiling`. `scale` is above 0."""
     from nsa_kernels_triton.hopper import forward_kernels as kernels
 
-    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], pipeline.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-    overflows = lse.new_empty(ring.num_parts, num_items, dtype=torch.int32)
+    overflows = lse.new_empty(pipeline.num_parts, num_items, dtype=torch.int32)
     chosen, num_initial, num_local, early = (lse, 0, 0, 0) if shared is None else shared
     kernels.forward_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, v, out, lse, overflows, chosen,
@@ -57,16 +57,24 @@ def interval_forward(
         H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
         # weights in float16 have no room for scores far above their row's first maximum
         OPTIMISTIC=q.dtype != torch.float16, SHARED=shared is not None, NUM_INITIAL=num_initial, NUM_LOCAL=num_local,
-        PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
+        PARTS=pipeline.num_parts, **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
 
 def shared_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, sequences: Sequences, ring: Ring, shared: SharedBlocks
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    sequences: Sequences,
+    pipeline: PipelineConfig,
+    shared: SharedBlocks,
 ) -> None:
     """Write out and lse of the blocks that the rows of a tile attend to together; `scale` is above 0."""
     sizes = {"IS_WINDOW": True, "SIZE": 1, "STRIDE": 1, "WINDOW": UNBOUNDED, "PACKED": sequences.is_packed, "CACHED": False}
-    interval_forward(q, k, v, out, lse, sizes, scale, sequences, None, ring, shared)
+    interval_forward(q, k, v, out, lse, sizes, scale, sequences, None, pipeline, shared)
 
 
 def interval_dq(
@@ -83,7 +91,7 @@ def interval_dq(
     constants: dict[str, Any],
     sequences: Sequences,
     limit: int | None,
-    ring: Ring,
+    pipeline: PipelineConfig,
 ) -> None:
     """Write dQ; `constants` are those of the portable kernel, `limit` that of `Sequences.tiling`.
 
@@ -91,7 +99,7 @@ def interval_dq(
     """
     from nsa_kernels_triton.hopper import dq_kernels as kernels
 
-    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], pipeline.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     _launch_both(
         kernels.dq_kernel, (min(num_items, num_multiprocessors(q)),),
@@ -102,7 +110,7 @@ def interval_dq(
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED", "ADD")},
         **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=gates is not None,
         PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
-        PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
+        PARTS=pipeline.num_parts, **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
 
@@ -120,7 +128,7 @@ def interval_dkdv(
     dv: Tensor,
     numbers: tuple[Any, ...],
     constants: dict[str, Any],
-    ring: Ring,
+    pipeline: PipelineConfig,
 ) -> None:
     """Write dK and dV of every split; `numbers` and `constants` are those of the portable kernel."""
     from nsa_kernels_triton.hopper import dkdv_kernels as kernels
@@ -130,7 +138,7 @@ def interval_dkdv(
         q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
         **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
-        **_ring_constants(ring), **options_of_one(ring),
+        **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
 
@@ -145,7 +153,7 @@ def scores(
     sequences: Sequences,
     factor: float,
     constants: dict[str, Any],
-    ring: Ring,
+    pipeline: PipelineConfig,
 ) -> None:
     """Write the importance of the rows from the first to before the last one of `rows`, which lie in `tiling`'s tiles from `first_tile` on.
 
@@ -154,21 +162,21 @@ def scores(
     from nsa_kernels_triton.hopper import scores_kernels as kernels
 
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-    parts = ring_parts(q.shape[3])
+    parts = pipeline_parts(q.shape[3])
     kernels.scores_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, lse, out,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], out.shape[3], tiling.num_tiles, tiling.num_sequences, num_items,
         *rows, first_tile, sequences.search_steps, factor,
-        **(constants | {"K1": parts.first, "K2": parts.second}), **_ring_constants(ring), **options_of_one(ring),
+        **(constants | {"K1": parts.first, "K2": parts.second}), **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
 
-def selected_forward(num_items: int, operands: tuple[Any, ...], constants: dict[str, Any], ring: Ring) -> None:
+def selected_forward(num_items: int, operands: tuple[Any, ...], constants: dict[str, Any], pipeline: PipelineConfig) -> None:
     """Write partial out and lse; `operands` and `constants` are those of the portable kernel, `num_items` a bound."""
     from nsa_kernels_triton.hopper import selected_kernels as kernels
 
-    kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_ring_constants(ring), **_options(ring))
+    kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_pipeline_constants(pipeline), **_options(pipeline))
 
 
 def selected_backward(
@@ -183,7 +191,7 @@ def selected_backward(
     gates: Tensor | None,
     rest: tuple[Any, ...],
     constants: dict[str, Any],
-    ring: Ring,
+    pipeline: PipelineConfig,
 ) -> None:
     """Write partial dQ, and add dK and dV; `rest` and `constants` are those of the portable kernel, `num_items` a bound."""
     from nsa_kernels_triton.hopper import selected_kernels, wide_kernels
@@ -195,8 +203,8 @@ def selected_backward(
     _launch_both(
         kernel, (num_items,),
         q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), *rest,
-        **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_ring_constants(ring),
-        **(options_of_one(ring) if is_wide else _options(ring)),
+        **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_pipeline_constants(pipeline),
+        **(options_of_one(pipeline) if is_wide else _options(pipeline)),
     )  # fmt: skip
 
 
@@ -216,34 +224,34 @@ def _selected_constants(constants: dict[str, Any]) -> dict[str, Any]:
 
 def _widths(head_dim_qk: int, head_dim_v: int) -> dict[str, int]:
     """Return the head dimensions, and the columns of the tiles of q and k."""
-    parts = ring_parts(head_dim_qk)
+    parts = pipeline_parts(head_dim_qk)
     return {"D_K": head_dim_qk, "K1": parts.first, "K2": parts.second, "D_V": head_dim_v}
 
 
 def _value_widths(head_dim_v: int) -> dict[str, int]:
     """Return the columns of the tiles of v."""
-    parts = ring_parts(head_dim_v)
+    parts = pipeline_parts(head_dim_v)
     return {"V1": parts.first, "V2": parts.second}
 
 
-def _ring_constants(ring: Ring) -> dict[str, int]:
+def _pipeline_constants(pipeline: PipelineConfig) -> dict[str, int]:
     return {
-        "ROWS": ring.block_rows,
-        "KEYS": ring.block_keys,
-        "STAGES": ring.num_stages,
-        "LOADER_REGISTERS": ring.loader_registers,
+        "ROWS": pipeline.block_rows,
+        "KEYS": pipeline.block_keys,
+        "STAGES": pipeline.num_stages,
+        "LOADER_REGISTERS": pipeline.loader_registers,
     }
 
 
-def _options(ring: Ring) -> dict[str, int]:
-    return {"num_warps": 4, "maxnreg": REGISTERS[ring.num_programs]}
+def _options(pipeline: PipelineConfig) -> dict[str, int]:
+    return {"num_warps": 4, "maxnreg": REGISTERS[pipeline.num_programs]}
 
 
-def options_of_one(ring: Ring) -> dict[str, int]:
+def options_of_one(pipeline: PipelineConfig) -> dict[str, int]:
     """Return the options of a program that fills a multiprocessor: registers of a computing thread, and of each when it starts."""
-    registers = REGISTERS_OF_ONE[ring.num_parts]
+    registers = REGISTERS_OF_ONE[pipeline.num_parts]
     return {
-        "PART_REGISTERS": ((ring.num_parts + 1) * registers - ring.loader_registers) // ring.num_parts,
+        "PART_REGISTERS": ((pipeline.num_parts + 1) * registers - pipeline.loader_registers) // pipeline.num_parts,
         "num_warps": 4,
         "maxnreg": registers,
     }

@@ -15,22 +15,22 @@ from nsa_kernels_triton.interval import kernels
 from nsa_kernels_triton.launch import (
     ExactOut,
     Sequences,
-    beside,
     cdiv,
     coarse_factor,
     exact_out,
+    fork_stream,
     is_exact,
-    join,
+    join_stream,
     next_power_of_2,
     no_extremes,
     on_its_device,
     optional,
+    pipeline_for,
     queries_of_whole_tiles,
-    ring_for,
     score_factor,
     tiles_for,
 )
-from nsa_kernels_triton.policy import Ring, Tiles, parts_of
+from nsa_kernels_triton.policy import PipelineConfig, Tiles, parts_of
 
 PROGRAMS_WANTED = 2048
 """Programs that balance dK/dV over a large GPU; half of them where one has a multiprocessor to itself."""
@@ -64,7 +64,7 @@ def _differentiate(
     operands = Operands(dout, delta, dlse, shift, extremes, q, k, v, None, -1, is_window, geometry, scale, sequences)
     gradients = backward(operands)
     if not operands.is_empty:
-        join(q)
+        join_stream(q)
     return gradients
 
 
@@ -155,10 +155,10 @@ def attend_into(
     if scale < 0:
         # the kernel scales a maximum, which a negative factor would make the least
         q, scale = -q, -scale
-    ring = ring_for("window_forward" if is_window else "compressed_forward", q, v, k)
+    pipeline = pipeline_for("window_forward" if is_window else "compressed_forward", q, v, k)
     # a scale of 0 times -inf would be NaN
-    if ring is not None and scale > 0:
-        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, ring)
+    if pipeline is not None and scale > 0:
+        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, pipeline)
         return
     tiles = tiles_for("interval_forward", q, q.shape[3], v.shape[3])
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False, limit=limit)
@@ -253,7 +253,7 @@ class Operands(NamedTuple):
 
 
 def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place. dk and dv are made beside: `join` before they are used.
+    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place. dk and dv are made on the second stream: `join_stream` before they are used.
 
     Nothing is, where `x.is_empty`.
     """
@@ -277,20 +277,22 @@ def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int
 
 def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the fewest queries whose rows fill tiles of the dQ kernel, and the keys of a tile of dK and dV."""
-    ring, tiles = _key_tiles(q, k, v, k)
-    rows = (ring_for("interval_dq", q, v, k) or tiles_for("interval_dq", q, q.shape[3], v.shape[3])).block_rows
-    return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), (ring or tiles).block_keys
+    pipeline, tiles = _key_tiles(q, k, v, k)
+    rows = (pipeline_for("interval_dq", q, v, k) or tiles_for("interval_dq", q, q.shape[3], v.shape[3])).block_rows
+    return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), (pipeline or tiles).block_keys
 
 
-def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Ring | None, Tiles]:
-    return ring_for("interval_dkdv", q, v, k, dout), tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
+def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[PipelineConfig | None, Tiles]:
+    return pipeline_for("interval_dkdv", q, v, k, dout), tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
 
 
 def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None) -> None:
     constants = x.constants() | {"ADD": adds}
-    ring = ring_for("interval_dq", x.q, x.v, x.k, x.dout) if x.dlse is None else None
-    if ring is not None:
-        hopper.interval_dq(x.q, x.k, x.v, x.dout, x.shift, x.delta, x.extremes, x.gates, dq, x.scale, constants, x.sequences, limit, ring)
+    pipeline = pipeline_for("interval_dq", x.q, x.v, x.k, x.dout) if x.dlse is None else None
+    if pipeline is not None:
+        hopper.interval_dq(
+            x.q, x.k, x.v, x.dout, x.shift, x.delta, x.extremes, x.gates, dq, x.scale, constants, x.sequences, limit, pipeline
+        )
         return
     tiles = tiles_for("interval_dq", x.q, x.q.shape[3], x.v.shape[3])
     tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, tiles.block_rows, of_keys=False, limit=limit)
@@ -305,18 +307,18 @@ def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None)
 
 
 def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
-    """Return dk and dv, which are made beside the current stream."""
+    """Return dk and dv, which are made on the second stream."""
     k, v, num_queries = x.k, x.v, x.q.shape[1]
     splits, split_queries = 1, num_queries
     if not x.is_window:
-        ring, tiles = _key_tiles(x.q, k, v, x.dout)
-        tiling = x.sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True)
+        pipeline, tiles = _key_tiles(x.q, k, v, x.dout)
+        tiling = x.sequences.tiling(k.shape[1], 1, (pipeline or tiles).block_keys, of_keys=True)
         programs = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-        wanted = min(MAX_SPLITS, -(-(PROGRAMS_WANTED if ring is None else PROGRAMS_WANTED // 2) // programs))
+        wanted = min(MAX_SPLITS, -(-(PROGRAMS_WANTED if pipeline is None else PROGRAMS_WANTED // 2) // programs))
         split_queries = max(MIN_SPLIT_QUERIES, -(-num_queries // wanted))
         splits = -(-num_queries // split_queries)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    with beside(k):
+    with fork_stream(k):
         if splits == 1:
             dk_parts, dv_parts = dk[None], dv[None]
         else:
@@ -347,15 +349,15 @@ def add_splits(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> No
 def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, *, split_queries: int, limit: int | None = None) -> None:
     """Write dK and dV `(splits, B, T, G, D)`; each split has `split_queries` of every sequence."""
     q, k, v, sequences = x.q, x.k, x.v, x.sequences
-    ring, tiles = _key_tiles(q, k, v, x.dout)
-    tiling = sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True, limit=limit)
+    pipeline, tiles = _key_tiles(q, k, v, x.dout)
+    tiling = sequences.tiling(k.shape[1], 1, (pipeline or tiles).block_keys, of_keys=True, limit=limit)
     grid = tiling.grid(k.shape[2], dk.shape[0])
     numbers = (
         *sequences.arguments(tiling), sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1],
         tiling.num_tiles, dk.shape[0], tiling.num_sequences, split_queries, sequences.search_steps, x.scale, score_factor(q, x.scale),
     )  # fmt: skip
-    if ring is not None:
-        hopper.interval_dkdv(grid, q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, numbers, x.constants(), ring)
+    if pipeline is not None:
+        hopper.interval_dkdv(grid, q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, numbers, x.constants(), pipeline)
         return
     kernels.dkdv_kernel[grid](
         q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, *numbers, **x.constants(),

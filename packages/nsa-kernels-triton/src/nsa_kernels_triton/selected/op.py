@@ -15,22 +15,22 @@ from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.launch import (
     ExactOut,
     Sequences,
-    beside,
     cdiv,
     coarse_factor,
     exact_out,
+    fork_stream,
     is_exact,
-    join,
+    join_stream,
     next_power_of_2,
     on_its_device,
     optional,
     partial_dtype,
+    pipeline_for,
     queries_of_whole_tiles,
-    ring_for,
     score_factor,
     tiles_for,
 )
-from nsa_kernels_triton.policy import Ring, parts_of
+from nsa_kernels_triton.policy import PipelineConfig, parts_of
 from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
 
@@ -96,10 +96,10 @@ def _piece_constants(index: Index) -> dict[str, int]:
     return {"SELECTION_SIZE": pieces.block_size, "PIECES": pieces.per_block, "PIECE_SIZE": pieces.size, "KEYS": pieces.keys}
 
 
-def _ring(kind: str, index: Index, q: Tensor, v: Tensor, *others: Tensor) -> Ring | None:
-    """Return the ring of a kernel that is written for q's device; it takes pieces that fill their tile."""
-    ring, pieces = ring_for(kind, q, v, *others), index.pieces
-    return ring if ring is not None and pieces.size == ring.block_keys and pieces.block_size % pieces.size == 0 else None
+def _pipeline(kind: str, index: Index, q: Tensor, v: Tensor, *others: Tensor) -> PipelineConfig | None:
+    """Return the pipeline of a kernel that is written for q's device; it takes pieces that fill their tile."""
+    pipeline, pieces = pipeline_for(kind, q, v, *others), index.pieces
+    return pipeline if pipeline is not None and pieces.size == pipeline.block_keys and pieces.block_size % pieces.size == 0 else None
 
 
 def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
@@ -131,10 +131,10 @@ Measured at n = 16.
 """
 
 
-def _shared_ring(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> Ring | None:
-    """Return the ring of the kernel by which neighbouring queries attend to the blocks that all of them chose, where it serves."""
-    ring = None if sequences.is_cached else ring_for("shared_forward", q, v, k)
-    return ring if ring is not None and geometry.selection_block_size == ring.block_keys else None
+def _shared_pipeline(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> PipelineConfig | None:
+    """Return the pipeline of the kernel by which neighbouring queries attend to the blocks that all of them chose, where it serves."""
+    pipeline = None if sequences.is_cached else pipeline_for("shared_forward", q, v, k)
+    return pipeline if pipeline is not None and geometry.selection_block_size == pipeline.block_keys else None
 
 
 MERGED = 4096
@@ -167,18 +167,18 @@ def forward(
         # a kernel may scale a maximum, which a negative factor would make the least
         q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    shared_ring = None if others is None or scale == 0 else _shared_ring(q, k, v, geometry, sequences)
+    shared_pipeline = None if others is None or scale == 0 else _shared_pipeline(q, k, v, geometry, sequences)
     early, left_out = 0, (0, 0)
-    if shared_ring is not None:
+    if shared_pipeline is not None:
         # tiles of rows end there
-        step = queries_of_whole_tiles(shared_ring.block_rows, q.shape[2] // k.shape[2])
+        step = queries_of_whole_tiles(shared_pipeline.block_rows, q.shape[2] // k.shape[2])
         early = EARLY_BLOCKS * geometry.selection_block_size // step * step
         left_out = (geometry.num_initial_blocks, geometry.num_local_blocks)
     elif others is not None:
         early = early_queries(q, k, v, geometry, sequences)
     # what is attended to elsewhere the merge reads from its place
     shape = (*q.shape[:3], v.shape[3])
-    out = q.new_empty(shape if keeps_out or shared_ring or early else 0)
+    out = q.new_empty(shape if keeps_out or shared_pipeline or early else 0)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     exact = exact_out(q, v) if keeps_out or early else lse.new_empty(0)
     total = q.new_empty(shape if others is not None else 0)
@@ -190,39 +190,39 @@ def forward(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early,
         left_out,
     )  # fmt: skip
-    if shared_ring is not None:
+    if shared_pipeline is not None:
         assert index.bits is not None
         shared = hopper.SharedBlocks(index.bits, *left_out, early)
-        with beside(q):
-            hopper.shared_forward(q, k, v, out, lse, scale, sequences, shared_ring, shared)
+        with fork_stream(q):
+            hopper.shared_forward(q, k, v, out, lse, scale, sequences, shared_pipeline, shared)
     elif early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
     constants = _constants(q, k, v, index)
     width = next_power_of_2(v.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], v.shape[3], dtype=dtype)
     part_lse = lse.new_empty(parts.shape[0])
-    ring = _ring("selected_forward", index, q, v, k)
+    pipeline = _pipeline("selected_forward", index, q, v, k)
     for chunk in chunks(index, geometry):
         operands = (
             q, k, v, parts, part_lse, *_lists(chunk), index.rows, index.key_rows,
             chunk.first_row, index.num_rows, chunk.num_pieces, score_factor(q, scale), coarse_factor(q, scale),
         )  # fmt: skip
         # a scale of 0 times -inf would be NaN
-        if ring is not None and scale > 0:
-            hopper.selected_forward(chunk.items.shape[0], operands, constants, ring)
+        if pipeline is not None and scale > 0:
+            hopper.selected_forward(chunk.items.shape[0], operands, constants, pipeline)
         else:
             kernels.forward_kernel[(chunk.items.shape[0],)](
                 *operands, **constants, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages
             )
-        if shared_ring is not None and chunk.first_row == 0:
-            join(q)
+        if shared_pipeline is not None and chunk.first_row == 0:
+            join_stream(q)
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_kernel[(cdiv(rows, _merge_rows(width)),)](
             parts, part_lse, chunk.present, optional(out), optional(exact), lse,
             *((None, None, None, None) if others is None else (others.cmp, others.win, others.gates, total)),
             index.rows, chunk.first_row, chunk.last_row, early,
             H=q.shape[2], G=k.shape[2], D_V=v.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, COMBINE=others is not None,
-            SHARED=shared_ring is not None, KEEPS=keeps_out, BLOCK_ROWS=_merge_rows(width),
+            SHARED=shared_pipeline is not None, KEEPS=keeps_out, BLOCK_ROWS=_merge_rows(width),
         )  # fmt: skip
     return out, lse, exact, total
 
@@ -250,7 +250,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv; with `gates` the output counts gates[..., 1] times, the choice is ours, and `dq` is to be added to.
 
-    All that runs beside is joined then.
+    The second stream is joined then.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     dk = torch.zeros_like(k, dtype=torch.float32)
@@ -276,7 +276,7 @@ def backward(
     width = q.shape[2] // k.shape[2] * q.shape[3]
     columns = max(16, min(1024, width & -width))
     gate = {"GATE": -1 if gates is None else GATE}
-    ring = _ring("selected_backward", index, q, v, k, dout)
+    pipeline = _pipeline("selected_backward", index, q, v, k, dout)
     num_extras = index.chunk_rows * index.num_groups * index.slots // index.item_queries
     dk_extra = dk.new_empty(num_extras * index.pieces.keys, q.shape[3])
     dv_extra = dv.new_empty(num_extras * index.pieces.keys, v.shape[3])
@@ -284,16 +284,16 @@ def backward(
         place = (chunk.first_row, index.num_rows, chunk.num_pieces)
         results = (parts, dk, dv, dk_extra, dv_extra)
         numbers = (*_lists(chunk), index.rows, index.key_rows, *place, scale, score_factor(q, scale))
-        if ring is not None:
+        if pipeline is not None:
             operands = (q, k, v, dout, shift, delta, extremes, gates)
-            hopper.selected_backward(chunk.items.shape[0], *operands, (*results, *numbers), constants | gate, ring)
+            hopper.selected_backward(chunk.items.shape[0], *operands, (*results, *numbers), constants | gate, pipeline)
         else:
             kernels.backward_kernel[(chunk.items.shape[0],)](
                 q, k, v, dout, shift, delta, extremes, gates, *results, *numbers, **constants, **gate,
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         num_lists = chunk.ends.shape[1]
-        with beside(q):
+        with fork_stream(q):
             kernels.add_extras_kernel[(cdiv(num_lists, EXTRA_LISTS), cdiv(index.pieces.keys, EXTRA_KEYS), 2)](
                 dk, dv, dk_extra, dv_extra, chunk.ends, chunk.entries, index.rows, index.key_rows, *place, num_lists,
                 G=k.shape[2], D_K=q.shape[3], D_V=v.shape[3], WIDTH_K=next_power_of_2(q.shape[3]), WIDTH_V=next_power_of_2(v.shape[3]),
@@ -304,7 +304,7 @@ def backward(
             parts, chunk.present, dq, extremes, chunk.first_row, chunk.last_row,
             G=k.shape[2], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds, COLUMNS=columns, BLOCK_ROWS=MERGED // columns,
         )  # fmt: skip
-        join(q)
+        join_stream(q)
     # both casts in one launch
     if is_exact(k):
         return dq, dk, dv
