@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from nsa_core import BlockGeometry, Operation
 from nsa_core.backends.base import Keys, Queries
 from nsa_core.blocks import num_compressed_blocks
-from nsa_kernels_triton import policy
+from nsa_kernels_triton import device
 from nsa_kernels_triton.plugin import TritonBackend
 
 LENGTH = 1100
@@ -127,10 +127,7 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
     major, _, minor = capability.partition(".")
     target = (int(major), int(minor))
     driver.set_active(Target(target))
-    tiles = policy.tiles
-    policy.tiles = lambda kind, _capability, *sizes: tiles(kind, target, *sizes)
-    pipeline = policy.pipeline
-    policy.pipeline = lambda kind, _capability, *sizes: pipeline(kind, target, *sizes)
+    device.capability_of = lambda x: target
     compiler = Compiler()
     compiler.install()
     for name in names or CASES:

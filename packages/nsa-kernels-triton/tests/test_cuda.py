@@ -31,8 +31,9 @@ from nsa_core.selection import pool_importance
 from nsa_core.testing import masks
 from nsa_core.testing.inputs import Inputs, Shape, make_inputs
 from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
-from nsa_kernels_triton.launch import Sequences, second_stream
+from nsa_kernels_triton.launch import Sequences
 from nsa_kernels_triton.selected import op as selected
+from nsa_kernels_triton.streams import second_stream
 
 pytestmark = [pytest.mark.hardware(capability=(8, 0)), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 

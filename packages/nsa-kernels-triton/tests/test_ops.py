@@ -19,7 +19,7 @@ from nsa_core import (
     sliding_window_attention,
 )
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
-from nsa_kernels_triton import launch
+from nsa_kernels_triton import implementations
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.selected import op as selected
 
@@ -218,6 +218,6 @@ def test_a_pass_without_gradients_feeds_one_with() -> None:
 @pytest.mark.parametrize("heads_per_group", [1, 2, 3, 6, 16, 24, 32])
 def test_the_rows_of_early_queries_fill_tiles_and_no_fewer_queries_do(heads_per_group: int) -> None:
     q, k = torch.zeros(1, 8, 2 * heads_per_group, 16), torch.zeros(1, 8, 2, 16)
-    rows = launch.tiles_for("interval_dq", q, 16, 16).block_rows
+    rows = implementations.kernel_for("interval_dq", q, q).block_rows
     queries = interval.tile_sizes(q, k, k)[0]
     assert [x for x in range(1, queries + 1) if x * heads_per_group % rows == 0] == [queries]

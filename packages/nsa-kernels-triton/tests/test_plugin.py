@@ -17,7 +17,7 @@ def has_triton():
     return any(name.partition(".")[0] == "triton" for name in sys.modules)
 
 found = {}
-import nsa_kernels_triton.plugin, nsa_kernels_triton.policy
+import nsa_kernels_triton.plugin, nsa_kernels_triton.implementations
 found["import"] = has_triton()
 import torch
 from nsa_core import *

@@ -16,7 +16,7 @@ from nsa_core.testing import properties
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.properties import Where
 from nsa_core.testing.tolerances import NEAR_TIE, allowed_error, max_error
-from nsa_kernels_triton import policy
+from nsa_kernels_triton import implementations, tile_table
 from nsa_kernels_triton.plugin import TritonBackend
 from nsa_kernels_triton.selected import op as selected
 from nsa_kernels_triton.selected.index import Chunk, chunks
@@ -123,7 +123,9 @@ def test_a_compressed_block_that_lies_across_tiles_counts_for_both_selection_blo
 @pytest.mark.parametrize(("num_heads", "tile"), [(16, 64), (1, 128), (3, 128), (16, 128)])
 def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # a matrix unit's tile holds them in an order of its own
-    monkeypatch.setattr(policy, "INTERPRETED", policy.Tiles(16, tile, 4, 1))
+    monkeypatch.setattr(tile_table, "INTERPRETED", tile_table.Tiles(16, tile, 4, 1))
+    # asked anew
+    monkeypatch.setattr(implementations, "config_of", implementations.config_of.__wrapped__)
     geometry = BlockGeometry(4, 2, 8, 4, 1, 1, 8)
     assert_choice(Shape(geometry=geometry, num_queries=170, num_heads=num_heads, num_kv_heads=1), 130)
 

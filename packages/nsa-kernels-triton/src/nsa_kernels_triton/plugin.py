@@ -9,7 +9,7 @@ from attrs import frozen
 from nsa_core import BranchRequest, Capability, Operation, Reason
 from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
-from nsa_kernels_triton import policy
+from nsa_kernels_triton import implementations, routing
 from nsa_kernels_triton.window import with_window_in_order
 
 
@@ -19,19 +19,19 @@ class TritonBackend:
 
     operation: Operation
     name: str = "triton"
-    capability: Capability = policy.CAPABILITY
+    capability: Capability = routing.CAPABILITY
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return every reason against the kernels for `request`."""
-        return policy.reasons_against(request)
+        return routing.reasons_against(request)
 
     def preference(self, request: BranchRequest) -> int:
         """Return how much the kernels are wanted: above the reference on a GPU."""
-        return policy.preference(request)
+        return routing.preference(request)
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
         """Return notes on how the kernels serve `request`."""
-        return policy.notes_on(request)
+        return implementations.notes_on(request)
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation on the operands that its protocol in `nsa_core.backends.base` lists."""

@@ -13,22 +13,13 @@ from nsa_core.reference.rows import rows_of
 from nsa_core.reference.select import max_tokens
 from nsa_kernels_triton.choice import kernels
 from nsa_kernels_triton.hopper import launch as hopper
-from nsa_kernels_triton.launch import (
-    Sequences,
-    cdiv,
-    is_exact,
-    next_power_of_2,
-    on_its_device,
-    pipeline_for,
-    score_factor,
-    tiles_for,
-)
-from nsa_kernels_triton.policy import PipelineConfig, parts_of
+from nsa_kernels_triton.implementations import Config, kernel_for
+from nsa_kernels_triton.launch import Sequences, cdiv, next_power_of_2
+from nsa_kernels_triton.numerics import is_exact, score_factor
+from nsa_kernels_triton.pipelines import PipelineConfig
+from nsa_kernels_triton.streams import on_its_device
+from nsa_kernels_triton.tile_table import parts_of
 
-PIPELINE_HEADS = 16
-"""Heads of a group, rounded up to a power of two, that the kernel for compute capability 9.0 takes; with fewer it is the slower one."""
-PIPELINE_STRIDES = (2, 16)
-"""Fewest and most strides of a selection block that it takes."""
 SCORE_BYTES = 512 * 2**20
 """Importance of one chunk of queries, at most. With half as much, selection of 131,072 tokens took 3 % longer on an H200 (H = 64, G = 4)."""
 
@@ -70,9 +61,9 @@ def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, sc
     has_choice = num_blocks > geometry.num_selected_blocks
     # the kernels read and write several places of a row at a time
     num_blocks = cdiv(num_blocks, 16) * 16
-    pipeline = _pipeline(q, k_cmp, geometry)
+    tiles = kernel_for("scores", q, k_cmp, heads_per_group=q.shape[2] // num_groups, strides=_strides(geometry))
     # the kernel for 9.0 writes importance as a whole, the portable one what reaches over apart
-    reaches = geometry.compression_block_size > geometry.compression_stride and pipeline is None
+    reaches = geometry.compression_block_size > geometry.compression_stride and not isinstance(tiles, PipelineConfig)
     pieces = 2 if reaches else 1
     chunk = min(total, max(1, SCORE_BYTES // (4 * pieces * num_groups * num_blocks))) if has_choice else total
     scores = q.new_empty((pieces, chunk if has_choice else 1, num_groups, num_blocks), dtype=torch.float32)
@@ -81,7 +72,7 @@ def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, sc
         if has_choice and not k_cmp.shape[1]:
             scores.zero_()
         elif has_choice:
-            _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences, pipeline)
+            _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences, tiles)
         searched = _searched(first, last, q.shape[1], num_blocks, geometry, positions) if has_choice else 1
         _choose(scores, positions, chosen, first, last - first, searched, geometry, reaches=reaches, num_queries=q.shape[1])
     return chosen
@@ -108,13 +99,6 @@ def _choose(
         REACHES=reaches,
         SLOTS=next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=searched, num_warps=_warps(searched),
     )  # fmt: skip
-
-
-def _pipeline(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry) -> PipelineConfig | None:
-    """Return the pipeline of the scores; None where the portable kernel serves."""
-    fits = PIPELINE_STRIDES[0] <= next_power_of_2(_strides(geometry)) <= PIPELINE_STRIDES[1]
-    has_heads = next_power_of_2(q.shape[2] // k_cmp.shape[2]) == PIPELINE_HEADS
-    return pipeline_for("scores", q, k_cmp) if fits and has_heads else None
 
 
 def _strides(geometry: BlockGeometry) -> int:
@@ -149,16 +133,15 @@ def _score(
     geometry: BlockGeometry,
     scale: float,
     sequences: Sequences,
-    pipeline: PipelineConfig | None,
+    tiles: Config,
 ) -> None:
     num_heads, num_groups = q.shape[2], k_cmp.shape[2]
     group_size = num_heads // num_groups
     strides = _strides(geometry)
-    tiles = tiles_for("scores", q, q.shape[3], q.shape[3])
     # a tile of the portable kernel may not hold all of a wide group, or of a large block: further launches add the rest
-    heads = min(next_power_of_2(group_size), (pipeline or tiles).block_rows)
-    padded_strides = min(next_power_of_2(strides), (pipeline or tiles).block_keys)
-    block_queries = (pipeline or tiles).block_rows // heads
+    heads = min(next_power_of_2(group_size), tiles.block_rows)
+    padded_strides = min(next_power_of_2(strides), tiles.block_keys)
+    block_queries = tiles.block_rows // heads
     tiling = sequences.tiling(q.shape[1], 1, block_queries, of_keys=False)
     first_tile = 0
     if not sequences.is_packed and q.shape[0] == 1:
@@ -184,8 +167,8 @@ def _score(
         "HEADS": heads,
     }
     factor = score_factor(q, scale)
-    if pipeline is not None:
-        hopper.scores(q, k_cmp, lse, scores, (first, last), first_tile, tiling, sequences, factor, constants, pipeline)
+    if isinstance(tiles, PipelineConfig):
+        hopper.scores(q, k_cmp, lse, scores, (first, last), first_tile, tiling, sequences, factor, constants, tiles)
         return
     for first_head, first_stride in product(range(0, group_size, heads), range(0, strides, padded_strides)):
         kernels.scores_kernel[tiling.grid(num_groups)](

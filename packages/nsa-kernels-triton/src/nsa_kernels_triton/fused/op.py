@@ -11,8 +11,11 @@ from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.choice import op as choice
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out, on_its_device, pipeline_for
+from nsa_kernels_triton.launch import Operands, Sequences
+from nsa_kernels_triton.numerics import exact_out
+from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.selected import op as selected
+from nsa_kernels_triton.streams import on_its_device
 
 
 class Branches(NamedTuple):
@@ -77,20 +80,19 @@ def _differentiate(
     saved = Branches(*kept)
     blocks, tokens, window = (Sequences.of(queries, keys) for keys in (cmp, slc, win))
     dout, q, gates = grads[0].contiguous(), queries.q.contiguous(), gates.contiguous()
-    k_cmp, v_cmp, k_win, v_win = (x.contiguous() for x in (cmp.k, cmp.v, win.k, win.v))
-    v_slc = slc.v.contiguous()
+    (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = ((x.k.contiguous(), x.v.contiguous()) for x in (cmp, slc, win))
     outs, lses = (saved.out_cmp, saved.out_slc, saved.out_win), (saved.lse_cmp, saved.lse_slc, saved.lse_win)
     deltas, shifts, extremes, dgates = interval.branch_deltas(dout, outs, lses, gates, (v_cmp, v_slc, v_win))
-    if pipeline_for("selected_backward", q, v_cmp) is not None:
+    tiles = selected.backward_kernel(q, k_slc, v_slc, dout, geometry)
+    if isinstance(tiles, PipelineConfig):
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
-    of_cmp = interval.Operands(dout, deltas[0], None, shifts[0], extremes[0], q, k_cmp, v_cmp, gates, 0, False, geometry, scale, blocks)
-    of_win = interval.Operands(dout, deltas[2], None, shifts[2], extremes[2], q, k_win, v_win, gates, 2, True, geometry, scale, window)
+    of_cmp = Operands(dout, deltas[0], None, shifts[0], extremes[0], q, k_cmp, v_cmp, gates, 0, False, geometry, scale, blocks)
+    of_win = Operands(dout, deltas[2], None, shifts[2], extremes[2], q, k_win, v_win, gates, 2, True, geometry, scale, window)
+    of_slc = Operands(dout, deltas[1], None, shifts[1], extremes[1], q, k_slc, v_slc, gates, 1, False, geometry, scale, tokens)
     dq, dk_cmp, dv_cmp = interval.backward(of_cmp)
     dq, dk_win, dv_win = interval.backward(of_win, dq)
-    dq, dk_slc, dv_slc = selected.backward(
-        dout, deltas[1], shifts[1], extremes[1], q, slc.k, v_slc, block_indices, gates, dq, geometry, scale, tokens
-    )
+    dq, dk_slc, dv_slc = selected.backward(of_slc, block_indices, dq, tiles)
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_kernels_triton.launch import Sequences, Tiling, num_multiprocessors, score_factor
-from nsa_kernels_triton.policy import PipelineConfig, pipeline_parts
+from nsa_kernels_triton.device import num_multiprocessors
+from nsa_kernels_triton.launch import Operands, Sequences, Tiling
+from nsa_kernels_triton.numerics import score_factor
+from nsa_kernels_triton.pipelines import PipelineConfig, pipeline_parts
 
 REGISTERS = {2: 128, 3: 80}
 """Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
@@ -77,38 +79,24 @@ def shared_forward(
     interval_forward(q, k, v, out, lse, sizes, scale, sequences, None, pipeline, shared)
 
 
-def interval_dq(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    shift: Tensor,
-    delta: Tensor,
-    extremes: Tensor,
-    gates: Tensor | None,
-    dq: Tensor,
-    scale: float,
-    constants: dict[str, Any],
-    sequences: Sequences,
-    limit: int | None,
-    pipeline: PipelineConfig,
-) -> None:
+def interval_dq(x: Operands, dq: Tensor, constants: dict[str, Any], limit: int | None, pipeline: PipelineConfig) -> None:
     """Write dQ; `constants` are those of the portable kernel, `limit` that of `Sequences.tiling`.
 
     The kernels of the backward pass are launched twice; see `_launch_both`.
     """
     from nsa_kernels_triton.hopper import dq_kernels as kernels
 
+    q, k, v, sequences = x.q, x.k, x.v, x.sequences
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], pipeline.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     _launch_both(
         kernels.dq_kernel, (min(num_items, num_multiprocessors(q)),),
-        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dq,
+        q, k, v, *_gradients(x), dq,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
-        scale, score_factor(q, scale),
+        x.scale, score_factor(q, x.scale),
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED", "ADD")},
-        **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=gates is not None,
+        **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=x.gates is not None,
         PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
         PARTS=pipeline.num_parts, **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
@@ -116,14 +104,7 @@ def interval_dq(
 
 def interval_dkdv(
     grid: tuple[int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    shift: Tensor,
-    delta: Tensor,
-    extremes: Tensor,
-    gates: Tensor | None,
+    x: Operands,
     dk: Tensor,
     dv: Tensor,
     numbers: tuple[Any, ...],
@@ -135,9 +116,9 @@ def interval_dkdv(
 
     _launch_both(
         kernels.dkdv_kernel, grid,
-        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
+        x.q, x.k, x.v, *_gradients(x), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
-        **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
+        **_widths(x.q.shape[3], x.v.shape[3]), V1=_value_widths(x.v.shape[3])["V1"], GATED=x.gates is not None,
         **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
@@ -179,20 +160,7 @@ def selected_forward(num_items: int, operands: tuple[Any, ...], constants: dict[
     kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_pipeline_constants(pipeline), **_options(pipeline))
 
 
-def selected_backward(
-    num_items: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    shift: Tensor,
-    delta: Tensor,
-    extremes: Tensor,
-    gates: Tensor | None,
-    rest: tuple[Any, ...],
-    constants: dict[str, Any],
-    pipeline: PipelineConfig,
-) -> None:
+def selected_backward(num_items: int, x: Operands, rest: tuple[Any, ...], constants: dict[str, Any], pipeline: PipelineConfig) -> None:
     """Write partial dQ, and add dK and dV; `rest` and `constants` are those of the portable kernel, `num_items` a bound."""
     from nsa_kernels_triton.hopper import selected_kernels, wide_kernels
 
@@ -202,8 +170,8 @@ def selected_backward(
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     _launch_both(
         kernel, (num_items,),
-        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), *rest,
-        **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_pipeline_constants(pipeline),
+        x.q, x.k, x.v, *_gradients(x), *rest,
+        **sizes, V1=_value_widths(x.v.shape[3])["V1"], GATED=x.gates is not None, **_pipeline_constants(pipeline),
         **(options_of_one(pipeline) if is_wide else _options(pipeline)),
     )  # fmt: skip
 
@@ -257,6 +225,7 @@ def options_of_one(pipeline: PipelineConfig) -> dict[str, int]:
     }
 
 
-def _gate(gates: Tensor | None, gate: int, delta: Tensor) -> Tensor:
-    """Return one branch's gates, float32 with the strides of all; without gates a tensor that is not read."""
-    return delta if gates is None else gates.to(torch.float32)[..., gate]
+def _gradients(x: Operands) -> tuple[Tensor, ...]:
+    """Return dout, shift, delta, extremes, and one branch's gates, float32 with the strides of all; without gates a tensor that is not read."""
+    gate = x.delta if x.gates is None else x.gates.to(torch.float32)[..., x.gate]
+    return x.dout, x.shift, x.delta, x.extremes, gate

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,26 +11,13 @@ from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
+from nsa_kernels_triton.implementations import Config, kernel_for
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import (
-    ExactOut,
-    Sequences,
-    cdiv,
-    coarse_factor,
-    exact_out,
-    fork_stream,
-    is_exact,
-    join_stream,
-    next_power_of_2,
-    no_extremes,
-    on_its_device,
-    optional,
-    pipeline_for,
-    queries_of_whole_tiles,
-    score_factor,
-    tiles_for,
-)
-from nsa_kernels_triton.policy import PipelineConfig, Tiles, parts_of
+from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, optional, queries_of_whole_tiles
+from nsa_kernels_triton.numerics import ExactOut, coarse_factor, exact_out, is_exact, no_extremes, score_factor
+from nsa_kernels_triton.pipelines import PipelineConfig
+from nsa_kernels_triton.streams import fork_stream, join_stream, on_its_device
+from nsa_kernels_triton.tile_table import parts_of
 
 PROGRAMS_WANTED = 2048
 """Programs that balance dK/dV over a large GPU; half of them where one has a multiprocessor to itself."""
@@ -155,12 +142,10 @@ def attend_into(
     if scale < 0:
         # the kernel scales a maximum, which a negative factor would make the least
         q, scale = -q, -scale
-    pipeline = pipeline_for("window_forward" if is_window else "compressed_forward", q, v, k)
-    # a scale of 0 times -inf would be NaN
-    if pipeline is not None and scale > 0:
-        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, pipeline)
+    tiles = kernel_for("window_forward" if is_window else "compressed_forward", q, v, k, scale_is_positive=scale > 0)
+    if isinstance(tiles, PipelineConfig):
+        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, tiles)
         return
-    tiles = tiles_for("interval_forward", q, q.shape[3], v.shape[3])
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False, limit=limit)
     kernels.forward_kernel[tiling.grid(k.shape[2])](
         q, k, v, out, optional(exact), lse,
@@ -215,41 +200,8 @@ def _over_rows(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     return (cdiv(x.shape[:3].numel(), block),), {"D_V": x.shape[3], "WIDTH": width, "BLOCK_ROWS": block}
 
 
-class Operands(NamedTuple):
-    """What the backward pass of a branch reads. q, k, v and dout are contiguous."""
-
-    dout: Tensor
-    delta: Tensor
-    """Of the ungated output."""
-    dlse: Tensor | None
-    shift: Tensor
-    """Scores are lowered by it to get weights."""
-    extremes: Tensor
-    """The extremes of the branch; see `no_extremes`."""
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: Tensor | None
-    gate: int
-    """With `gates` the output counts gates[..., gate] times."""
-    is_window: bool
-    geometry: BlockGeometry
-    scale: float
-    sequences: Sequences
-
-    @property
-    def heads_per_group(self) -> int:
-        """Return H / G."""
-        return self.q.shape[2] // self.k.shape[2]
-
-    @property
-    def is_empty(self) -> bool:
-        """Return True where there are no queries, or no keys."""
-        return not self.k.shape[1] or not self.q.numel()
-
-    def constants(self) -> dict[str, Any]:
-        """Return the kernels' constants."""
-        return _constants(self.q, self.k, self.v, self.is_window, self.geometry, self.sequences) | {"GATE": self.gate}
+def _backward_constants(x: Operands) -> dict[str, Any]:
+    return _constants(x.q, x.k, x.v, x.is_window, x.geometry, x.sequences) | {"GATE": x.gate}
 
 
 def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,29 +224,22 @@ def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int
     Tiles of rows end at `limit`: it is a multiple of the first of `tile_sizes`. Later keys are left alone.
     """
     _launch_dq(x, dq, adds=True, limit=limit)
-    _launch_dkdv(x, dk.unsqueeze(0), dv.unsqueeze(0), split_queries=limit, limit=limit)
+    tiles = kernel_for("interval_dkdv", x.q, x.v, x.k, x.dout)
+    _launch_dkdv(x, dk.unsqueeze(0), dv.unsqueeze(0), tiles, split_queries=limit, limit=limit)
 
 
 def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the fewest queries whose rows fill tiles of the dQ kernel, and the keys of a tile of dK and dV."""
-    pipeline, tiles = _key_tiles(q, k, v, k)
-    rows = (pipeline_for("interval_dq", q, v, k) or tiles_for("interval_dq", q, q.shape[3], v.shape[3])).block_rows
-    return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), (pipeline or tiles).block_keys
-
-
-def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[PipelineConfig | None, Tiles]:
-    return pipeline_for("interval_dkdv", q, v, k, dout), tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
+    rows = kernel_for("interval_dq", q, v, k).block_rows
+    return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), kernel_for("interval_dkdv", q, v, k).block_keys
 
 
 def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None) -> None:
-    constants = x.constants() | {"ADD": adds}
-    pipeline = pipeline_for("interval_dq", x.q, x.v, x.k, x.dout) if x.dlse is None else None
-    if pipeline is not None:
-        hopper.interval_dq(
-            x.q, x.k, x.v, x.dout, x.shift, x.delta, x.extremes, x.gates, dq, x.scale, constants, x.sequences, limit, pipeline
-        )
+    constants = _backward_constants(x) | {"ADD": adds}
+    tiles = kernel_for("interval_dq", x.q, x.v, x.k, x.dout, has_dlse=x.dlse is not None)
+    if isinstance(tiles, PipelineConfig):
+        hopper.interval_dq(x, dq, constants, limit, tiles)
         return
-    tiles = tiles_for("interval_dq", x.q, x.q.shape[3], x.v.shape[3])
     tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, tiles.block_rows, of_keys=False, limit=limit)
     kernels.dq_kernel[tiling.grid(x.k.shape[2])](
         x.q, x.k, x.v, x.dout, x.shift, x.delta, x.extremes, x.dlse, x.gates, dq,
@@ -310,11 +255,11 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
     """Return dk and dv, which are made on the second stream."""
     k, v, num_queries = x.k, x.v, x.q.shape[1]
     splits, split_queries = 1, num_queries
+    tiles = kernel_for("interval_dkdv", x.q, v, k, x.dout)
     if not x.is_window:
-        pipeline, tiles = _key_tiles(x.q, k, v, x.dout)
-        tiling = x.sequences.tiling(k.shape[1], 1, (pipeline or tiles).block_keys, of_keys=True)
+        tiling = x.sequences.tiling(k.shape[1], 1, tiles.block_keys, of_keys=True)
         programs = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-        wanted = min(MAX_SPLITS, -(-(PROGRAMS_WANTED if pipeline is None else PROGRAMS_WANTED // 2) // programs))
+        wanted = min(MAX_SPLITS, -(-(PROGRAMS_WANTED // 2 if isinstance(tiles, PipelineConfig) else PROGRAMS_WANTED) // programs))
         split_queries = max(MIN_SPLIT_QUERIES, -(-num_queries // wanted))
         splits = -(-num_queries // split_queries)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -327,7 +272,7 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
             # rows beyond the last sequence's keys belong to no tile
             dk_parts.zero_()
             dv_parts.zero_()
-        _launch_dkdv(x, dk_parts, dv_parts, split_queries=split_queries)
+        _launch_dkdv(x, dk_parts, dv_parts, tiles, split_queries=split_queries)
         if splits > 1:
             add_splits(dk_parts, dv_parts, dk, dv)
     return dk, dv
@@ -346,20 +291,19 @@ def add_splits(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> No
         )  # fmt: skip
 
 
-def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, *, split_queries: int, limit: int | None = None) -> None:
+def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, tiles: Config, *, split_queries: int, limit: int | None = None) -> None:
     """Write dK and dV `(splits, B, T, G, D)`; each split has `split_queries` of every sequence."""
     q, k, v, sequences = x.q, x.k, x.v, x.sequences
-    pipeline, tiles = _key_tiles(q, k, v, x.dout)
-    tiling = sequences.tiling(k.shape[1], 1, (pipeline or tiles).block_keys, of_keys=True, limit=limit)
+    tiling = sequences.tiling(k.shape[1], 1, tiles.block_keys, of_keys=True, limit=limit)
     grid = tiling.grid(k.shape[2], dk.shape[0])
     numbers = (
         *sequences.arguments(tiling), sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1],
         tiling.num_tiles, dk.shape[0], tiling.num_sequences, split_queries, sequences.search_steps, x.scale, score_factor(q, x.scale),
     )  # fmt: skip
-    if pipeline is not None:
-        hopper.interval_dkdv(grid, q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, numbers, x.constants(), pipeline)
+    if isinstance(tiles, PipelineConfig):
+        hopper.interval_dkdv(grid, x, dk, dv, numbers, _backward_constants(x), tiles)
         return
     kernels.dkdv_kernel[grid](
-        q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, *numbers, **x.constants(),
+        q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, *numbers, **_backward_constants(x),
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -11,28 +11,15 @@ from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
+from nsa_kernels_triton.implementations import Config, config_of, kernel_for, kernel_request
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import (
-    ExactOut,
-    Sequences,
-    cdiv,
-    coarse_factor,
-    exact_out,
-    fork_stream,
-    is_exact,
-    join_stream,
-    next_power_of_2,
-    on_its_device,
-    optional,
-    partial_dtype,
-    pipeline_for,
-    queries_of_whole_tiles,
-    score_factor,
-    tiles_for,
-)
-from nsa_kernels_triton.policy import PipelineConfig, parts_of
+from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, optional, queries_of_whole_tiles
+from nsa_kernels_triton.numerics import ExactOut, coarse_factor, exact_out, is_exact, partial_dtype, score_factor
+from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
+from nsa_kernels_triton.streams import fork_stream, join_stream, on_its_device
+from nsa_kernels_triton.tile_table import Tiles, parts_of
 
 
 @on_its_device
@@ -54,16 +41,14 @@ def _differentiate(
     geometry: BlockGeometry,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    v, sequences = slc.v.contiguous(), Sequences.of(queries, slc)
+    q, k, v = queries.q.contiguous(), slc.k.contiguous(), slc.v.contiguous()
     dout, _, delta, shift, extremes = interval.deltas_of(grads, results, v)
-    return backward(dout, delta, shift, extremes, queries.q, slc.k, v, block_indices, None, None, geometry, scale, sequences)
+    x = Operands(dout, delta, None, shift, extremes, q, k, v, None, -1, False, geometry, scale, Sequences.of(queries, slc))
+    return backward(x, block_indices, None, backward_kernel(q, k, v, dout, geometry))
 
 
 selected_attention = attention_op("nsa_triton::slc", _attend, _differentiate, operation=Operation.SLC, saves=ExactOut)
 """Attention of each query over the tokens s <= t of its chosen blocks (Eq. 12)."""
-
-GATE = 1
-"""The selected branch's place among the gates."""
 
 
 class Others(NamedTuple):
@@ -96,12 +81,6 @@ def _piece_constants(index: Index) -> dict[str, int]:
     return {"SELECTION_SIZE": pieces.block_size, "PIECES": pieces.per_block, "PIECE_SIZE": pieces.size, "KEYS": pieces.keys}
 
 
-def _pipeline(kind: str, index: Index, q: Tensor, v: Tensor, *others: Tensor) -> PipelineConfig | None:
-    """Return the pipeline of a kernel that is written for q's device; it takes pieces that fill their tile."""
-    pipeline, pieces = pipeline_for(kind, q, v, *others), index.pieces
-    return pipeline if pipeline is not None and pieces.size == pipeline.block_keys and pieces.block_size % pieces.size == 0 else None
-
-
 def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
     return chunk.items, chunk.num_items, chunk.entries
 
@@ -131,10 +110,11 @@ Measured at n = 16.
 """
 
 
-def _shared_pipeline(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> PipelineConfig | None:
-    """Return the pipeline of the kernel by which neighbouring queries attend to the blocks that all of them chose, where it serves."""
-    pipeline = None if sequences.is_cached else pipeline_for("shared_forward", q, v, k)
-    return pipeline if pipeline is not None and geometry.selection_block_size == pipeline.block_keys else None
+def _shared_kernel(q: Tensor, k: Tensor, v: Tensor, **facts: int) -> PipelineConfig | None:
+    """Return the kernel by which neighbouring queries attend to the blocks that all of them chose; None where none serves."""
+    found = config_of(kernel_request("shared_forward", q, v, k, **facts))
+    assert not isinstance(found, Tiles)
+    return found
 
 
 MERGED = 4096
@@ -167,7 +147,8 @@ def forward(
         # a kernel may scale a maximum, which a negative factor would make the least
         q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    shared_pipeline = None if others is None or scale == 0 else _shared_pipeline(q, k, v, geometry, sequences)
+    facts = {"scale_is_positive": scale > 0, "selection_block_size": geometry.selection_block_size}
+    shared_pipeline = None if others is None else _shared_kernel(q, k, v, is_cached=sequences.is_cached, **facts)
     early, left_out = 0, (0, 0)
     if shared_pipeline is not None:
         # tiles of rows end there
@@ -184,7 +165,7 @@ def forward(
     total = q.new_empty(shape if others is not None else 0)
     if not q.numel():
         return out, lse, exact, total
-    tiles = tiles_for("selected_forward", q, q.shape[3], v.shape[3])
+    tiles = kernel_for("selected_forward", q, v, k, **facts)
     dtype = partial_dtype(q, v.shape[3])
     index = index_of(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early,
@@ -201,15 +182,13 @@ def forward(
     width = next_power_of_2(v.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], v.shape[3], dtype=dtype)
     part_lse = lse.new_empty(parts.shape[0])
-    pipeline = _pipeline("selected_forward", index, q, v, k)
     for chunk in chunks(index, geometry):
         operands = (
             q, k, v, parts, part_lse, *_lists(chunk), index.rows, index.key_rows,
             chunk.first_row, index.num_rows, chunk.num_pieces, score_factor(q, scale), coarse_factor(q, scale),
         )  # fmt: skip
-        # a scale of 0 times -inf would be NaN
-        if pipeline is not None and scale > 0:
-            hopper.selected_forward(chunk.items.shape[0], operands, constants, pipeline)
+        if isinstance(tiles, PipelineConfig):
+            hopper.selected_forward(chunk.items.shape[0], operands, constants, tiles)
         else:
             kernels.forward_kernel[(chunk.items.shape[0],)](
                 *operands, **constants, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages
@@ -233,50 +212,38 @@ EXTRA_LISTS = 8
 """Lists of such a program; most of them have one item."""
 
 
-def backward(
-    dout: Tensor,
-    delta: Tensor,
-    shift: Tensor,
-    extremes: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    gates: Tensor | None,
-    dq: Tensor | None,
-    geometry: BlockGeometry,
-    scale: float,
-    sequences: Sequences,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; with `gates` the output counts gates[..., 1] times, the choice is ours, and `dq` is to be added to.
+def backward_kernel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, geometry: BlockGeometry) -> Config:
+    """Return which kernel serves `backward`."""
+    return kernel_for("selected_backward", q, v, k, dout, selection_block_size=geometry.selection_block_size)
+
+
+def backward(x: Operands, block_indices: Tensor, dq: Tensor | None, tiles: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv; with gates the choice is ours, and `dq` is to be added to. `tiles` are those of `backward_kernel`.
 
     The second stream is joined then.
     """
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q, k, v, geometry, scale, sequences = x.q, x.k, x.v, x.geometry, x.scale, x.sequences
     dk = torch.zeros_like(k, dtype=torch.float32)
     dv = torch.zeros_like(v, dtype=torch.float32)
     adds = dq is not None
     dq = torch.empty_like(q) if dq is None else dq
     if not q.numel():
         return dq, dk.to(k.dtype), dv.to(v.dtype)
-    tiles = tiles_for("selected_backward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, q.shape[3])
-    early = 0 if gates is None else early_queries(q, k, v, geometry, sequences)
+    early = 0 if x.gates is None else early_queries(q, k, v, geometry, sequences)
     index = index_of(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, BACKWARD_ITEM_ROWS, early
     )
     if early:
-        assert gates is not None and adds
-        window = evolve(geometry, window_size=early)
-        local = interval.Operands(dout, delta, None, shift, extremes, q, k, v, gates, GATE, True, window, scale, sequences)
+        assert adds
+        local = x._replace(is_window=True, geometry=evolve(geometry, window_size=early))
         interval.backward_into(dq, dk, dv, local, limit=early)
     constants = _constants(q, k, v, index)
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
     # a query's heads of one group lie side by side: nothing is padded where 16 divides their width
     width = q.shape[2] // k.shape[2] * q.shape[3]
     columns = max(16, min(1024, width & -width))
-    gate = {"GATE": -1 if gates is None else GATE}
-    pipeline = _pipeline("selected_backward", index, q, v, k, dout)
+    gate = {"GATE": x.gate}
     num_extras = index.chunk_rows * index.num_groups * index.slots // index.item_queries
     dk_extra = dk.new_empty(num_extras * index.pieces.keys, q.shape[3])
     dv_extra = dv.new_empty(num_extras * index.pieces.keys, v.shape[3])
@@ -284,12 +251,11 @@ def backward(
         place = (chunk.first_row, index.num_rows, chunk.num_pieces)
         results = (parts, dk, dv, dk_extra, dv_extra)
         numbers = (*_lists(chunk), index.rows, index.key_rows, *place, scale, score_factor(q, scale))
-        if pipeline is not None:
-            operands = (q, k, v, dout, shift, delta, extremes, gates)
-            hopper.selected_backward(chunk.items.shape[0], *operands, (*results, *numbers), constants | gate, pipeline)
+        if isinstance(tiles, PipelineConfig):
+            hopper.selected_backward(chunk.items.shape[0], x, (*results, *numbers), constants, tiles)
         else:
             kernels.backward_kernel[(chunk.items.shape[0],)](
-                q, k, v, dout, shift, delta, extremes, gates, *results, *numbers, **constants, **gate,
+                q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, *results, *numbers, **constants, **gate,
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         num_lists = chunk.ends.shape[1]
@@ -301,7 +267,7 @@ def backward(
             )  # fmt: skip
         num_rows = (chunk.last_row - chunk.first_row) * k.shape[2]
         kernels.merge_dq_kernel[(cdiv(num_rows, MERGED // columns) * cdiv(width, columns),)](
-            parts, chunk.present, dq, extremes, chunk.first_row, chunk.last_row,
+            parts, chunk.present, dq, x.extremes, chunk.first_row, chunk.last_row,
             G=k.shape[2], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds, COLUMNS=columns, BLOCK_ROWS=MERGED // columns,
         )  # fmt: skip
         join_stream(q)
