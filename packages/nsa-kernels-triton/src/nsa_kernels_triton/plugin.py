@@ -38,7 +38,9 @@ class TritonBackend:
         compute = _compute_of(self.operation)
         if self.operation is Operation.CHOOSE:
             return compute(*operands, **keywords)
-        return over_rows(partial(with_window_in_order, compute), *operands, **keywords)
+        if self.operation in (Operation.WIN, Operation.NSA):
+            compute = partial(with_window_in_order, compute)
+        return over_rows(compute, *operands, **keywords)
 
 
 def _compute_of(operation: Operation) -> Callable[..., Any]:

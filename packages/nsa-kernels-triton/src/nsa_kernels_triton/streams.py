@@ -19,7 +19,10 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = next(x for x in args if isinstance(x, Queries)).q
+        # behind the gradients and results of a forward pass, in a backward one
+        queries = args[0] if isinstance(args[0], Queries) else args[2]
+        assert isinstance(queries, Queries)
+        first = queries.q
         if not first.is_cuda:
             return body(*args, **kwargs)
         with torch.cuda.device(first.device):

@@ -11,9 +11,10 @@ from nsa_core.backends.base import Keys, Queries
 
 
 def with_window_in_order(compute: Callable[..., Any], queries: Queries, *others: Any, geometry: BlockGeometry, scale: float) -> Any:
-    """Return what `compute` makes of the operands, with a copy of the rows that `queries` see in place of a ring."""
-    if any(isinstance(x, Keys) and x.ring for x in others):
-        others = tuple(rows_in_order(x, queries, geometry) if isinstance(x, Keys) and x.ring else x for x in others)
+    """Return what `compute` makes of the operands of WIN or NSA, with a copy of the rows that `queries` see in place of a ring."""
+    place = 0 if len(others) == 1 else 2
+    if others[place].ring:
+        others = (*others[:place], rows_in_order(others[place], queries, geometry), *others[place + 1 :])
     return compute(queries, *others, geometry=geometry, scale=scale)
 
 
