@@ -147,6 +147,26 @@ def test_the_fused_operation_serves_pages(is_ragged: bool) -> None:
     assert_near(found.out, expected.out)
 
 
+def test_stores_of_fp8_are_multiplied_by_their_scales() -> None:
+    (cmp, slc, win), gates = fused()
+
+    def in_fp8(x: Keys) -> Keys:
+        scales = [y.abs().amax(-1) / 100 + 1 for y in (x.k, x.v)]
+        stores = [(y / scale.unsqueeze(-1)).to(torch.float8_e4m3fn) for y, scale in zip((x.k, x.v), scales, strict=True)]
+        return x._replace(k=stores[0], v=stores[1], k_scale=scales[0], v_scale=scales[1])
+
+    def in_float(x: Keys) -> Keys:
+        assert x.k_scale is not None
+        assert x.v_scale is not None
+        return Keys(x.k.float() * x.k_scale.unsqueeze(-1), x.v.float() * x.v_scale.unsqueeze(-1), x.max_count)
+
+    cmp, slc, win = in_fp8(cmp), in_fp8(slc), in_fp8(win)
+    found = run(Operation.NSA, step(), cmp, slc, win, gates)
+    expected = branch_by_branch(step(), in_float(cmp), in_float(slc), in_float(win), gates)
+    assert torch.equal(found.block_indices, expected.block_indices)
+    assert_near(found.out, expected.out)
+
+
 def test_gradients_reach_the_rows_of_a_tail() -> None:
     whole, weights = store(TOKENS), normal(3, ROWS, HEADS, WIDTH)
     gradients = []

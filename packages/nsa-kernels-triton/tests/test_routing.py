@@ -76,7 +76,7 @@ def test_every_reason_comes_at_once():
     request = gpu(7, 5, operation="win", dtype=torch.float64, kv_dtype=torch.float64, head_dim_qk=512)
     assert messages(request, ReasonKind.INCAPABLE) == [
         "q of torch.float64 (takes torch.bfloat16, torch.float16, torch.float32)",
-        "k, v of torch.float64 (takes torch.bfloat16, torch.float16, torch.float32)",
+        "k, v of torch.float64 (takes torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)",
         "head dimension 512 (at most 256)",
         "compute capability 7.5 (needs 8.0 or newer)",
     ]

@@ -15,6 +15,7 @@ from nsa_kernels_triton.device import KIB, OLDEST, SHARED_MEMORY_BYTES, shared_m
 CAPABILITY = Capability(
     device_types=("cuda", "cpu"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    stored_dtypes=(torch.float8_e4m3fn,),
     max_head_dim=256,
 )
 SELECTIONS = (Operation.SELECT, Operation.SLC, Operation.NSA)

@@ -35,7 +35,7 @@ def _attend(
 
 
 @on_its_device
-def _differentiate(
+def differentiate(
     grads: tuple[Tensor | None, Tensor | None],
     results: Sequence[Tensor],
     queries: Queries,
@@ -45,6 +45,7 @@ def _differentiate(
     geometry: BlockGeometry,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv for the gradients (of out and lse) and the results of the forward pass; see `attention_op`."""
     q, k, v = queries.q.contiguous(), keys.k.contiguous(), keys.v.contiguous()
     dout, dlse, delta, shift, extremes = deltas_of(grads, results, v)
     sequences = Sequences.of(queries, keys)
@@ -58,7 +59,7 @@ def _differentiate(
 compressed_attention = attention_op(
     "nsa_triton::cmp",
     partial(_attend, is_window=False),
-    partial(_differentiate, is_window=False),
+    partial(differentiate, is_window=False),
     operation=Operation.CMP,
     saves=ExactOut,
 )
@@ -67,7 +68,7 @@ compressed_attention = attention_op(
 sliding_window_attention = attention_op(
     "nsa_triton::win",
     partial(_attend, is_window=True),
-    partial(_differentiate, is_window=True),
+    partial(differentiate, is_window=True),
     operation=Operation.WIN,
     saves=ExactOut,
 )

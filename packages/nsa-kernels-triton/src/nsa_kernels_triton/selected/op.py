@@ -31,7 +31,7 @@ def _attend(
 
 
 @on_its_device
-def _differentiate(
+def differentiate(
     grads: tuple[Tensor | None, Tensor | None],
     results: Sequence[Tensor],
     queries: Queries,
@@ -41,13 +41,14 @@ def _differentiate(
     geometry: BlockGeometry,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv for the gradients (of out and lse) and the results of the forward pass; see `attention_op`."""
     q, k, v = queries.q.contiguous(), slc.k.contiguous(), slc.v.contiguous()
     dout, _, delta, shift, extremes = interval.deltas_of(grads, results, v)
     x = Operands(dout, delta, None, shift, extremes, q, k, v, None, -1, False, geometry, scale, Sequences.of(queries, slc))
     return backward(x, block_indices, None, backward_kernel(q, k, v, dout, geometry))
 
 
-selected_attention = attention_op("nsa_triton::slc", _attend, _differentiate, operation=Operation.SLC, saves=ExactOut)
+selected_attention = attention_op("nsa_triton::slc", _attend, differentiate, operation=Operation.SLC, saves=ExactOut)
 """Attention of each query over the tokens s <= t of its chosen blocks (Eq. 12)."""
 
 
