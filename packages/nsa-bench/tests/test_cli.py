@@ -93,7 +93,8 @@ class Liar:
     capability = Capability(gradient=False)
     def reasons_against(self, request): return self.capability.reasons_against(request)
     def preference(self, request): return 10
-    def __call__(self, q, k, v, *, geometry, scale, placement):
+    def __call__(self, queries, keys, *, geometry, scale):
+        q, v = queries.q, keys.v
         return BranchOutput(q.new_ones(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1]))
 
 @hookimpl
