@@ -58,9 +58,7 @@ def backends(
     layout: Annotated[
         Literal["dense", "packed", "cached", "paged", "ragged"], Parameter(help="cached, paged and ragged are a decode step of one query.")
     ] = "dense",
-    backward: Annotated[
-        bool | None, Parameter(help="Gradients are needed; by default for dense and packed alone.")
-    ] = None,
+    backward: Annotated[bool | None, Parameter(help="Gradients are needed; by default for dense and packed alone.")] = None,
 ) -> int:
     """Show which backend serves each operation, every reason against the others, and the plug-ins, broken ones too."""
     from nsa_bench.backends_report import CallShape, find_device, local_capability, make_report, to_json, to_rows

@@ -1,0 +1,226 @@
+"""The conformance kit for what a cache and other backends ask for: APPEND and CHOOSE.
+
+APPEND runs through `append_rows`, by name, over the steps of a short conversation; a loop over tokens and blocks says what
+every store holds after each. CHOOSE has no public operation, so the backend is called as other backends call it; its choice
+must equal `nsa_core.reference.choose` bit by bit. Scores and factors are small fractions of powers of 2: sums of them are exact
+in any order, and many of them tie.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core import blocks
+from nsa_core.attention import append_rows
+from nsa_core.backends.base import BranchBackend, BranchRequest, Keys, Layout, NewBlocks, NewRows, Operation
+from nsa_core.backends.registry import BackendRegistry
+from nsa_core.config import BlockGeometry
+from nsa_core.reference.choose import choose
+from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
+from nsa_core.testing.tolerances import Comparable, allowed_error, max_error
+
+
+class Trial(NamedTuple):
+    """One thing that a backend is tried at."""
+
+    name: str
+    request: BranchRequest
+    judge: Callable[[], tuple[list[str], Comparable]]
+    """Returns what is wrong, and how many choices scores decided."""
+
+
+EMPTY = 7.0
+"""What a row that was never written holds."""
+KINDS = ("all stores", "keys alone choose", "no compressed branch")
+
+
+def _steps(geometry: BlockGeometry) -> tuple[tuple[int, int], ...]:
+    """Return the tokens that each step appends to two sequences; the widest step is wider than the rings."""
+    size = geometry.compression_block_size
+    return (size + 3, size // 2), (1, 1), (0, 3), (1, 0), (size + 1, size + 1), (2, 1)
+
+
+def _num_tokens(geometry: BlockGeometry) -> int:
+    return max(map(sum, zip(*_steps(geometry), strict=True)))
+
+
+def append_trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry) -> Iterator[Trial]:
+    """Yield the trials of an APPEND backend."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        request = BranchRequest(
+            operation=Operation.APPEND,
+            geometry=geometry,
+            device_type=device.type,
+            compute_capability=_capability(device),
+            dtype=dtype,
+            kv_dtype=dtype,
+            batch=2,
+            num_sequences=2,
+            num_queries=max(map(max, _steps(geometry))),
+            num_keys=_num_tokens(geometry),
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim_qk=8,
+            head_dim_v=6,
+            layout=Layout.CACHED,
+        )
+        for kind in KINDS:
+            name = f"{str(dtype).removeprefix('torch.')} {kind}"
+            yield Trial(name, request, partial(_append_steps, backend, dtype, kind, device, geometry, registry))
+
+
+def _append_steps(
+    backend: BranchBackend, dtype: torch.dtype, kind: str, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry
+) -> tuple[list[str], Comparable]:
+    """Return what the stores hold that they should not, after the first step that goes wrong."""
+    num_tokens = _num_tokens(geometry)
+    tokens = _tokens(num_tokens, dtype, device)
+    raw_v = None if kind == "keys alone choose" else tokens["raw v"]
+    size = geometry.compression_block_size
+    sizes = {"slc": num_tokens, "win": 5, "raw": size - 1 + 2, "cmp": blocks.num_compressed_blocks(num_tokens, geometry)}
+    stores = {
+        f"{name} {part}": torch.full((2, rows, 2, 8 if part == "k" else 6), EMPTY, dtype=dtype, device=device)
+        for name, rows in sizes.items()
+        for part in "kv"
+    }
+    weights = torch.arange(1, size + 1, dtype=dtype, device=device)[:, None, None] / size
+
+    def compress(x: Tensor) -> Tensor:
+        return (x * weights).sum(2) / size
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        return x * (1 + positions[..., None, None].to(x.dtype) / 64)
+
+    def keys_of(name: str, ring: bool) -> Keys:
+        return Keys(stores[f"{name} k"], stores[f"{name} v"], num_tokens, ring=ring)
+
+    start, expected = torch.zeros(2, dtype=torch.int32, device=device), {name: store.clone() for name, store in stores.items()}
+    for counts in _steps(geometry):
+        count = torch.tensor(counts, dtype=torch.int32, device=device)
+        widest = max(counts)
+
+        def new(name: str, *, ring: bool, v: Tensor | None, start: Tensor = start, widest: int = widest) -> NewRows:
+            fresh = [x if x is None else _step_rows(x, start, widest) for x in (tokens[f"{name} k"], v)]
+            assert fresh[0] is not None
+            return NewRows(keys_of(name, ring), fresh[0], fresh[1])
+
+        rows = (new("slc", ring=False, v=tokens["slc v"]), new("win", ring=True, v=tokens["win v"]))
+        emitted = None
+        if kind != KINDS[2]:
+            raw = new("raw", ring=True, v=raw_v)
+            emitted = NewBlocks(keys_of("cmp", False), raw, compress, None if raw_v is None else compress, rotate)
+        append_rows(rows, emitted, start, count, geometry, {"append": backend.name}, registry)
+        for b, (first, more) in enumerate(zip(start.tolist(), counts, strict=True)):
+            for position in range(first, first + more):
+                for name, store in expected.items():
+                    if _is_written(name, kind) and not name.startswith("cmp"):
+                        store[b, position % store.shape[1]] = tokens[name][b, position]
+            for i in range(blocks.num_compressed_blocks(first, geometry), blocks.num_compressed_blocks(first + more, geometry)):
+                begin = i * geometry.compression_stride
+                ends = torch.tensor([[begin + size - 1]], device=device)
+                for part in "kv":
+                    if _is_written(f"cmp {part}", kind):
+                        block = compress(tokens[f"raw {part}"][b, begin : begin + size][None, None])
+                        expected[f"cmp {part}"][b, i] = (rotate(block, ends) if part == "k" else block)[0, 0]
+        problems = _differences(stores, expected, dtype, f"after tokens {start.tolist()} + {list(counts)}")
+        if problems:
+            return problems, Comparable()
+        start = start + count
+    return [], Comparable()
+
+
+def _is_written(name: str, kind: str) -> bool:
+    if kind == KINDS[2]:
+        return not name.startswith(("raw", "cmp"))
+    return kind != KINDS[1] or name not in ("raw v", "cmp v")
+
+
+def _tokens(num_tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Return the keys and values of every token of two sequences, by store."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"{name} {part}": torch.randn(2, num_tokens, 2, width, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+        for name in ("slc", "win", "raw")
+        for part, width in (("k", 8), ("v", 6))
+    }
+
+
+def _step_rows(x: Tensor, start: Tensor, widest: int) -> Tensor:
+    """Return the `widest` rows from position start[b] on; NaN behind the last token, where no row counts."""
+    padded = torch.cat([x, x.new_full((2, widest, *x.shape[2:]), float("nan"))], 1)
+    return torch.stack([padded[b, first : first + widest] for b, first in enumerate(start.tolist())])
+
+
+def _differences(stores: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, when: str) -> list[str]:
+    """Return which stores differ: rows of tokens bit by bit, blocks by more than a sum of rounded terms may."""
+    found = []
+    for name, store in stores.items():
+        wanted = expected[name]
+        written = wanted.double().masked_fill(wanted == EMPTY, 0)
+        limit = allowed_error(written, dtype, 4 * torch.finfo(dtype).eps) if name.startswith("cmp") else 0.0
+        error = max_error(store, wanted.double())
+        if not error <= limit:
+            found.append(f"{name} is off by {error:.2e} {when} (allowed: {limit:.2e})")
+    return found
+
+
+class Scores(NamedTuple):
+    """What a choice is made from."""
+
+    scores: Tensor
+    factor: Tensor | None
+    positions: Tensor
+    num_kv_heads: int
+
+
+def choose_trials(backend: BranchBackend, device: torch.device) -> Iterator[Trial]:
+    """Yield the trials of a CHOOSE backend."""
+    for label, geometry in (("forced blocks", SMALL), ("one local block", ONE_LOCAL), ("l = l'", EQUAL_BLOCKS)):
+        for num_heads, num_kv_heads in ((2, 2), (6, 2), (16, 1)):
+            for num_blocks in (1, 2, geometry.num_selected_blocks, geometry.num_selected_blocks + 1, 33, 130):
+                for has_factor in (False, True):
+                    problem = _scores(geometry, num_heads, num_kv_heads, num_blocks, has_factor, device)
+                    name = f"{label}, H/G={num_heads}/{num_kv_heads}, N={num_blocks}{', factor' if has_factor else ''}"
+                    request = BranchRequest(
+                        operation=Operation.CHOOSE,
+                        geometry=geometry,
+                        device_type=device.type,
+                        compute_capability=_capability(device),
+                        num_queries=len(problem.positions),
+                        num_keys=num_blocks * geometry.selection_block_size,
+                        num_heads=num_heads,
+                        num_kv_heads=num_kv_heads,
+                    )
+                    yield Trial(name, request, partial(_judge_choice, backend, problem, geometry))
+
+
+def _scores(geometry: BlockGeometry, num_heads: int, num_kv_heads: int, num_blocks: int, has_factor: bool, device: torch.device) -> Scores:
+    """Return scores with ties, NaN in some of them, and rows at each edge of a block, without a query (-1) among them."""
+    generator = torch.Generator().manual_seed(num_blocks + has_factor)
+    width = geometry.selection_block_size
+    edges = {edge for j in (0, 1, num_blocks // 2, num_blocks - 1) for edge in (j * width, (j + 1) * width - 1)}
+    positions = torch.tensor([-1, *sorted(edges & set(range(num_blocks * width))), -1], dtype=torch.int32)
+    heads = num_heads if has_factor else num_kv_heads
+    scores = torch.randint(0, 16, (len(positions), heads, num_blocks), generator=generator).float() / 16
+    scores[torch.rand(scores.shape, generator=generator) < 0.02] = float("nan")
+    # a row of equal scores, and one without any
+    scores[1], scores[-2, :, : num_blocks // 2] = 0.25, float("nan")
+    factor = 2.0 ** -torch.randint(0, 4, (len(positions), heads), generator=generator).float() if has_factor else None
+    return Scores(scores.to(device), None if factor is None else factor.to(device), positions.to(device), num_kv_heads)
+
+
+def _judge_choice(backend: Any, problem: Scores, geometry: BlockGeometry) -> tuple[list[str], Comparable]:
+    got = backend(*problem, geometry=geometry)
+    expected = choose(*problem, geometry=geometry)
+    if got.dtype != torch.int32 or got.shape != expected.shape:
+        return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"], Comparable()
+    wrong = (got != expected).any(-1)
+    found = [f"{int(wrong.sum())} of {wrong.numel()} rows choose other blocks"] if bool(wrong.any()) else []
+    return found, Comparable(wrong.numel(), 0)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
