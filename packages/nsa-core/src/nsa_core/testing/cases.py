@@ -202,7 +202,8 @@ class Arrangement(NamedTuple):
         if self.case.layout is not Layout.RAGGED:
             return x
         is_row = self._is_row(x)
-        return x.new_full((*is_row.shape, *x.shape[2:]), fill).index_put((is_row,), x[0])
+        whole: Tensor = x.new_full((*is_row.shape, *x.shape[2:]), fill)
+        return whole.index_put((is_row,), x[0])
 
     def window(self, k: Tensor, v: Tensor) -> Keys:
         """Return the sliding branch's keys of a ring or tail case, NaN in rows that hold no token; differentiable."""
@@ -227,4 +228,5 @@ class Arrangement(NamedTuple):
 
     def _is_row(self, x: Tensor) -> Tensor:
         count = self.problem.options["query_count"]
-        return torch.arange(STEP_ROWS, device=x.device) < count.unsqueeze(1)
+        is_row: Tensor = torch.arange(STEP_ROWS, device=x.device) < count.unsqueeze(1)
+        return is_row

@@ -76,95 +76,98 @@ def _append_steps(
     backend: BranchBackend, dtype: torch.dtype, kind: str, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry
 ) -> tuple[list[str], Comparable]:
     """Return what the stores hold that they should not, after the first step that goes wrong."""
-    num_tokens = _num_tokens(geometry)
-    tokens = _tokens(num_tokens, dtype, device)
-    raw_v = None if kind == "keys alone choose" else tokens["raw v"]
-    size = geometry.compression_block_size
-    sizes = {"slc": num_tokens, "win": 5, "raw": size - 1 + 2, "cmp": blocks.num_compressed_blocks(num_tokens, geometry)}
-    stores = {
-        f"{name} {part}": torch.full((2, rows, 2, 8 if part == "k" else 6), EMPTY, dtype=dtype, device=device)
-        for name, rows in sizes.items()
-        for part in "kv"
-    }
-    weights = torch.arange(1, size + 1, dtype=dtype, device=device)[:, None, None] / size
-
-    def compress(x: Tensor) -> Tensor:
-        return (x * weights).sum(2) / size
-
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        return x * (1 + positions[..., None, None].to(x.dtype) / 64)
-
-    def keys_of(name: str, ring: bool) -> Keys:
-        return Keys(stores[f"{name} k"], stores[f"{name} v"], num_tokens, ring=ring)
-
-    start, expected = torch.zeros(2, dtype=torch.int32, device=device), {name: store.clone() for name, store in stores.items()}
+    conversation = _Conversation(dtype, kind, device, geometry)
+    start = torch.zeros(2, dtype=torch.int32, device=device)
     for counts in _steps(geometry):
         count = torch.tensor(counts, dtype=torch.int32, device=device)
-        widest = max(counts)
-
-        def new(name: str, *, ring: bool, v: Tensor | None, start: Tensor = start, widest: int = widest) -> NewRows:
-            fresh = [x if x is None else _step_rows(x, start, widest) for x in (tokens[f"{name} k"], v)]
-            assert fresh[0] is not None
-            return NewRows(keys_of(name, ring), fresh[0], fresh[1])
-
-        rows = (new("slc", ring=False, v=tokens["slc v"]), new("win", ring=True, v=tokens["win v"]))
-        emitted = None
-        if kind != KINDS[2]:
-            raw = new("raw", ring=True, v=raw_v)
-            emitted = NewBlocks(keys_of("cmp", False), raw, compress, None if raw_v is None else compress, rotate)
+        rows, emitted = conversation.step(start, max(counts))
         append_rows(rows, emitted, start, count, geometry, {"append": backend.name}, registry)
         for b, (first, more) in enumerate(zip(start.tolist(), counts, strict=True)):
-            for position in range(first, first + more):
-                for name, store in expected.items():
-                    if _is_written(name, kind) and not name.startswith("cmp"):
-                        store[b, position % store.shape[1]] = tokens[name][b, position]
-            for i in range(blocks.num_compressed_blocks(first, geometry), blocks.num_compressed_blocks(first + more, geometry)):
-                begin = i * geometry.compression_stride
-                ends = torch.tensor([[begin + size - 1]], device=device)
-                for part in "kv":
-                    if _is_written(f"cmp {part}", kind):
-                        block = compress(tokens[f"raw {part}"][b, begin : begin + size][None, None])
-                        expected[f"cmp {part}"][b, i] = (rotate(block, ends) if part == "k" else block)[0, 0]
-        problems = _differences(stores, expected, dtype, f"after tokens {start.tolist()} + {list(counts)}")
-        if problems:
+            conversation.expect(b, first, first + more)
+        if problems := conversation.differences(f"after tokens {start.tolist()} + {list(counts)}"):
             return problems, Comparable()
         start = start + count
     return [], Comparable()
 
 
-def _is_written(name: str, kind: str) -> bool:
-    if kind == KINDS[2]:
-        return not name.startswith(("raw", "cmp"))
-    return kind != KINDS[1] or name not in ("raw v", "cmp v")
+class _Conversation:
+    """Two sequences token by token: the stores that a backend writes, and what a loop says they hold."""
+
+    def __init__(self, dtype: torch.dtype, kind: str, device: torch.device, geometry: BlockGeometry) -> None:
+        self.dtype, self.geometry, self.num_tokens = dtype, geometry, _num_tokens(geometry)
+        generator = torch.Generator().manual_seed(0)
+        size = geometry.compression_block_size
+        sizes = {"slc": self.num_tokens, "win": 5, "raw": size + 1, "cmp": blocks.num_compressed_blocks(self.num_tokens, geometry)}
+        self.tokens, self.stores = {}, {}
+        for name, rows in sizes.items():
+            for part, width in (("k", 8), ("v", 6)):
+                drawn = torch.randn(2, self.num_tokens, 2, width, generator=generator, dtype=torch.float64)
+                self.tokens[f"{name} {part}"] = drawn.to(device=device, dtype=dtype)
+                self.stores[f"{name} {part}"] = torch.full((2, rows, 2, width), EMPTY, dtype=dtype, device=device)
+        self.expected = {name: store.clone() for name, store in self.stores.items()}
+        self.has_blocks, self.has_values = kind != KINDS[2], kind != KINDS[1]
+        self.weights = torch.arange(1, size + 1, dtype=dtype, device=device)[:, None, None] / size**2
+
+    def step(self, start: Tensor, widest: int) -> tuple[tuple[NewRows, ...], NewBlocks | None]:
+        """Return the operands of a step of at most `widest` rows; those behind the last token are NaN, and do not count."""
+
+        def new(name: str, *, ring: bool, has_values: bool = True) -> NewRows:
+            k, v = (_rows_from(self.tokens[f"{name} {part}"], start, widest) for part in "kv")
+            return NewRows(self._keys(name, ring=ring), k, v if has_values else None)
+
+        rows = (new("slc", ring=False), new("win", ring=True))
+        if not self.has_blocks:
+            return rows, None
+        raw = new("raw", ring=True, has_values=self.has_values)
+        return rows, NewBlocks(self._keys("cmp"), raw, self._compress, self._compress if self.has_values else None, _rotate)
+
+    def expect(self, b: int, first: int, end: int) -> None:
+        """Note that sequence b has got its tokens first .. end - 1."""
+        has_values = {"raw": self.has_values}
+        for name in ("slc", "win", "raw") if self.has_blocks else ("slc", "win"):
+            for part in "kv" if has_values.get(name, True) else "k":
+                store = self.expected[f"{name} {part}"]
+                for position in range(first, end):
+                    store[b, position % store.shape[1]] = self.tokens[f"{name} {part}"][b, position]
+        if self.has_blocks:
+            for i in range(blocks.num_compressed_blocks(first, self.geometry), blocks.num_compressed_blocks(end, self.geometry)):
+                self._expect_block(b, i)
+
+    def differences(self, when: str) -> list[str]:
+        """Return which stores differ: rows of tokens in any bit, blocks by more than a sum of rounded terms may."""
+        found = []
+        for name, store in self.stores.items():
+            wanted = self.expected[name].double()
+            written = wanted.masked_fill(wanted == EMPTY, 0)
+            limit = allowed_error(written, self.dtype, 4 * torch.finfo(self.dtype).eps) if name.startswith("cmp") else 0.0
+            error = max_error(store, wanted)
+            if not error <= limit:
+                found.append(f"{name} is off by {error:.2e} {when} (allowed: {limit:.2e})")
+        return found
+
+    def _expect_block(self, b: int, i: int) -> None:
+        size, begin = self.geometry.compression_block_size, i * self.geometry.compression_stride
+        for part in "kv" if self.has_values else "k":
+            block = self._compress(self.tokens[f"raw {part}"][b, begin : begin + size][None, None])
+            if part == "k":
+                block = _rotate(block, torch.tensor([[begin + size - 1]], device=block.device))
+            self.expected[f"cmp {part}"][b, i] = block[0, 0]
+
+    def _keys(self, name: str, *, ring: bool = False) -> Keys:
+        return Keys(self.stores[f"{name} k"], self.stores[f"{name} v"], self.num_tokens, ring=ring)
+
+    def _compress(self, x: Tensor) -> Tensor:
+        return (x * self.weights).sum(2)
 
 
-def _tokens(num_tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Return the keys and values of every token of two sequences, by store."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        f"{name} {part}": torch.randn(2, num_tokens, 2, width, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
-        for name in ("slc", "win", "raw")
-        for part, width in (("k", 8), ("v", 6))
-    }
+def _rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Return what depends on each block's position; it stands for RoPE."""
+    return x * (1 + positions[..., None, None].to(x.dtype) / 64)
 
 
-def _step_rows(x: Tensor, start: Tensor, widest: int) -> Tensor:
-    """Return the `widest` rows from position start[b] on; NaN behind the last token, where no row counts."""
+def _rows_from(x: Tensor, start: Tensor, widest: int) -> Tensor:
     padded = torch.cat([x, x.new_full((2, widest, *x.shape[2:]), float("nan"))], 1)
     return torch.stack([padded[b, first : first + widest] for b, first in enumerate(start.tolist())])
-
-
-def _differences(stores: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, when: str) -> list[str]:
-    """Return which stores differ: rows of tokens bit by bit, blocks by more than a sum of rounded terms may."""
-    found = []
-    for name, store in stores.items():
-        wanted = expected[name]
-        written = wanted.double().masked_fill(wanted == EMPTY, 0)
-        limit = allowed_error(written, dtype, 4 * torch.finfo(dtype).eps) if name.startswith("cmp") else 0.0
-        error = max_error(store, wanted.double())
-        if not error <= limit:
-            found.append(f"{name} is off by {error:.2e} {when} (allowed: {limit:.2e})")
-    return found
 
 
 class Scores(NamedTuple):
