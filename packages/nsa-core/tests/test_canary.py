@@ -23,6 +23,7 @@ from nsa_core import (
     Operation,
     default_registry,
 )
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.testing.masks import math_attention
 from nsa_core.varlen import positions_from_cu_seqlens, sequence_ids
 
@@ -74,9 +75,9 @@ class LeakyWindow:
     def preference(self, request: Any) -> int:
         return 1
 
-    def __call__(self, *tensors: Tensor, geometry: Any, scale: float, placement: Any) -> BranchOutput:
-        q, k, v = tensors
-        return BranchOutput(math_attention(q, k, v, self.mask, scale), q.new_zeros(q.shape[:3]))
+    def __call__(self, queries: Queries, keys: Keys, *, geometry: Any, scale: float) -> BranchOutput:
+        q = queries.q
+        return BranchOutput(math_attention(q, keys.k, keys.v, self.mask, scale), q.new_zeros(q.shape[:3]))
 
 
 class DenseTwin(nn.Module):

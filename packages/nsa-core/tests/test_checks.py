@@ -364,15 +364,16 @@ def test_bounds_are_accepted_exactly_where_they_cut_the_rows(bounds):
 @pytest.mark.parametrize("name", ["query_start", "query_count"])
 def test_bounds_and_a_query_start_or_count_exclude_each_other(operation, name):
     assert refusal(operation, batch=1, options={"cu_seqlens": int32([0, 9]), name: int32([0])}) == (
-        "cu_seqlens came with query_start, query_count or page_table (a packed batch holds whole sequences); drop one"
+        "cu_seqlens came with query_start or query_count (a packed batch holds whole sequences, ragged rows lie over pages); "
+        "give query_start and page_table, or cu_seqlens alone"
     )
 
 
-def test_bounds_and_pages_exclude_each_other():
+def test_bounds_and_pages_need_positions():
     options = {"cu_seqlens": int32([0, 9]), "page_table": int32([[0]])}
 
     assert refusal(sliding_window_attention, batch=1, options=options).startswith(
-        "cu_seqlens came with query_start, query_count or page_table"
+        "page_table came without query_start (pages hold whole sequences"
     )
 
 
@@ -517,18 +518,6 @@ def test_queries_without_a_head_dimension_are_refused(operation):
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (torch.tensor([0, 0]), "window_query_start is torch.int64 (kernels read int32); use window_query_start.to(torch.int32)"),
-        (int32([0]), "window_query_start has shape (1,) (the layout is (B,)); give it (2,)"),
-        (int32([0, 0]).to("meta"), "window_query_start is on meta, q on cpu (one device per call); move one with .to()"),
-    ],
-)
-def test_a_window_query_start_that_is_no_int32_per_sequence_is_refused(value, message):
-    assert refusal(nsa_attention, options={"window_query_start": value}) == message
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.float32, torch.bool])
 def test_block_indices_of_another_dtype_are_refused(dtype):
     assert refusal(selected_attention, block_indices=torch.zeros(B, S, G, 1, dtype=dtype)) == (
@@ -621,5 +610,5 @@ def test_block_indices_are_accepted_exactly_where_each_row_names_candidates_once
 @OPERATIONS
 def test_a_backend_for_an_unknown_operation_is_refused(operation):
     assert refusal(operation, options={"backend": {"compress": "sdpa"}}) == (
-        "backend names the operation 'compress' (the rule: one of 'cmp', 'select', 'slc', 'win', 'nsa'); fix the key"
+        "backend names the operation 'compress' (the rule: one of 'cmp', 'select', 'slc', 'win', 'nsa', 'append', 'choose'); fix the key"
     )

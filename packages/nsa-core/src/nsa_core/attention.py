@@ -254,9 +254,9 @@ def append_rows(
 
     Sequence b gets rows 0 .. count[b] - 1 at positions start[b] onwards; both int32 (B,). No gradient.
     """
-    if rows:
-        call = make_call(rows[0].k, geometry, None, backend, registry)
-        run_append(call, rows, new_blocks, start, count)
+    first = rows[0] if rows else None if new_blocks is None else new_blocks.raw
+    if first is not None:
+        run_append(make_call(first.k, geometry, None, backend, registry), first, rows, new_blocks, start, count)
 
 
 def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -315,9 +315,11 @@ def _gated_attention(
     if any(observer.needs_branches for observer in observers):
         one_by_one = "observers want each branch"
     fused = run_fused(call, (queries, cmp, slc, win, gates), one_by_one)
-    if isinstance(fused, FusedOutput):
-        _tell_choice(fused.block_indices, queries, call)
-        return fused.out
+    if fused is not None:
+        out, block_indices = fused if isinstance(fused, FusedOutput) else (fused, None)
+        if block_indices is not None:
+            _tell_choice(block_indices, queries, call)
+        return out
     outputs = _branch_outputs(queries, cmp, slc, win, absent, call)
     for name, out in zip(BRANCHES, outputs, strict=True):
         for observer in observers:

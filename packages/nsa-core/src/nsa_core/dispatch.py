@@ -75,9 +75,8 @@ def run_fused(call: Call, operands: tuple[Any, ...], one_by_one: str | None) -> 
     return None if index < 0 else _called(index, Operation.NSA, call, operands)
 
 
-def run_append(call: Call, rows: tuple[NewRows, ...], new_blocks: NewBlocks | None, start: Tensor, count: Tensor) -> None:
-    """Let the backend chosen for APPEND write the step; it is asked for as a step of one query head per KV head would be."""
-    new = rows[0]
+def run_append(call: Call, new: NewRows, rows: tuple[NewRows, ...], new_blocks: NewBlocks | None, start: Tensor, count: Tensor) -> None:
+    """Let the backend chosen for APPEND write the step; the request is that of a step of `new` with one query head per KV head."""
     queries = Queries(new.k, new.k.shape[1], None, start, count)
     name = call.backend if isinstance(call.backend, str) else call.backend.get(Operation.APPEND.value, AUTO)
     # a plain name may be that of a backend of attention alone

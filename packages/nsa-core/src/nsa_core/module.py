@@ -22,7 +22,7 @@ from nsa_core.varlen import positions_from_cu_seqlens
 
 def split_heads(projected: Tensor, head_dim: int) -> Tensor:
     """Return `(B, S, heads, head_dim)` of `(B, S, heads * head_dim)`: all heads, or this rank's share of them."""
-    return projected.view(*projected.shape[:-1], -1, head_dim)
+    return projected.view(*projected.shape[:-1], projected.shape[-1] // head_dim, head_dim)
 
 
 class NativeSparseAttention(nn.Module):
@@ -194,7 +194,7 @@ class NativeSparseAttention(nn.Module):
         rows = {name: cache.new_rows(name, k, v, step) for name, (k, v) in new.items() if k is not None}
         # a ring that would forget what a second try of this step needs takes the new tokens last
         late = tuple(rows[name] for name in RINGS if name in rows and not step.in_place)
-        cmp = self._append(cache, rows, late, step)
+        cmp = self._append(cache, rows, step)
         win = cache.window(rows["win"], step) if "win" in rows else None
         slc = rows["slc"].store if "slc" in rows else None
         queries = Queries(self._queries(x, tables), x.shape[1], None, step.start, step.added)
@@ -204,14 +204,14 @@ class NativeSparseAttention(nn.Module):
         cache.end_step(step)
         return out
 
-    def _append(self, cache: NSACache, rows: dict[str, NewRows], late: tuple[NewRows, ...], step: Step) -> Keys | None:
-        """Write the step's rows, but for the `late` ones, and the blocks that they complete; return the compressed keys and values."""
+    def _append(self, cache: NSACache, rows: dict[str, NewRows], step: Step) -> Keys | None:
+        """Write the step's rows (rings only in place) and the blocks that they complete; return the compressed keys and values."""
         cmp, emitted = None, None
         if "raw" in rows:
             bound = blocks.num_compressed_blocks(step.bound, self.config.geometry)
             cmp = Keys(cache.keys["cmp"], cache.values.get("cmp", cache.keys["cmp"]), bound)
             emitted = NewBlocks(cmp, rows["raw"], self.compress_k, getattr(self, "compress_v", None), self._rotate_blocks)
-        written = tuple(new for new in rows.values() if new not in late)
+        written = tuple(new for name, new in rows.items() if step.in_place or name not in RINGS)
         append_rows(written, emitted, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         return cmp
 

@@ -95,7 +95,7 @@ def test_requests_of_equal_numbers_are_equal_and_hash_alike():
     assert first != BranchRequest(operation=Operation.WIN, layout=Layout.PACKED)
 
 
-@pytest.mark.parametrize("field", [{"operation": "window"}, {"operation": "win", "layout": "ragged"}])
+@pytest.mark.parametrize("field", [{"operation": "window"}, {"operation": "win", "layout": "jagged"}])
 def test_a_request_refuses_an_unknown_operation_or_layout(field):
     with pytest.raises(ValueError, match=r"is not a valid (Operation|Layout)"):
         BranchRequest(**field)
@@ -119,6 +119,6 @@ def test_what_lacks_a_member_does_not_meet_the_protocol():
 
         def preference(self, request): ...
 
-        def __call__(self, *tensors, geometry, scale, placement): ...
+        def __call__(self, *operands, geometry, scale): ...
 
     assert not isinstance(Nameless(), BranchBackend)

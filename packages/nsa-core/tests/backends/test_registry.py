@@ -50,9 +50,9 @@ class CountingBackend:
     def preference(self, request):
         return self.level
 
-    def __call__(self, *tensors, geometry, scale, placement):
+    def __call__(self, queries, keys, *others, geometry, scale):
         self.num_calls += 1
-        q, v = tensors[0], tensors[2]
+        q, v = queries.q, keys.v
         out = q.new_ones(*q.shape[:3], v.shape[3])
         return out if self.operation is Operation.NSA else BranchOutput(out, q.new_zeros(q.shape[:3]))
 
@@ -279,19 +279,31 @@ def test_naming_an_operation_keeps_the_branches_apart(backend):
 
 
 class RouteObserver(AttentionObserver):
-    def __init__(self):
+    def __init__(self, needs_branches):
         self.routes = []
+        self.needs_branches = needs_branches
 
     def record_route(self, operation, backend):
         self.routes.append((operation, backend))
 
 
-def test_observers_keep_the_branches_apart_and_are_told_the_routes():
+def test_observers_that_want_the_branches_keep_them_apart_and_all_are_told_the_routes():
     registry, fused = fused_registry()
-    observer = RouteObserver()
-    nsa_attention(*operands(), geometry=GEOMETRY, registry=registry, observers=(observer,))
-    assert fused.num_calls == 0
-    assert observer.routes == [(operation, "sdpa") for operation in ("cmp", "select", "slc", "win")]
+    routes = {True: [(operation, "sdpa") for operation in ("cmp", "select", "slc", "win")], False: [("nsa", "fused")]}
+    for needs_branches, expected in routes.items():
+        observer = RouteObserver(needs_branches)
+        nsa_attention(*operands(), geometry=GEOMETRY, registry=registry, observers=(observer,))
+        assert fused.num_calls == (not needs_branches)
+        assert observer.routes == expected
+
+
+def test_observers_of_a_registry_are_told_every_choice_with_the_request_by_name():
+    registry, _ = fused_registry(capability=CUDA_ONLY)
+    told = []
+    registry.observers.append(lambda backend, facts, name: told.append((backend, facts.operation, facts.num_heads, facts.layout, name)))
+    nsa_attention(*operands(), geometry=GEOMETRY, registry=registry)
+    served = [("auto", operation, 4, "dense", "sdpa") for operation in ("cmp", "select", "slc", "win")]
+    assert told == [("auto", "nsa", 4, "dense", None), *served]
 
 
 def test_an_absent_branch_keeps_the_branches_apart():

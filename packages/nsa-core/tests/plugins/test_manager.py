@@ -17,7 +17,7 @@ class Mine:
     name, operation, capability = "mine", Operation.WIN, Capability()
     def reasons_against(self, request): return ()
     def preference(self, request): return 3
-    def __call__(self, *tensors, geometry, scale, placement): return BranchOutput(tensors[2], tensors[0][..., 0])
+    def __call__(self, queries, keys, *, geometry, scale): return BranchOutput(keys.v, queries.q[..., 0])
 
 @hookimpl
 def nsa_branch_backends():
@@ -43,7 +43,10 @@ BROKEN = {
     "hook returning one backend": (GOOD.replace("[Mine()]", "Mine()"), "TypeError: 'Mine' object is not iterable"),
     "a wrong object": (GOOD.replace("[Mine()]", "[Mine(), 'mine']"), "TypeError: 'mine' is no BranchBackend"),
     "a class": (GOOD.replace("[Mine()]", "[Mine]"), "is a class (the hook returns objects); return Mine()"),
-    "an unknown operation": (GOOD.replace("Operation.WIN", "'window'"), "operation 'window' (the rule: one of cmp, select, slc, win, nsa)"),
+    "an unknown operation": (
+        GOOD.replace("Operation.WIN", "'window'"),
+        "operation 'window' (the rule: one of cmp, select, slc, win, nsa, append, choose)",
+    ),
     "a name that is routing's": (GOOD.replace('"mine"', '"auto"'), "has the name 'auto'"),
     "a name that is no word": (GOOD.replace('"mine"', "7"), "has the name 7"),
 }
@@ -73,13 +76,13 @@ def names(plugins):
 
 def test_the_reference_is_there_without_any_entry_point():
     plugins = load_plugins([])
-    assert names(plugins) == [("builtin", ["sdpa"] * 4)]
+    assert names(plugins) == [("builtin", ["sdpa"] * 6)]
     assert not plugins.broken
     assert {backend.operation for backend in plugins.registry().backends} == set(Operation) - {Operation.NSA}
 
 
 def test_the_reference_is_registered_once_though_its_package_has_an_entry_point():
-    assert names(load_plugins([EntryPoint("builtin", BUILTIN, GROUP)])) == [("builtin", ["sdpa"] * 4)]
+    assert names(load_plugins([EntryPoint("builtin", BUILTIN, GROUP)])) == [("builtin", ["sdpa"] * 6)]
 
 
 def test_a_plug_in_is_loaded_after_the_reference(plugin):

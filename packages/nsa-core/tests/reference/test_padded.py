@@ -4,24 +4,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_core.backends.base import Placement
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.reference import padded
 from nsa_core.reference.padded import PaddedBatch, padded_batch
 from nsa_core.testing.inputs import SMALL
 from nsa_core.varlen import cu_blocks_from_cu_seqlens, cu_seqlens_from_lengths
 
 
-def batch_of(*lengths: int, device: str = "cpu", bound: int | None = None) -> PaddedBatch | None:
-    """Return the padded batch of sequences of `lengths`, H = 2, D = 4, float32; `bound`: the host bound, where not the longest."""
+def batch_of(*lengths: int, device: str = "cpu", bound: int | None = None, of_blocks: bool = False) -> PaddedBatch | None:
+    """Return the padded batch of sequences of `lengths`, H = 2, D = 4, float32; `bound`: the host bound, where not the longest.
+
+    `of_blocks`: the keys are compressed blocks.
+    """
     cu_seqlens = cu_seqlens_from_lengths(torch.tensor(lengths, dtype=torch.int32)).to(device)
     longest = max(lengths) if bound is None else bound
-    placement = Placement(longest, longest, cu_seqlens, cu_blocks_from_cu_seqlens(cu_seqlens, SMALL))
-    return padded_batch(placement, torch.zeros(1, sum(lengths), 2, 4, device=device), SMALL)
+    x = torch.zeros(1, sum(lengths), 2, 4, device=device)
+    offsets = cu_blocks_from_cu_seqlens(cu_seqlens, SMALL) if of_blocks else cu_seqlens
+    return padded_batch(Queries(x, longest, cu_seqlens), Keys(x, x, longest, offsets))
 
 
 def spread(batch: PaddedBatch | None, packed: Tensor) -> Tensor:
     assert batch is not None
-    return batch.tokens.spread(packed)
+    return batch.queries.spread(packed)
 
 
 def test_sequences_stand_side_by_side_with_zeros_after_their_ends() -> None:
@@ -36,17 +40,17 @@ def test_equal_sequences_are_not_copied() -> None:
     assert there.shape == (3, 8, 2, 4)
     assert there.data_ptr() == packed.data_ptr()
     assert batch is not None
-    assert torch.equal(batch.tokens.collect(there, 24), packed)
+    assert torch.equal(batch.queries.collect(there, 24), packed)
 
 
 @pytest.mark.parametrize("lengths", [(20, 20), (20, 3, 17)], ids=["equal", "padded"])
 def test_compressed_blocks_go_there_and_back_and_surplus_rows_come_back_as_zeros(lengths: tuple[int, ...]) -> None:
-    batch = batch_of(*lengths)
+    batch = batch_of(*lengths, of_blocks=True)
     assert batch is not None
     count = int(cu_blocks_from_cu_seqlens(cu_seqlens_from_lengths(torch.tensor(lengths)), SMALL)[-1])
     packed = torch.randn(1, count + 2, 2, 4)
     packed[:, count:] = float("nan")
-    back = batch.blocks.collect(batch.blocks.spread(packed), count + 2)
+    back = batch.keys.collect(batch.keys.spread(packed), count + 2)
     assert torch.equal(back[:, :count], packed[:, :count])
     assert not back[:, count:].any()
 
@@ -54,7 +58,7 @@ def test_compressed_blocks_go_there_and_back_and_surplus_rows_come_back_as_zeros
 def test_the_longest_is_read_where_it_can_be_so_that_a_loose_bound_costs_nothing() -> None:
     batch = batch_of(8, 8, bound=1000)
     assert batch is not None
-    assert batch.placement == Placement(8, 8)
+    assert (batch.queries.length, batch.keys.length) == (8, 8)
 
 
 def test_sequences_are_padded_up_to_four_times_their_rows() -> None:

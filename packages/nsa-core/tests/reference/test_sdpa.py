@@ -16,12 +16,15 @@ from nsa_core import (
     NativeSparseAttention,
     NSAConfig,
     Operation,
+    attend,
     compressed_attention,
     nsa_attention,
     select_blocks,
     selected_attention,
     sliding_window_attention,
 )
+from nsa_core import operands as edge
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.compression import build_compressor
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum, gates_from_logits
@@ -78,23 +81,24 @@ def test_large_logits_stay_as_accurate_as_torch_in_low_precision(dtype: torch.dt
 
 
 def operands(branch: str, shape: Shape, device: str = "cpu") -> tuple[Any, ...]:
-    """Return the arguments of the custom op for a branch."""
+    """Return the operands of a branch that require gradients: Queries, Keys, and the choice of the selected branch."""
     inputs = make_inputs(shape, torch.float32, device).with_grad()
-    pairs = {"cmp": (inputs.k_cmp, inputs.v_cmp), "slc": (inputs.k_slc, inputs.v_slc), "win": (inputs.k_win, inputs.v_win)}
-    indices = random_block_indices(shape, device=device) if branch == "slc" else None
-    cu_blocks = None
-    if inputs.cu_seqlens is not None:
-        lengths = [naive.num_blocks(length, shape.geometry) for length in shape.lengths or ()]
-        cu_blocks = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    longest = max(shape.lengths) if shape.lengths else shape.num_queries
-    placed = (inputs.cu_seqlens, cu_blocks, None, None, longest, longest)
-    return (branch, inputs.q, *pairs[branch], indices, list(shape.geometry.as_tuple()), 0.3, *placed)
+    pairs = {"_cmp": (inputs.k_cmp, inputs.v_cmp), "_slc": (inputs.k_slc, inputs.v_slc), "_win": (inputs.k_win, inputs.v_win)}
+    placed = edge.Placed(inputs.cu_seqlens, None, None, None, None)
+    queries, keys, _ = edge.place(inputs.q, {f"_{branch}": pairs[f"_{branch}"]}, shape.geometry, placed)
+    return queries, keys[f"_{branch}"], *([random_block_indices(shape, device=device)] if branch == "slc" else [])
+
+
+def flat(*operands: Any) -> list[Any]:
+    """Return the fields of operands one after another, as the custom op takes them."""
+    return [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
 
 
 @pytest.mark.parametrize("shape", [Shape(num_queries=21), Shape(lengths=(9, 0, 12))], ids=["dense", "packed"])
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_the_branches_pass_opcheck(branch: str, shape: Shape) -> None:
-    results = torch.library.opcheck(sdpa.sdpa_attention, operands(branch, shape))
+    op = getattr(torch.ops.nsa_core, f"sdpa_{branch}").default
+    results = torch.library.opcheck(op, (*flat(*operands(branch, shape)), list(shape.geometry.as_tuple()), 0.3, True))
     assert set(results.values()) == {"SUCCESS"}
     assert len(results) == 4
 
@@ -109,8 +113,9 @@ def test_the_gated_sum_passes_opcheck(absent: int, dtype: torch.dtype) -> None:
 def test_the_choice_passes_opcheck() -> None:
     inputs = make_inputs(Shape(num_queries=41), torch.float32)
     lse = torch.zeros(inputs.q.shape[:3])
-    arguments = (inputs.q, inputs.k_cmp, lse, list(SMALL.as_tuple()), 0.3, None, None, None, None, 41, 41)
-    assert set(torch.library.opcheck(sdpa.sdpa_select_blocks, arguments).values()) == {"SUCCESS"}
+    queries, cmp = Queries(inputs.q, 41), Keys(inputs.k_cmp, inputs.k_cmp, inputs.k_cmp.shape[1])
+    arguments = (*flat(queries, cmp, lse), list(SMALL.as_tuple()), 0.3, False)
+    assert set(torch.library.opcheck(torch.ops.nsa_core.sdpa_select.default, arguments).values()) == {"SUCCESS"}
 
 
 def compiled_equals_eager(layer: nn.Module, x: Tensor, backend: str, **options: Any) -> None:
@@ -279,20 +284,22 @@ def test_a_paged_store_gives_what_its_pages_in_order_give() -> None:
     assert relative_error(out, whole[batch, index]) < 1e-12
 
 
-@pytest.mark.parametrize("holds", ["the whole sequences", "their last tokens"])
+@pytest.mark.parametrize("holds", ["the whole sequences", "their last tokens", "a ring of them"])
 def test_a_window_alone_attends_over_a_cache(holds: str) -> None:
     inputs, rows, tail = make_inputs(Shape(num_queries=40, batch=2)), 6, SMALL.window_size - 1
     absent = (None, None, None, None)
     whole = nsa_attention(inputs.q, *absent, inputs.k_win, inputs.v_win, inputs.gates, geometry=SMALL)
     start = torch.tensor([33, 20], dtype=torch.int32)
     batch, index = torch.arange(2).unsqueeze(1), start.long().unsqueeze(1) + torch.arange(rows)
-    placed = {"query_start": start}
-    k_win, v_win = inputs.k_win, inputs.v_win
-    if holds == "their last tokens":
+    win = Keys(inputs.k_win, inputs.v_win, 40)
+    if holds != "the whole sequences":
         remembered = start.long().unsqueeze(1) - tail + torch.arange(tail + rows)
-        k_win, v_win = k_win[batch, remembered], v_win[batch, remembered]
-        placed["window_query_start"] = torch.full((2,), tail, dtype=torch.int32)
-    out = nsa_attention(inputs.q[batch, index], *absent, k_win, v_win, inputs.gates[batch, index], geometry=SMALL, **placed)
+        win = Keys(inputs.k_win[batch, remembered], inputs.v_win[batch, remembered], tail + rows, first=start - tail)
+    if holds == "a ring of them":
+        slots = remembered.remainder(tail + rows)[..., None, None]
+        rings = (torch.empty_like(x).scatter_(1, slots.expand_as(x), x) for x in (win.k, win.v))
+        win = Keys(*rings, 40, ring=True)
+    out = attend(Queries(inputs.q[batch, index], rows, start=start), None, None, win, inputs.gates[batch, index], geometry=SMALL)
     assert relative_error(out, whole[batch, index]) < 1e-12
 
 
@@ -312,22 +319,22 @@ def test_a_window_of_the_last_tokens_stands_beside_pages() -> None:
     remembered = start.long().unsqueeze(1) - tail + torch.arange(tail + 6)
     order = torch.tensor([[4, 0, 3, 9, 7], [1, 5, 2, 6, 8]], dtype=torch.int32)
     pages = [paged(x, order, size // SMALL.compression_stride if place < 2 else size) for place, x in enumerate(inputs.tensors[1:5])]
-    last = torch.full((2,), tail, dtype=torch.int32)
+    cmp = Keys(*pages[:2], (40 - SMALL.compression_block_size) // SMALL.compression_stride + 1, page_table=order)
+    slc = Keys(*pages[2:], 40, page_table=order)
 
-    def attend(k_win: Tensor, v_win: Tensor, **options: Any) -> Tensor:
-        step = (inputs.q[batch, index], *pages, k_win, v_win, inputs.gates[batch, index])
-        return nsa_attention(*step, geometry=SMALL, query_start=start, page_table=order, window_query_start=last, **options)
+    def step(k_win: Tensor, v_win: Tensor, **options: Any) -> Tensor:
+        win = Keys(k_win, v_win, k_win.shape[1], first=start - tail)
+        return attend(Queries(inputs.q[batch, index], 6, start=start), cmp, slc, win, inputs.gates[batch, index], geometry=SMALL, **options)
 
     window = (inputs.k_win[batch, remembered], inputs.v_win[batch, remembered])
-    assert relative_error(attend(*window), nsa_attention(*inputs.tensors, geometry=SMALL)[batch, index]) < 1e-12
+    assert relative_error(step(*window), nsa_attention(*inputs.tensors, geometry=SMALL)[batch, index]) < 1e-12
     # pages have no batch, the window has
     with pytest.raises(InputError, match="k_win"):
-        attend(*(torch.cat([x, x[:1]]) for x in window))
-    # and no backend of all branches in one takes a window with a start of its own
+        step(*(torch.cat([x, x[:1]]) for x in window))
+    # a backend of all branches in one is asked over a cache as well
     registry = BackendRegistry((*sdpa.sdpa_backends(), WholeOperation()))
-    assert torch.equal(attend(*window, registry=registry), attend(*window))
     with pytest.raises(AssertionError, match="asked for"):
-        nsa_attention(*inputs.tensors, geometry=SMALL, registry=registry)
+        step(*window, registry=registry)
 
 
 @frozen
@@ -344,7 +351,7 @@ class WholeOperation:
     def preference(self, request: Any) -> int:
         return 1
 
-    def __call__(self, *tensors: Tensor, **options: Any) -> Tensor:
+    def __call__(self, *operands: Any, **options: Any) -> Tensor:
         raise AssertionError("it was asked for")
 
 
@@ -476,8 +483,8 @@ def test_nan_in_one_packed_sequence_stays_out_of_the_others(dtype: torch.dtype, 
 @pytest.mark.parametrize("operand", range(4), ids=["q", "k", "v", "dout"])
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_rows_whose_numbers_are_not_side_by_side_give_the_same(branch: str, operand: int, kind: str) -> None:
-    name, q, k, v, *rest = operands(branch, Shape(num_queries=40, head_dim_v=8))
-    tensors = [x.detach() for x in (q, k, v, torch.randn(q.shape))]
+    queries, keys, *choice = operands(branch, Shape(num_queries=40, head_dim_v=8))
+    tensors = [x.detach() for x in (queries.q, keys.k, keys.v, torch.randn(queries.q.shape))]
     if kind == "expanded":
         tensors[operand] = tensors[operand][..., :1].expand_as(tensors[operand])
     results = []
@@ -489,7 +496,8 @@ def test_rows_whose_numbers_are_not_side_by_side_give_the_same(branch: str, oper
             drawn[operand] = tensors[operand].transpose(1, 3).contiguous().transpose(1, 3)
         assert (drawn[operand].stride(-1) == 1) is is_plain
         leaves = [x.requires_grad_() for x in drawn[:3]]
-        out, _ = sdpa.sdpa_attention(name, *leaves, *rest)
+        moved = (queries._replace(q=leaves[0]), keys._replace(k=leaves[1], v=leaves[2]), *choice)
+        out, _ = sdpa.COMPUTE[Operation(branch)](*moved, geometry=SMALL, scale=0.3)
         results.append((out, *torch.autograd.grad(out, leaves, drawn[3])))
     for plain, strided in zip(*results, strict=True):
         assert torch.equal(plain, strided)
@@ -535,11 +543,11 @@ def test_scratch_stays_within_its_bound(branch: str) -> None:
 
 def dense_tiles(branch: str, shape: Shape, indices: Tensor, geometry: BlockGeometry) -> Any:
     """Return the tiles of a branch of a dense batch of one sequence."""
-    extents = make_meta(shape)
-    placement = sdpa.Placement(max_query_count=shape.num_queries, max_key_count=shape.num_queries)
+    q, k, v = make_meta(shape)
+    extents = Queries(q, shape.num_queries), Keys(k, v, shape.num_queries)
     if branch == "slc":
-        return branches.selected_tiles(*extents, indices, geometry, placement)
-    return (branches.window_tiles if branch == "win" else branches.compressed_tiles)(*extents, geometry, placement)
+        return branches.selected_tiles(*extents, indices, geometry)
+    return (branches.window_tiles if branch == "win" else branches.compressed_tiles)(*extents, geometry)
 
 
 def make_meta(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:

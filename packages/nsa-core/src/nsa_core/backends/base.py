@@ -6,7 +6,7 @@ An *operation* is one piece of the mathematics (Eq. 5, 7-12); a *backend* is one
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from attrs import field, frozen
@@ -27,7 +27,7 @@ class Operation(StrEnum):
     WIN = "win"
     """Sliding-window attention: (queries, win) -> BranchOutput."""
     NSA = "nsa"
-    """All of Eq. 5 in one (optional): (queries, cmp, slc, win, gates) -> FusedOutput."""
+    """All of Eq. 5 in one (optional): (queries, cmp, slc, win, gates) -> FusedOutput, or out alone: then no reads are counted."""
     APPEND = "append"
     """Writes a step's rows into a cache and emits the compressed blocks that they complete: (rows, start, count, phi) -> None."""
     CHOOSE = "choose"
@@ -233,7 +233,7 @@ class NewBlocks(NamedTuple):
     store: Keys
     """The compressed keys and values, written in place."""
     raw: NewRows
-    """The ring of the tokens that unfinished blocks still need, and the step's rows."""
+    """The ring of the tokens that unfinished blocks still need, and the step's rows: read here, and written where among `rows`."""
     compress_k: Callable[[Tensor], Tensor]
     """phi of k: (B, C, l, G, D_k) -> (B, C, G, D_k)."""
     compress_v: Callable[[Tensor], Tensor] | None
@@ -263,6 +263,9 @@ class BranchBackend(Protocol):
     def preference(self, request: BranchRequest) -> int:
         """Return how much this backend is wanted; "auto" takes the highest. The SDPA reference stands at 0."""
 
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
+        """Compute the operation; the protocols below have the operands and the result of each."""
+
 
 class AttentionBackend(BranchBackend, Protocol):
     """Compressed or sliding-window attention: operation CMP or WIN."""
@@ -290,8 +293,8 @@ class FusedBackend(BranchBackend, Protocol):
 
     def __call__(
         self, queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, /, *, geometry: BlockGeometry, scale: float
-    ) -> FusedOutput:
-        """Return the gated sum and the choice; out is differentiable through autograd where `capability.gradient`."""
+    ) -> FusedOutput | Tensor:
+        """Return the gated sum and the choice, or the sum alone; differentiable through autograd where `capability.gradient`."""
 
 
 class AppendBackend(BranchBackend, Protocol):

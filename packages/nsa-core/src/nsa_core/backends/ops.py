@@ -22,7 +22,7 @@ OPERANDS: dict[Operation, tuple[type, ...]] = {
     Operation.NSA: (Queries, Keys, Keys, Keys, Tensor),
 }
 """The operands of each operation that can be declared."""
-_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", bool: "bool"}
+_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", bool: "bool"}
 _FIELDS: dict[type, tuple[str, ...]] = {
     Tensor: ("Tensor",),
     **{kind: tuple(_SCHEMA[hint] for hint in kind.__annotations__.values()) for kind in (Queries, Keys)},

@@ -11,9 +11,9 @@ from nsa_core.varlen import compressed_lengths
 
 def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, *, geometry: BlockGeometry) -> None:
     """Write the step's rows and blocks, in place; see `backends.base.AppendBackend`."""
+    # before the ring of raw tokens forgets those of open blocks
     if blocks is not None:
         _emit(blocks, start, count, geometry)
-        rows = (*rows, blocks.raw)
     for new in rows:
         write_rows(new.store.k, new.k, start, count)
         if new.v is not None:

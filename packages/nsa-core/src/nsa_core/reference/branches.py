@@ -120,7 +120,7 @@ def _dense_window_tiles(extent: Extent, geometry: BlockGeometry) -> Iterator[Til
 
 
 def _placed_window_tiles(extent: Extent, queries: Queries, keys: Keys, geometry: BlockGeometry) -> Iterator[Tile]:
-    window = min(geometry.window_size, keys.max_count)
+    window = max(1, min(geometry.window_size, keys.max_count))
     tile_rows = max(1, min(extent.num_queries, 256, max(16, window)))
     rows = rows_of(queries, keys)
     bases = torch.arange(extent.batch, device=extent.device).unsqueeze(1) * extent.num_keys
