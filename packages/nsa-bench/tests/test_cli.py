@@ -154,7 +154,7 @@ def test_compare_prints_us_and_why_peers_are_absent(tmp_path, capsys):
         ("backends --device cpu --compute-capability 9.0", "came with --device=cpu"),
         ("backends --compute-capability ninety", "--compute-capability='ninety' is not MAJOR.MINOR"),
         ("backends --dtype int8", "Invalid value"),
-        ("backends --layout ragged", "Invalid value"),
+        ("backends --layout tiled", "Invalid value"),
         ("backends --seq-len many", "Invalid value"),
         ("backends --sequence 7", "Unknown option"),
         ("env --json no/such/folder/env.json", "give a path that can be written"),
