@@ -111,9 +111,9 @@ def _trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometr
 
 
 class _Choice(AttentionObserver):
-    """Keeps the choice of a call."""
+    """Keeps the choice of a call; None where a fused backend returns its sum alone."""
 
-    block_indices: Tensor
+    block_indices: Tensor | None = None
 
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
         """Keep the chosen blocks."""
@@ -149,7 +149,7 @@ def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry
     needs_yardstick = case.dtype in (torch.bfloat16, torch.float16) and not case.is_step
     operands = _operands(backend.operation, problem.inputs)
     problems = _compare(backend, operands, kept, theirs, oracle, yardstick if needs_yardstick else None)
-    if is_fused:
+    if choice.block_indices is not None:
         problems += _wrong_choices(arrangement.padded(choice.block_indices, -1), problem.block_indices, near)
     return problems, rows
 

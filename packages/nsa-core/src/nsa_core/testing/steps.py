@@ -34,7 +34,8 @@ class Trial(NamedTuple):
 
 EMPTY = 7.0
 """What a row that was never written holds."""
-KINDS = ("all stores", "keys alone choose", "no compressed branch")
+KINDS = ("all stores", "keys alone choose", "no compressed branch", "rings written last")
+"""The last: blocks are emitted first, then a second call writes the rings, as a step does that is longer than a rollback."""
 
 
 def _steps(geometry: BlockGeometry) -> tuple[tuple[int, int], ...]:
@@ -80,12 +81,13 @@ def _append_steps(
     start = torch.zeros(2, dtype=torch.int32, device=device)
     for counts in _steps(geometry):
         count = torch.tensor(counts, dtype=torch.int32, device=device)
-        rows, emitted = conversation.step(start, max(counts))
-        append_rows(rows, emitted, start, count, geometry, {"append": backend.name}, registry)
-        for b, (first, more) in enumerate(zip(start.tolist(), counts, strict=True)):
-            conversation.expect(b, first, first + more)
-        if problems := conversation.differences(f"after tokens {start.tolist()} + {list(counts)}"):
-            return problems, Comparable()
+        for names in conversation.calls:
+            rows, emitted = conversation.operands(names, start, max(counts))
+            append_rows(rows, emitted, start, count, geometry, {"append": backend.name}, registry)
+            for b, (first, more) in enumerate(zip(start.tolist(), counts, strict=True)):
+                conversation.expect(names, b, first, first + more)
+            if problems := conversation.differences(f"after {' and '.join(names)} of tokens {start.tolist()} + {list(counts)}"):
+                return problems, Comparable()
         start = start + count
     return [], Comparable()
 
@@ -105,31 +107,33 @@ class _Conversation:
                 self.tokens[f"{name} {part}"] = drawn.to(device=device, dtype=dtype)
                 self.stores[f"{name} {part}"] = torch.full((2, rows, 2, width), EMPTY, dtype=dtype, device=device)
         self.expected = {name: store.clone() for name, store in self.stores.items()}
-        self.has_blocks, self.has_values = kind != KINDS[2], kind != KINDS[1]
+        self.has_blocks, self.has_values = kind != "no compressed branch", kind != "keys alone choose"
+        stores = ("slc", "win", "raw") if self.has_blocks else ("slc", "win")
+        self.calls = (("slc",), ("win", "raw")) if kind == "rings written last" else (stores,)
+        """The stores whose rows each call writes; the call with "slc" emits the blocks."""
         self.weights = torch.arange(1, size + 1, dtype=dtype, device=device)[:, None, None] / size**2
 
-    def step(self, start: Tensor, widest: int) -> tuple[tuple[NewRows, ...], NewBlocks | None]:
-        """Return the operands of a step of at most `widest` rows; those behind the last token are NaN, and do not count."""
+    def operands(self, names: tuple[str, ...], start: Tensor, widest: int) -> tuple[tuple[NewRows, ...], NewBlocks | None]:
+        """Return the operands of a call of at most `widest` rows; those behind the last token are NaN, and do not count."""
 
-        def new(name: str, *, ring: bool, has_values: bool = True) -> NewRows:
+        def new(name: str) -> NewRows:
             k, v = (_rows_from(self.tokens[f"{name} {part}"], start, widest) for part in "kv")
-            return NewRows(self._keys(name, ring=ring), k, v if has_values else None)
+            return NewRows(self._keys(name, ring=name != "slc"), k, v if name != "raw" or self.has_values else None)
 
-        rows = (new("slc", ring=False), new("win", ring=True))
-        if not self.has_blocks:
+        rows = tuple(map(new, names))
+        if "slc" not in names or not self.has_blocks:
             return rows, None
-        raw = new("raw", ring=True, has_values=self.has_values)
+        raw = rows[names.index("raw")] if "raw" in names else new("raw")
         return rows, NewBlocks(self._keys("cmp"), raw, self._compress, self._compress if self.has_values else None, _rotate)
 
-    def expect(self, b: int, first: int, end: int) -> None:
-        """Note that sequence b has got its tokens first .. end - 1."""
-        has_values = {"raw": self.has_values}
-        for name in ("slc", "win", "raw") if self.has_blocks else ("slc", "win"):
-            for part in "kv" if has_values.get(name, True) else "k":
+    def expect(self, names: tuple[str, ...], b: int, first: int, end: int) -> None:
+        """Note that the stores `names` have got tokens first .. end - 1 of sequence b."""
+        for name in names:
+            for part in "kv" if name != "raw" or self.has_values else "k":
                 store = self.expected[f"{name} {part}"]
                 for position in range(first, end):
                     store[b, position % store.shape[1]] = self.tokens[f"{name} {part}"][b, position]
-        if self.has_blocks:
+        if "slc" in names and self.has_blocks:
             for i in range(blocks.num_compressed_blocks(first, self.geometry), blocks.num_compressed_blocks(end, self.geometry)):
                 self._expect_block(b, i)
 
