@@ -74,11 +74,9 @@ class MarkedBackend:
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation under its mark."""
         device, operation = _first_tensor(operands).device, self.operation.value
-        # the protocol of each operation has a call of its own
-        backend: Any = self.backend
         measured = self.times.measured(operation, device) if self.times else nullcontext()
         with marked_range(f"nsa.{operation}", device if self.has_ranges else None), measured:
-            return backend(*operands, **keywords)
+            return self.backend(*operands, **keywords)
 
 
 def _first_tensor(operands: Any) -> torch.Tensor:
