@@ -66,7 +66,10 @@ class ConvCompressor(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return `(B, C, G, D)` of tokens `(B, C, l, G, D)`."""
-        taps = self.weight.view(*tokens.shape[-2:], -1).to(tokens.dtype)
+        # with tensor parallelism it is a DTensor, and a rank holds the filters of its own heads
+        to_local = getattr(self.weight, "to_local", None)
+        weight = self.weight if to_local is None else to_local()
+        taps = weight.view(*tokens.shape[-2:], -1).to(tokens.dtype)
         return torch.einsum("bclgd,gdl->bcgd", tokens, taps)
 
 

@@ -81,7 +81,6 @@ class GateMLP(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, gate_hidden_size: int) -> None:
         """Build `hidden_size` -> `gate_hidden_size` -> 3 * `num_heads`."""
         super().__init__()
-        self.num_heads = num_heads
         self.up = nn.Linear(hidden_size, gate_hidden_size)
         self.down = nn.Linear(gate_hidden_size, 3 * num_heads)
         nn.init.zeros_(self.down.weight)
@@ -93,4 +92,4 @@ class GateMLP(nn.Module):
         # the clamp keeps a gradient of 0 at 0 where a number overflowed, not 0 * inf
         limit = torch.finfo(hidden.dtype).max
         logits: Tensor = self.down(nn.functional.silu(hidden.clamp(-limit, limit)))
-        return logits.view(*logits.shape[:-1], self.num_heads, 3)
+        return logits.view(*logits.shape[:-1], logits.shape[-1] // 3, 3)

@@ -50,13 +50,15 @@ class NSACache:
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
         count_reads: bool = True,
+        num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate for `batch_size` sequences of at most `max_seqlen` tokens.
 
         `max_rollback`: how far `crop` may go back, in tokens; `keep_raw` keeps every raw token so that it may go back
-        to the start. `count_reads`: count the tokens that each step reads, where all three branches exist.
+        to the start. `count_reads`: count the tokens that each step reads, where all three branches exist. `num_kv_heads`: the KV
+        heads of this rank, where tensor parallelism shares them out; None: the config's.
 
         Raises:
             InputError: for sizes below 1 (batch_size, max_rollback: below 0).
@@ -74,7 +76,7 @@ class NSACache:
         """Stores (B, rows, G, D_k): "cmp" blocks, "slc" tokens, and the rings "win" and "raw", which hold position p in row p % rows."""
         self.values: dict[str, Tensor] = {}
         for name, size in self._store_sizes().items():
-            shape = (batch_size, size, config.num_kv_heads)
+            shape = (batch_size, size, config.num_kv_heads if num_kv_heads is None else num_kv_heads)
             self.keys[name] = torch.zeros(*shape, config.head_dim_qk, dtype=dtype, device=device)
             if name in config.branches or (name == "raw" and "cmp" in config.branches):
                 self.values[name] = torch.zeros(*shape, config.head_dim_v, dtype=dtype, device=device)
@@ -86,7 +88,7 @@ class NSACache:
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
         zero = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self._total_reads = Reads(zero, zero.unsqueeze(1).repeat(1, config.num_kv_heads))
+        self._total_reads = Reads(zero, zero.unsqueeze(1).repeat(1, next(iter(self.keys.values())).shape[2]))
 
     def _store_sizes(self) -> dict[str, int]:
         """Return the tokens (blocks, for "cmp") that each store of the branches in use holds per sequence."""

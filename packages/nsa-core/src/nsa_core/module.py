@@ -80,9 +80,16 @@ class NativeSparseAttention(nn.Module):
             max_rollback=max_rollback,
             keep_raw=keep_raw,
             count_reads=count_reads,
+            num_kv_heads=self._num_kv_heads(),
             dtype=weight.dtype if dtype is None else dtype,
             device=weight.device,
         )
+
+    def _num_kv_heads(self) -> int:
+        """Return the KV heads that this rank's projections give: all, or with tensor parallelism a share."""
+        projections = next(iter(self.k_proj.values()))
+        local = getattr(projections.weight, "to_local", lambda: projections.weight)()
+        return int(local.shape[0]) // self.config.head_dim_qk
 
     def forward(
         self,

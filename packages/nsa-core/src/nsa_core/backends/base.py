@@ -162,6 +162,9 @@ class Capability:
     device_types: tuple[str, ...] | None = None
     min_compute_capability: tuple[int, int] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
+    """Of q, k and v."""
+    stored_dtypes: tuple[torch.dtype, ...] = ()
+    """Of k and v alone, such as FP8 stores with scales."""
     layouts: tuple[Layout, ...] = tuple(Layout)
     gradient: bool = True
     """False: forward only."""
@@ -179,9 +182,9 @@ class Capability:
         needed, have = self.min_compute_capability, request.compute_capability
         if needed is not None and (have is None or have < needed):
             found.append(f"compute capability {_dotted(have)} (needs {_dotted(needed)} or newer)")
-        for name, dtype in (("q", request.dtype), ("k, v", request.kv_dtype)):
-            if self.dtypes is not None and dtype not in self.dtypes:
-                found.append(f"{name} of {dtype} (takes {', '.join(str(known) for known in self.dtypes)})")
+        for name, dtype, stored in (("q", request.dtype, ()), ("k, v", request.kv_dtype, self.stored_dtypes)):
+            if self.dtypes is not None and dtype not in (*self.dtypes, *stored):
+                found.append(f"{name} of {dtype} (takes {', '.join(map(str, (*self.dtypes, *stored)))})")
         if request.layout not in self.layouts:
             found.append(f"layout {request.layout} (takes {', '.join(self.layouts)})")
         if request.needs_grad and not self.gradient:

@@ -114,7 +114,9 @@ class SDPABackend:
 
     operation: Operation = field(converter=Operation)
     name: str = NAME
-    capability: Capability = Capability(dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16))
+    capability: Capability = Capability(
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16), stored_dtypes=(torch.float8_e4m3fn,)
+    )
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return what the capability says; the reference has no policy."""

@@ -1,0 +1,63 @@
+"""Tensor parallelism of the layer: a plan for torch's `parallelize_module`. Each rank holds a share of the heads.
+
+    from torch.distributed.tensor.parallel import parallelize_module
+    parallelize_module(layer, mesh, tensor_parallel_plan(layer))
+
+Query heads and KV heads must both be divisible by the ranks. x is the same on all ranks, and so is the layer's output.
+"""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from nsa_core.compression import ConvCompressor
+from nsa_core.errors import ConfigError
+from nsa_core.module import NativeSparseAttention
+
+
+class SummedGradients(ParallelStyle):
+    """For a module whose parameters are the same on all ranks and whose inputs are a rank's own heads: gradients are added up."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+
+        def add_up(gradient: Tensor) -> Tensor:
+            total = gradient.clone()
+            dist.all_reduce(total, group=group)
+            return total
+
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(add_up)
+        return module
+
+
+class ShardedTaps(ParallelStyle):
+    """For the convolution of `compressor="conv"`: each rank has the filters of its own heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shard = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+        return module
+
+
+def tensor_parallel_plan(layer: NativeSparseAttention) -> dict[str, ParallelStyle]:
+    """Return module name -> style of `layer`, for `torch.distributed.tensor.parallel.parallelize_module`."""
+    plan: dict[str, ParallelStyle] = {"q_proj": ColwiseParallel(), "gate.down": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    for name in ("k_proj", "v_proj"):
+        plan |= {f"{name}.{branch}": ColwiseParallel() for branch in getattr(layer, name)}
+    for name, module in layer.named_children():
+        if name.startswith("compress_"):
+            plan[name] = ShardedTaps() if isinstance(module, ConvCompressor) else SummedGradients()
+    return plan
+
+
+def check_shares(layer: NativeSparseAttention, num_ranks: int) -> None:
+    """Raise ConfigError unless the heads of `layer` can be shared out among `num_ranks`."""
+    config = layer.config
+    for name, count in (("num_heads", config.num_heads), ("num_kv_heads", config.num_kv_heads)):
+        if count % num_ranks:
+            raise ConfigError(f"{name}={count} cannot be shared out among {num_ranks} ranks (each takes whole heads); use a divisor of {count}")

@@ -1,0 +1,243 @@
+"""Operands that say themselves where they stand: ragged rows over pages, pairs of page tables, FP8 stores, rings; and what does not fit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_core import (
+    InputError,
+    Keys,
+    Queries,
+    attend,
+    compress_mean,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    sliding_window_attention,
+)
+from nsa_core.reference import naive
+from nsa_core.testing.cases import paged
+from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
+from nsa_core.testing.tolerances import relative_error
+
+PAGE = SMALL.selection_block_size
+CHUNKS = [(0, 23), (16, 40), (9, 33)]
+STEPS = [(40, 41), (7, 8), (0, 1), (25, 26), (44, 45)]
+"""First and last position + 1 of each sequence's rows: three chunks of prompts and five steps of one token."""
+
+
+def int32(values) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Mixed:
+    """Sequences of `LENGTH` tokens in pages that they share out among themselves, and the rows of a mixed batch over them."""
+
+    LENGTH = 48
+
+    def __init__(self) -> None:
+        ranges = CHUNKS + STEPS
+        self.whole = make_inputs(Shape(num_queries=self.LENGTH, batch=len(ranges)))
+        pages = self.LENGTH // PAGE
+        self.table = torch.randperm(len(ranges) * pages, generator=torch.Generator().manual_seed(5)).int().view(len(ranges), pages)
+        self.stores = [
+            paged(x, self.table, PAGE // SMALL.compression_stride if place < 2 else PAGE) for place, x in enumerate(self.whole.tensors[1:7])
+        ]
+        self.start = int32([first for first, _ in ranges])
+        self.cu_seqlens = int32([0, *(last - first for first, last in ranges)]).cumsum(0).int()
+        self.rows = [(b, slice(first, last)) for b, (first, last) in enumerate(ranges)]
+        self.options = {"geometry": SMALL, "cu_seqlens": self.cu_seqlens, "query_start": self.start, "page_table": self.table}
+
+    def ragged(self, x: Tensor) -> Tensor:
+        """Return the rows of x `(B, S, ...)`, one sequence after another."""
+        return torch.cat([x[b, rows] for b, rows in self.rows]).unsqueeze(0)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Mixed:
+    return Mixed()
+
+
+def test_chunks_and_steps_over_shared_pages_equal_each_alone(mixed):
+    q, gates = mixed.ragged(mixed.whole.q), mixed.ragged(mixed.whole.gates)
+    out = nsa_attention(q, *mixed.stores, gates, **mixed.options)
+    expected = mixed.ragged(nsa_attention(*mixed.whole.tensors, geometry=SMALL))
+    assert out.shape == expected.shape
+    assert relative_error(out, expected) < 1e-12
+
+
+def test_every_operation_takes_ragged_rows_over_pages(mixed):
+    whole, q, options = mixed.whole, mixed.ragged(mixed.whole.q), mixed.options
+    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = mixed.stores
+    compressed = compressed_attention(q, k_cmp, v_cmp, **options)
+    expected = naive.compressed_attention(whole.q, whole.k_cmp, whole.v_cmp, geometry=SMALL)
+    assert relative_error(compressed.out, mixed.ragged(expected.out)) < 1e-12
+    torch.testing.assert_close(compressed.lse, mixed.ragged(expected.lse), rtol=0, atol=1e-12)
+    chosen = select_blocks(q, k_cmp, compressed.lse, **options)
+    assert torch.equal(chosen, mixed.ragged(naive.select_blocks(whole.q, whole.k_cmp, expected.lse, geometry=SMALL)))
+    every = naive.select_blocks(whole.q, whole.k_cmp, expected.lse, geometry=SMALL)
+    selected = selected_attention(q, k_slc, v_slc, chosen, **options)
+    assert (
+        relative_error(selected.out, mixed.ragged(naive.selected_attention(whole.q, whole.k_slc, whole.v_slc, every, geometry=SMALL).out))
+        < 1e-12
+    )
+    window = sliding_window_attention(q, k_win, v_win, **options)
+    assert (
+        relative_error(window.out, mixed.ragged(naive.sliding_window_attention(whole.q, whole.k_win, whole.v_win, geometry=SMALL).out))
+        < 1e-12
+    )
+
+
+def test_gradients_pass_through_ragged_rows_and_pages(mixed):
+    leaves = [x.detach().clone().requires_grad_() for x in (mixed.ragged(mixed.whole.q), *mixed.stores, mixed.ragged(mixed.whole.gates))]
+    out = nsa_attention(*leaves, **mixed.options)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+    (out * weights).sum().backward()
+    whole = mixed.whole.with_grad()
+    (mixed.ragged(nsa_attention(*whole.tensors, geometry=SMALL)) * weights).sum().backward()
+    torch.testing.assert_close(leaves[0].grad, mixed.ragged(whole.q.grad), rtol=0, atol=1e-11)
+    torch.testing.assert_close(leaves[-1].grad, mixed.ragged(whole.gates.grad), rtol=0, atol=1e-11)
+    for place, (ours, theirs) in enumerate(zip(leaves[1:7], whole.tensors[1:7], strict=True)):
+        rows = paged(theirs.grad, mixed.table, PAGE // SMALL.compression_stride if place < 2 else PAGE)
+        # NaN fills what the last page of compressed keys lacks: nothing reads it
+        torch.testing.assert_close(ours.grad, rows.nan_to_num(nan=0.0), rtol=0, atol=1e-11)
+
+
+def test_a_pair_of_page_tables_has_one_for_compressed_keys(mixed):
+    whole, blocks_of_a_page = mixed.whole, 4
+    pages = -(-whole.k_cmp.shape[1] // blocks_of_a_page)
+    table = torch.randperm(len(mixed.rows) * pages, generator=torch.Generator().manual_seed(8)).int().view(-1, pages)
+    compressed = [paged(x, table, blocks_of_a_page) for x in (whole.k_cmp, whole.v_cmp)]
+    options = mixed.options | {"page_table": (mixed.table, table)}
+    out = nsa_attention(mixed.ragged(whole.q), *compressed, *mixed.stores[2:], mixed.ragged(whole.gates), **options)
+    assert relative_error(out, mixed.ragged(nsa_attention(*whole.tensors, geometry=SMALL))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cu_seqlens": [0, 1, 2]}, "page_table has shape"),
+        ({"cu_seqlens": "short"}, "cu_seqlens runs from 0 to"),
+        ({"query_start": [0, 0]}, r"query_start has shape \(2,\)"),
+        ({"query_count": [1] * 8}, "ragged rows lie over pages"),
+        ({"query_start": [47] * 8}, "query_start [+] query_count reaches"),
+    ],
+)
+def test_ragged_rows_that_do_not_add_up_are_refused(mixed, changed, message):
+    changed = {
+        name: mixed.cu_seqlens - (mixed.cu_seqlens > 70).int() if value == "short" else int32(value) for name, value in changed.items()
+    }
+    with pytest.raises(InputError, match=message):
+        nsa_attention(mixed.ragged(mixed.whole.q), *mixed.stores, mixed.ragged(mixed.whole.gates), **mixed.options | changed)
+
+
+def test_a_page_that_one_sequence_names_twice_is_refused_and_sequences_may_share_one(mixed):
+    q, gates = mixed.ragged(mixed.whole.q), mixed.ragged(mixed.whole.gates)
+    twice, shared = mixed.table.clone(), mixed.table.clone()
+    twice[1, 2] = twice[1, 0]
+    shared[1, 0] = shared[0, 0]
+    with pytest.raises(InputError, match=rf"page_table\[1\] names page {int(twice[1, 0])} of k_cmp twice"):
+        nsa_attention(q, *mixed.stores, gates, **mixed.options | {"page_table": twice})
+    nsa_attention(q, *mixed.stores, gates, **mixed.options | {"page_table": shared})
+
+
+class Step:
+    """One step of 4 rows over stores of 40 tokens."""
+
+    ROWS, LENGTH = 4, 40
+
+    def __init__(self) -> None:
+        whole = make_inputs(Shape(num_queries=self.LENGTH, batch=2))
+        rows = slice(self.LENGTH - self.ROWS, self.LENGTH)
+        self.whole, self.queries = whole, Queries(whole.q[:, rows], self.ROWS, start=int32([self.LENGTH - self.ROWS] * 2))
+        self.gates, self.expected = whole.gates[:, rows], nsa_attention(*whole.tensors, geometry=SMALL)[:, rows]
+        self.keys = [
+            Keys(k, v, k.shape[1]) for k, v in ((whole.k_cmp, whole.v_cmp), (whole.k_slc, whole.v_slc), (whole.k_win, whole.v_win))
+        ]
+
+    def attend(self, **changed: Keys) -> Tensor:
+        cmp, slc, win = (changed.get(name, keys) for name, keys in zip(("cmp", "slc", "win"), self.keys, strict=True))
+        return attend(self.queries, cmp, slc, win, self.gates, geometry=SMALL)
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return Step()
+
+
+def test_a_step_over_stores_equals_the_last_rows_of_one_pass(step):
+    assert relative_error(step.attend(), step.expected) < 1e-12
+
+
+def test_fp8_stores_are_read_with_their_scales(step):
+    changed, read = {}, list(step.whole.tensors)
+    for place, name in ((3, "slc"), (5, "win")):
+        stores, scales = [], []
+        for x in step.whole.tensors[place : place + 2]:
+            scale = x.abs().amax(-1).float() / 448
+            stored = (x / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+            read[place + len(stores)] = (stored.float() * scale.unsqueeze(-1)).to(x.dtype)
+            stores.append(stored)
+            scales.append(scale)
+        changed[name] = Keys(*stores, step.LENGTH, k_scale=scales[0], v_scale=scales[1])
+    expected = nsa_attention(*Inputs.of(read).tensors, geometry=SMALL)[:, -step.ROWS :]
+    assert relative_error(step.attend(**changed), expected) < 1e-12
+    assert relative_error(step.attend(**changed), step.expected) > 1e-4
+
+
+def test_scales_belong_to_fp8_stores_alone(step):
+    win = step.keys[2]
+    scale = torch.ones(win.k.shape[:-1])
+    with pytest.raises(InputError, match="k_win is torch.float64 with scales"):
+        step.attend(win=win._replace(k_scale=scale, v_scale=scale))
+    stored = win._replace(k=win.k.to(torch.float8_e4m3fn), v=win.v.to(torch.float8_e4m3fn))
+    with pytest.raises(InputError, match="k_win is torch.float8_e4m3fn"):
+        step.attend(win=stored)
+
+
+def test_a_ring_shorter_than_the_window_is_refused(step):
+    needed = SMALL.window_size - 1 + step.ROWS
+    win = step.keys[2]
+    rings = win._replace(k=win.k[:, : needed - 1], v=win.v[:, : needed - 1], ring=True)
+    with pytest.raises(InputError, match=rf"the ring k_win holds {needed - 1} tokens .* = {needed}"):
+        step.attend(win=rings)
+
+
+def test_only_the_window_may_be_a_ring_or_a_part(step):
+    with pytest.raises(InputError, match="k_slc is a ring or a part of its sequence"):
+        step.attend(slc=step.keys[1]._replace(first=int32([0, 0])))
+
+
+def test_window_keys_that_end_before_the_queries_are_refused(step):
+    win = step.keys[2]
+    part = win._replace(k=win.k[:, 20:-1], v=win.v[:, 20:-1], max_count=19, first=int32([20, 20]))
+    with pytest.raises(InputError, match=r"k_win ends at positions \[39, 39\] before its queries do"):
+        step.attend(win=part)
+
+
+def test_nothing_of_a_refused_call_is_written(step):
+    before = [x.clone() for keys in step.keys for x in (keys.k, keys.v)]
+    with pytest.raises(InputError):
+        step.attend(win=step.keys[2]._replace(k_scale=torch.ones(2, 40, 2), v_scale=torch.ones(2, 40, 2)))
+    assert all(torch.equal(x, y) for x, y in zip(before, (x for keys in step.keys for x in (keys.k, keys.v)), strict=True))
+
+
+@pytest.mark.parametrize("lengths", [None, (19, 0, 3, 30)])
+def test_the_mean_of_blocks_is_that_of_their_tokens(lengths):
+    total = 40 if lengths is None else sum(lengths)
+    k = torch.randn(1, total, 2, 5, dtype=torch.float64)
+    cu_seqlens = None if lengths is None else int32([0, *lengths]).cumsum(0).int()
+    k_cmp = compress_mean(k, SMALL, cu_seqlens=cu_seqlens)
+    size, stride = SMALL.compression_block_size, SMALL.compression_stride
+    first, blocks = 0, []
+    for length in lengths or (total,):
+        blocks += [k[0, first + i * stride : first + i * stride + size].mean(0) for i in range(naive.num_blocks(length, SMALL))]
+        first += length
+    torch.testing.assert_close(k_cmp[0, : len(blocks)], torch.stack(blocks), rtol=0, atol=1e-14)
+    assert lengths is not None or k_cmp.shape[1] == len(blocks)
+
+
+def test_a_mean_of_keys_that_are_not_four_dimensional_is_refused():
+    with pytest.raises(InputError, match="k has shape"):
+        compress_mean(torch.randn(3, 40, 5), SMALL)
