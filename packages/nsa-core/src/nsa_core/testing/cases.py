@@ -72,7 +72,7 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
             yield Case(name=f"{kind} {name}", shape=few_long, dtype=dtype, layout=Layout.PACKED)
         yield Case(name=f"{kind} holes", shape=evolve(decisive, seed=3), dtype=dtype, holes=True)
         yield Case(name=f"{kind} logits x 50", shape=evolve(base, seed=4), dtype=dtype, logit_scale=50.0)
-        for layout, shape, batch in ((Layout.CACHED, decisive, 2), (Layout.PAGED, base, 2), (Layout.RAGGED, base, 3)):
+        for layout, shape, batch in ((Layout.CACHED, decisive, 2), (Layout.PAGED, base, 2), (Layout.RAGGED, decisive, 3)):
             yield Case(name=f"{kind} {layout}", shape=evolve(shape, batch=batch, seed=5), dtype=dtype, layout=layout)
         for window in ("ring", "tail"):
             shape = evolve(decisive, batch=2, seed=6)

@@ -32,6 +32,7 @@ class Trial(NamedTuple):
     """Returns what is wrong, and how many choices scores decided."""
 
 
+WIDTHS = {"k": 8, "v": 6}
 EMPTY = 7.0
 """What a row that was never written holds."""
 KINDS = ("all stores", "keys alone choose", "no compressed branch", "rings written last")
@@ -51,33 +52,35 @@ def _num_tokens(geometry: BlockGeometry) -> int:
 def append_trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry) -> Iterator[Trial]:
     """Yield the trials of an APPEND backend."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        request = BranchRequest(
-            operation=Operation.APPEND,
-            geometry=geometry,
-            device_type=device.type,
-            compute_capability=_capability(device),
-            dtype=dtype,
-            kv_dtype=dtype,
-            batch=2,
-            num_sequences=2,
-            num_queries=max(map(max, _steps(geometry))),
-            num_keys=_num_tokens(geometry),
-            num_heads=2,
-            num_kv_heads=2,
-            head_dim_qk=8,
-            head_dim_v=6,
-            layout=Layout.CACHED,
-        )
-        for kind in KINDS:
-            name = f"{str(dtype).removeprefix('torch.')} {kind}"
-            yield Trial(name, request, partial(_append_steps, backend, dtype, kind, device, geometry, registry))
+        for sizes in dict.fromkeys((geometry, ONE_LOCAL, EQUAL_BLOCKS)):
+            for num_kv_heads in (1, 2, 3):
+                request = BranchRequest(
+                    operation=Operation.APPEND,
+                    geometry=sizes,
+                    device_type=device.type,
+                    compute_capability=_capability(device),
+                    dtype=dtype,
+                    kv_dtype=dtype,
+                    batch=2,
+                    num_sequences=2,
+                    num_queries=max(map(max, _steps(sizes))),
+                    num_keys=_num_tokens(sizes),
+                    num_heads=num_kv_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim_qk=WIDTHS["k"],
+                    head_dim_v=WIDTHS["v"],
+                    layout=Layout.CACHED,
+                )
+                what = f"{str(dtype).removeprefix('torch.')} l={sizes.compression_block_size} d={sizes.compression_stride} G={num_kv_heads}"
+                for kind in KINDS:
+                    yield Trial(f"{what} {kind}", request, partial(_append_steps, backend, request, kind, device, registry))
 
 
 def _append_steps(
-    backend: BranchBackend, dtype: torch.dtype, kind: str, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry
+    backend: BranchBackend, request: BranchRequest, kind: str, device: torch.device, registry: BackendRegistry
 ) -> tuple[list[str], Comparable]:
     """Return what the stores hold that they should not, after the first step that goes wrong."""
-    conversation = _Conversation(dtype, kind, device, geometry)
+    conversation, geometry = _Conversation(request, kind, device), request.geometry
     start = torch.zeros(2, dtype=torch.int32, device=device)
     for counts in _steps(geometry):
         count = torch.tensor(counts, dtype=torch.int32, device=device)
@@ -95,17 +98,18 @@ def _append_steps(
 class _Conversation:
     """Two sequences token by token: the stores that a backend writes, and what a loop says they hold."""
 
-    def __init__(self, dtype: torch.dtype, kind: str, device: torch.device, geometry: BlockGeometry) -> None:
-        self.dtype, self.geometry, self.num_tokens = dtype, geometry, _num_tokens(geometry)
+    def __init__(self, request: BranchRequest, kind: str, device: torch.device) -> None:
+        geometry, dtype, heads = request.geometry, request.dtype, request.num_kv_heads
+        self.dtype, self.geometry, self.num_tokens = dtype, geometry, request.num_keys
         generator = torch.Generator().manual_seed(0)
         size = geometry.compression_block_size
         sizes = {"slc": self.num_tokens, "win": 5, "raw": size + 1, "cmp": blocks.num_compressed_blocks(self.num_tokens, geometry)}
         self.tokens, self.stores = {}, {}
         for name, rows in sizes.items():
-            for part, width in (("k", 8), ("v", 6)):
-                drawn = torch.randn(2, self.num_tokens, 2, width, generator=generator, dtype=torch.float64)
+            for part, width in WIDTHS.items():
+                drawn = torch.randn(2, self.num_tokens, heads, width, generator=generator, dtype=torch.float64)
                 self.tokens[f"{name} {part}"] = drawn.to(device=device, dtype=dtype)
-                self.stores[f"{name} {part}"] = torch.full((2, rows, 2, width), EMPTY, dtype=dtype, device=device)
+                self.stores[f"{name} {part}"] = torch.full((2, rows, heads, width), EMPTY, dtype=dtype, device=device)
         self.expected = {name: store.clone() for name, store in self.stores.items()}
         self.has_blocks, self.has_values = kind != "no compressed branch", kind != "keys alone choose"
         stores = ("slc", "win", "raw") if self.has_blocks else ("slc", "win")
