@@ -159,7 +159,7 @@ def test_a_backend_named_for_what_other_backends_ask_for_is_a_warning(tiny_confi
     findings = run_preflight(tiny_config("nsa.backends.choose=third"), tmp_path / "out")
     assert findings.failed == []
     [warning] = [line for line in findings.warned if line.startswith("route")]
-    assert warning == "route: nsa.backends.choose='third' is not used (a backend that selects asks for the fastest)"
+    assert warning == "route: nsa.backends.choose='third' is not used (other backends ask for it, a layer does not)"
 
 
 @pytest.mark.parametrize("operation", Operation)

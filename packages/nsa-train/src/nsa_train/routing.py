@@ -112,7 +112,7 @@ def ignored_backends(config: RunConfig) -> dict[str, str]:
     """Return operation -> a warning about a backend that `config` names for an operation that it does not run."""
     running = _used_operations(config)
     branches = f"nsa.branches={list(config.nsa_config().branches)} runs no"
-    why = {Operation.CHOOSE: "a backend that selects asks for the fastest"}
+    why = {Operation.CHOOSE: "other backends ask for it, a layer does not"}
     return {
         operation.value: f"nsa.backends.{operation.value}={name!r} is not used ({why.get(operation, f'{branches} {operation.value}')})"
         for operation, name in named_backends(config).items()
