@@ -1,4 +1,6 @@
-"""examples/plugin-minimal as its user meets it: installed, found, chosen, right; and what bad neighbours do to it."""
+"""examples/plugin-minimal as its user meets it: installed, found, chosen, right; and what bad neighbours do to it.
+
+A second plug-in, plugins/nsa_plugin_fused.py, serves the steps of a cache."""
 
 import importlib.util
 import json
@@ -14,6 +16,7 @@ from nsa_core.testing.conformance import check_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "plugin-minimal"
+FUSED = Path(__file__).resolve().parent / "plugins" / "nsa_plugin_fused.py"
 HOOK = "from nsa_core.plugins import hookimpl\n@hookimpl\ndef nsa_branch_backends():\n    "
 BROKEN = {
     "broken_import": "import a_compiler_that_is_not_here",
@@ -73,6 +76,42 @@ print(json.dumps({
 }))
 """
 
+FUSED_PROGRAM = """
+import json
+import torch
+from nsa_core import *
+
+geometry = BlockGeometry(8, 4, 8, 3, 1, 1, 5)
+torch.manual_seed(0)
+layer = NativeSparseAttention(NSAConfig(32, 4, 2, 8, 6, geometry))
+x, served = torch.randn(2, 48, 32), []
+steps = [x[:, :30], x[:, 30:33], *x[:, 33:].split(1, 1)]
+
+def run(registry):
+    # a prefill of more than max_rollback tokens attends to a window's last tokens, the steps after it to the ring
+    layer.registry, cache = registry, layer.new_cache(2, 48, max_rollback=4)
+    counts = torch.tensor([30, 17], dtype=torch.int32)
+    outs = [layer(part, cache=cache, query_count=None if i else counts) for i, part in enumerate(steps)]
+    outs[0] = outs[0][:, :17]
+    return torch.cat(outs, 1), cache.total_reads
+
+installed = default_registry()
+installed.observers.append(lambda asked_for, facts, backend: served.append([facts.operation, facts.layout, backend]))
+ours, reads = run(installed)
+reference = BackendRegistry(tuple(b for b in installed.backends if b.name == "sdpa"))
+expected, expected_reads = run(reference)
+layer.registry = installed
+training, trained = len(served), layer(x)
+print(json.dumps({
+    "served": served[:training],
+    "training": served[training:],
+    "difference": float((ours - expected).abs().max()),
+    "same_reads": all(torch.equal(a, b) for a, b in zip(reads, expected_reads, strict=True)),
+    "predicted": bool((reads.predicted > 0).all()),
+    "steps": len(steps),
+}))
+"""
+
 
 def write_package(folder, name, source):
     """Install a package of one module with a plug-in of the same name, as pip would leave it."""
@@ -124,13 +163,27 @@ def routing(installed, broken, tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.fixture(scope="module")
-def example():
-    """Give the example's module, imported from where it is written."""
-    spec = importlib.util.spec_from_file_location("nsa_plugin_minimal", EXAMPLE / "nsa_plugin_minimal.py")
+def module_at(path):
+    """Return the module, imported from where it is written."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return module_at(EXAMPLE / "nsa_plugin_minimal.py")
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory):
+    """Give what a fresh process finds and computes where the plug-in for steps of a cache is installed."""
+    folder = tmp_path_factory.mktemp("fused")
+    write_package(folder, FUSED.stem, FUSED.read_text())
+    done = run([folder], "-c", FUSED_PROGRAM)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_the_backend_is_found_through_its_entry_point(facts):
@@ -192,19 +245,57 @@ def test_a_second_backend_of_its_name_is_refused_naming_both(installed, tmp_path
 
 def test_it_conforms(example):
     report = check_backend(example.MaskedWindow())
-    assert all("layout cached" in case or "layout paged" in case for case in report.declined)
+    assert all(any(f"layout {layout}" in case for layout in ("cached", "paged", "ragged")) for case in report.declined)
     assert any("packed" in case for case in report.passed)
     assert len(report.passed) == 100
 
 
 def test_the_conformance_kit_fails_it_with_a_window_of_one_token_more(example):
     class Sabotaged(example.MaskedWindow):
-        def __call__(self, *tensors, geometry, scale, placement):
+        def __call__(self, queries, keys, /, *, geometry, scale):
             wider = BlockGeometry(*geometry.as_tuple()[:-1], geometry.window_size + 1)
-            return super().__call__(*tensors, geometry=wider, scale=scale, placement=placement)
+            return super().__call__(queries, keys, geometry=wider, scale=scale)
 
     with pytest.raises(AssertionError, match="masked / win: .*\n.*: out is off by"):
         check_backend(Sabotaged())
+
+
+def test_a_plug_in_that_offers_all_branches_in_one_serves_every_step_of_a_cache(cached):
+    # APPEND writes the step, before and, where the ring would forget too much, after it
+    assert [entry for entry in cached["served"] if entry[0] != "append"] == [["nsa", "cached", "fused_step"]] * cached["steps"]
+    assert {tuple(entry) for entry in cached["served"] if entry[0] == "append"} == {("append", "cached", "sdpa")}
+
+
+def test_the_steps_that_it_serves_equal_those_of_the_reference(cached):
+    assert cached["difference"] < 1e-6
+
+
+def test_reads_are_counted_of_its_choice_and_split_nothing(cached):
+    assert cached["same_reads"]
+    assert cached["predicted"]
+
+
+def test_whole_sequences_do_not_reach_it(cached):
+    assert cached["training"][0] == ["nsa", "dense", None]
+    assert [entry[0] for entry in cached["training"][1:]] == ["cmp", "select", "slc", "win"]
+
+
+def test_it_conforms_over_stores_rings_and_tails():
+    report = check_backend(module_at(FUSED).FusedStep())
+    assert {case.partition(" ")[2] for case in report.passed} == {"cached", "cached, ring", "cached, tail"}
+
+
+def test_mypy_accepts_both_plug_ins_and_the_class_of_the_page(tmp_path):
+    page = (ROOT / "docs/how-to/write-a-backend.md").read_text(encoding="utf-8")
+    window = tmp_path / "window.py"
+    code = page.split("```python\n")[1].split("```")[0]
+    window.write_text(f"{code}\n\nfrom nsa_core.backends.base import AttentionBackend\n\nbackend: AttentionBackend = MaskedWindow()\n")
+    plugins = [EXAMPLE / "nsa_plugin_minimal.py", FUSED, window]
+    done = run([], "-m", "mypy", "--config-file", ROOT / "pyproject.toml", *plugins)
+    assert done.returncode == 0, done.stdout
+    window.write_text(f"{window.read_text()}\nfrom nsa_core.backends.base import SelectBackend\n\nother: SelectBackend = MaskedWindow()\n")
+    done = run([], "-m", "mypy", "--config-file", ROOT / "pyproject.toml", window)
+    assert 'variable has type "SelectBackend"' in done.stdout
 
 
 def test_installing_leaves_nothing_in_the_example(installed):

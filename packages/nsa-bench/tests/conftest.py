@@ -16,7 +16,7 @@ class Hopper:
         return self.capability.reasons_against(request) + policy
     def preference(self, request): return 10
     def notes_on(self, request): return ("an old one [slow]",) if request.device_type == "cuda" else ()
-    def __call__(self, *tensors, geometry, scale, placement): raise NotImplementedError
+    def __call__(self, *operands, geometry, scale): raise NotImplementedError
 
 @hookimpl
 def nsa_branch_backends():

@@ -83,16 +83,29 @@ def test_a_request_is_the_call_in_numbers():
     )
 
 
-def test_selection_asks_for_no_gradient_and_has_no_values():
-    request = make_request(Operation.SELECT, CPU, CallShape(head_dim_qk=10, head_dim_v=7))
+@pytest.mark.parametrize("operation", [Operation.SELECT, Operation.CHOOSE])
+def test_selection_asks_for_no_gradient_and_has_no_values(operation):
+    request = make_request(operation, CPU, CallShape(head_dim_qk=10, head_dim_v=7))
     assert (request.needs_grad, request.head_dim_v) == (False, 10)
 
 
-@pytest.mark.parametrize("layout", ["cached", "paged"])
+@pytest.mark.parametrize("layout", ["cached", "paged", "ragged"])
 def test_a_cache_is_asked_for_one_decode_step(layout):
     request = make_request(Operation.WIN, CPU, CallShape(seq_len=100, layout=layout))
     assert (request.num_queries, request.num_keys, request.needs_grad) == (1, 100, False)
     assert make_request(Operation.WIN, CPU, CallShape(layout=layout, backward=True)).needs_grad
+
+
+@pytest.mark.parametrize(("layout", "expected"), [("dense", ("cached", 100)), ("packed", ("cached", 100)), ("paged", ("paged", 1))])
+def test_append_is_asked_for_as_the_step_of_a_cache(layout, expected):
+    request = make_request(Operation.APPEND, CPU, CallShape(seq_len=100, heads=6, kv_heads=3, layout=layout))
+    assert (request.layout, request.num_queries) == expected
+    assert (request.num_heads, request.needs_grad) == (3, False)
+
+
+def test_append_and_choose_are_listed_with_the_reference():
+    chosen = {operation["operation"]: operation["chosen"] for operation in to_json(make_report(CPU, CallShape()))["operations"]}
+    assert (chosen["append"], chosen["choose"]) == ("sdpa", "sdpa")
 
 
 @pytest.mark.parametrize(("device", "expected"), [(CPU, torch.float32), (ADA, torch.bfloat16)])
@@ -104,7 +117,7 @@ def test_the_dtype_goes_by_the_device_unless_given(device, expected):
 def test_the_json_holds_choice_and_reasons_of_every_operation(install):
     install("hopper_kernels")
     content = to_json(make_report(ADA, CallShape()))
-    assert [operation["operation"] for operation in content["operations"]] == ["cmp", "select", "slc", "win", "nsa"]
+    assert [operation["operation"] for operation in content["operations"]] == ["cmp", "select", "slc", "win", "nsa", "append", "choose"]
     candidates = {candidate["name"]: candidate for candidate in window(content)["candidates"]}
     assert candidates["hopper"] == {
         "name": "hopper",

@@ -93,7 +93,8 @@ class Liar:
     capability = Capability(gradient=False)
     def reasons_against(self, request): return self.capability.reasons_against(request)
     def preference(self, request): return 10
-    def __call__(self, q, k, v, *, geometry, scale, placement):
+    def __call__(self, queries, keys, *, geometry, scale):
+        q, v = queries.q, keys.v
         return BranchOutput(q.new_ones(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1]))
 
 @hookimpl
@@ -153,7 +154,7 @@ def test_compare_prints_us_and_why_peers_are_absent(tmp_path, capsys):
         ("backends --device cpu --compute-capability 9.0", "came with --device=cpu"),
         ("backends --compute-capability ninety", "--compute-capability='ninety' is not MAJOR.MINOR"),
         ("backends --dtype int8", "Invalid value"),
-        ("backends --layout ragged", "Invalid value"),
+        ("backends --layout tiled", "Invalid value"),
         ("backends --seq-len many", "Invalid value"),
         ("backends --sequence 7", "Unknown option"),
         ("env --json no/such/folder/env.json", "give a path that can be written"),

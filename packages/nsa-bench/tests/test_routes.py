@@ -45,7 +45,8 @@ class Echo:
     capability = Capability()
     def reasons_against(self, request): return ()
     def preference(self, request): return -1
-    def __call__(self, q, k, v, *, geometry, scale, placement):
+    def __call__(self, queries, keys, *, geometry, scale):
+        q, v = queries.q, keys.v
         return BranchOutput(q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1]))
 
 @hookimpl

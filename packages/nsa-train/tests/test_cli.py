@@ -251,13 +251,16 @@ def test_a_backend_that_cannot_serve_a_sample_is_one_line(tiny_run: RunDirectory
     assert len(texts) == 1
 
 
-def test_a_sample_asks_nothing_of_a_backend_of_all_branches_in_one(
+def test_a_sample_asks_a_named_backend_of_all_branches_in_one_as_any_other(
     tiny_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cache takes the branches one by one: a run of a GPU that named one is sampled on a CPU."""
+    """A run of a GPU that named one is sampled on a CPU with `--backend auto`."""
+    words = ["sample", str(tiny_run.root), "--prompt", "1", "--tokens", "3"]
     monkeypatch.setattr("nsa_train.routing.named_backends", lambda _: {Operation.NSA: "nosuch"})
-    assert run_command(["sample", str(tiny_run.root), "--prompt", "1", "--tokens", "3"]) == 0
-    assert capsys.readouterr().err == ""
+    assert run_command(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "nsa.backends.nsa='nosuch' is not installed" in line
+    assert line.endswith("); use --backend auto")
 
 
 def test_preflight_marks_what_nsa_core_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

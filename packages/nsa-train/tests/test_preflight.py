@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from attrs import evolve
 
 from nsa_core import (
     BackendRegistry,
@@ -20,6 +21,7 @@ from nsa_core import (
     explain_routing,
 )
 from nsa_core.backends.base import Reason
+from nsa_core.backends.registry import RequestFacts
 from nsa_train.checkpoint import CheckpointWriter
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
@@ -28,7 +30,7 @@ from nsa_train.model.decoder import count_parameters
 from nsa_train.preflight import Preflight, run_preflight
 from nsa_train.preflight.memory import estimate_memory
 from nsa_train.recipe import load_config
-from nsa_train.routing import routing_decisions
+from nsa_train.routing import routing_decisions, uses_of_sample
 
 
 class Usage(NamedTuple):
@@ -99,7 +101,7 @@ def test_a_backend_that_cannot_serve_is_named_with_its_own_reasons(tiny_config, 
         def preference(self, request: BranchRequest) -> int:
             return 1
 
-        def __call__(self, *tensors, geometry, scale, placement):
+        def __call__(self, *operands, geometry, scale):
             raise AssertionError("routing alone calls no backend")
 
     registry = BackendRegistry((*default_registry().backends, OnlyOnGPUs()))
@@ -127,7 +129,7 @@ class Third:
     def preference(self, request: BranchRequest) -> int:
         return -1
 
-    def __call__(self, *tensors, geometry, scale, placement):
+    def __call__(self, *operands, geometry, scale):
         raise AssertionError("routing alone calls no backend")
 
 
@@ -144,11 +146,20 @@ def third_party(monkeypatch) -> Callable[..., None]:
     return install
 
 
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", [operation for operation in Operation if operation is not Operation.CHOOSE])
 def test_a_named_backend_that_cannot_serve_fails_for_every_operation(tiny_config, tmp_path: Path, third_party, operation) -> None:
     third_party(lambda _: Reason.incapable("too warm"), *Operation)
     [failure] = run_preflight(tiny_config(f"nsa.backends.{operation}=third"), tmp_path / "out").failed
-    assert failure == f"nsa.backends.{operation}='third' cannot serve this run (third: incapable: too warm); use 'auto'"
+    use = "the samples of this run" if operation is Operation.APPEND else "this run"
+    assert failure == f"nsa.backends.{operation}='third' cannot serve {use} (third: incapable: too warm); use 'auto'"
+
+
+def test_a_backend_named_for_what_other_backends_ask_for_is_a_warning(tiny_config, tmp_path: Path, third_party) -> None:
+    third_party(lambda _: Reason.incapable("too warm"), *Operation)
+    findings = run_preflight(tiny_config("nsa.backends.choose=third"), tmp_path / "out")
+    assert findings.failed == []
+    [warning] = [line for line in findings.warned if line.startswith("route")]
+    assert warning == "route: nsa.backends.choose='third' is not used (other backends ask for it, a layer does not)"
 
 
 @pytest.mark.parametrize("operation", Operation)
@@ -163,10 +174,26 @@ def test_a_name_that_no_plug_in_has_fails_for_every_operation(tiny_config, tmp_p
 
 def test_a_backend_that_cannot_serve_the_samples_of_a_run_fails(tiny_config, tmp_path: Path, third_party) -> None:
     third_party(lambda request: Reason.incapable("no cache") if request.layout is Layout.CACHED else None, *Operation)
-    [failure] = run_preflight(tiny_config("nsa.backends.slc=third"), tmp_path / "out").failed
-    assert failure == "nsa.backends.slc='third' cannot serve the samples of this run (third: incapable: no cache); use 'auto'"
-    # a cache takes the branches one by one
-    assert run_preflight(tiny_config("nsa.backends.nsa=third"), tmp_path / "out").failed == []
+    for operation in ("slc", "nsa", "append"):
+        [failure] = run_preflight(tiny_config(f"nsa.backends.{operation}=third"), tmp_path / "out").failed
+        assert failure == f"nsa.backends.{operation}='third' cannot serve the samples of this run (third: incapable: no cache); use 'auto'"
+
+
+@pytest.mark.parametrize("operation", ["nsa", "append"])
+def test_the_requests_of_samples_are_those_that_a_cached_step_makes(tiny_config, operation: str) -> None:
+    config = tiny_config("model.head_dim_v=12", "train.precision=fp32")
+    [prompt, token] = uses_of_sample(config)(Operation(operation))["a sample"]
+    seen: list[RequestFacts] = []
+    backends = [backend for backend in default_registry().backends if backend.name == "sdpa"]
+    registry = BackendRegistry(tuple(backends))
+    registry.observers.append(lambda asked_for, facts, backend: seen.append(facts))
+    layer = NativeSparseAttention(config.nsa_config(), registry=registry)
+    cache = layer.new_cache(1, 2 * config.train.seq_len)
+    layer(torch.zeros(1, 16, 32), cache=cache)
+    layer(torch.zeros(1, 1, 32), cache=cache)
+    first, *_, last = (facts.request() for facts in seen if facts.operation == operation)
+    assert evolve(first, num_queries=prompt.num_queries, num_keys=prompt.num_keys) == prompt
+    assert evolve(last, num_keys=token.num_keys) == token
 
 
 def test_policy_against_a_named_backend_is_a_warning(tiny_config, tmp_path: Path, third_party) -> None:
@@ -342,7 +369,7 @@ def test_routes_are_judged_for_a_machine_that_is_not_here(tiny_config, tmp_path:
         def preference(self, request: BranchRequest) -> int:
             return 10
 
-        def __call__(self, *tensors, geometry, scale, placement):
+        def __call__(self, *operands, geometry, scale):
             raise AssertionError("routing alone calls no backend")
 
     # what plug-ins are installed differs from machine to machine

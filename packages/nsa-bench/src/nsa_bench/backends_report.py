@@ -6,7 +6,8 @@ The JSON file (`routing.json`):
     environment: this machine, see `nsa_bench.environment.describe_environment`.
     device: `type` ("cpu" | "cuda"), `compute_capability` ("8.9" or null), `is_simulated` (true where it is not this machine's).
     request: what all operations share: geometry (by name), dtype, kv_dtype ("bfloat16"), batch, num_sequences, num_queries,
-        num_keys, num_heads, num_kv_heads, head_dim_qk, head_dim_v, layout, deterministic.
+        num_keys, num_heads, num_kv_heads, head_dim_qk, head_dim_v, layout, deterministic. `append` alone differs: its rows
+        have num_kv_heads heads, and of a call on whole sequences it is the prefill of a cache (layout "cached").
     operations: a list in the order of `Operation`; each has `operation`, `needs_grad`, `chosen` (a name, or null where
         "auto" finds none) and `candidates`, most preferred first: `name`, `preference`, `is_eligible` ("auto" may take it),
         `is_capable` (it runs when it is named), `reasons`, each `kind` ("incapable" | "policy") and `message`, and `notes`
@@ -55,7 +56,7 @@ class CallShape:
     head_dim_qk: int = 192
     head_dim_v: int = 128
     layout: Layout = attrs.field(default=Layout.DENSE, converter=Layout)
-    """CACHED and PAGED are a decode step: one query over seq_len tokens."""
+    """CACHED, PAGED and RAGGED are a decode step: one query over seq_len tokens."""
     backward: bool | None = None
     """None: as the layout is used, True for DENSE and PACKED."""
 
@@ -76,7 +77,7 @@ class CallShape:
     @property
     def is_decode(self) -> bool:
         """Return True where the keys are a cache."""
-        return self.layout in (Layout.CACHED, Layout.PAGED)
+        return self.layout not in (Layout.DENSE, Layout.PACKED)
 
 
 @frozen(kw_only=True)
@@ -144,10 +145,13 @@ def make_report(device: Device, shape: CallShape) -> RoutingReport:
 
 
 def make_request(operation: Operation, device: Device, shape: CallShape) -> BranchRequest:
-    """Return what the public operations would ask for in the call `shape`; selection carries no gradient."""
+    """Return what the public operations would ask for in the call `shape`; selection and the cache's operations carry no gradient.
+
+    APPEND, which only a cache asks for, writes the rows of the call into one: in the layouts of whole sequences, as its prefill.
+    """
     dtype = DTYPES[shape.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     backward = not shape.is_decode if shape.backward is None else shape.backward
-    is_select = operation is Operation.SELECT
+    is_append, is_choice = operation is Operation.APPEND, operation in (Operation.SELECT, Operation.CHOOSE)
     return BranchRequest(
         operation=operation,
         device_type=device.type,
@@ -156,12 +160,12 @@ def make_request(operation: Operation, device: Device, shape: CallShape) -> Bran
         kv_dtype=dtype,
         num_queries=1 if shape.is_decode else shape.seq_len,
         num_keys=shape.seq_len,
-        num_heads=shape.heads,
+        num_heads=shape.kv_heads if is_append else shape.heads,
         num_kv_heads=shape.kv_heads,
         head_dim_qk=shape.head_dim_qk,
-        head_dim_v=shape.head_dim_qk if is_select else shape.head_dim_v,
-        layout=shape.layout,
-        needs_grad=backward and not is_select,
+        head_dim_v=shape.head_dim_qk if is_choice else shape.head_dim_v,
+        layout=Layout.CACHED if is_append and not shape.is_decode else shape.layout,
+        needs_grad=backward and not is_append and not is_choice,
     )
 
 

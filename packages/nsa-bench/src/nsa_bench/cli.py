@@ -56,11 +56,9 @@ def backends(
     head_dim_qk: Annotated[int, Parameter(help="D_k: of queries and keys.")] = 192,
     head_dim_v: Annotated[int, Parameter(help="D_v: of values.")] = 128,
     layout: Annotated[
-        Literal["dense", "packed", "cached", "paged"], Parameter(help="cached and paged are a decode step of one query.")
+        Literal["dense", "packed", "cached", "paged", "ragged"], Parameter(help="cached, paged and ragged are a decode step of one query.")
     ] = "dense",
-    backward: Annotated[
-        bool | None, Parameter(help="Gradients are needed; by default for dense and packed, not for cached and paged.")
-    ] = None,
+    backward: Annotated[bool | None, Parameter(help="Gradients are needed; by default for dense and packed alone.")] = None,
 ) -> int:
     """Show which backend serves each operation, every reason against the others, and the plug-ins, broken ones too."""
     from nsa_bench.backends_report import CallShape, find_device, local_capability, make_report, to_json, to_rows

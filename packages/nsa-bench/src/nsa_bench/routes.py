@@ -1,14 +1,14 @@
 """Which backend serves: a registry that notes the backends that ran, and the check of a backend that is named."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from nsa_bench.cases import Case
 from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.measurements import OURS
-from nsa_core import BackendRegistry, BranchRequest, DuplicateBackendError, Layout, Operation, load_plugins
+from nsa_core import BackendRegistry, BranchBackend, BranchRequest, DuplicateBackendError, Layout, Operation, load_plugins
+from nsa_core.backends.registry import RequestFacts
 
 
 class RouteRecorder(BackendRegistry):
@@ -26,17 +26,15 @@ class RouteRecorder(BackendRegistry):
         except DuplicateBackendError as error:
             raise BenchError(str(error)) from error
 
-    def __init__(self, backends: tuple[Any, ...] = ()) -> None:
+    def __init__(self, backends: tuple[BranchBackend, ...] = ()) -> None:
         """Register `backends`, in order."""
         super().__init__(backends)
         self._served: dict[str, str] = {}
+        self.observers.append(self._note)
 
-    def resolve_index(self, backend: str, optional: bool, device_index: int, *fields: Any) -> int:
-        """Return what BackendRegistry does, and note it; fields[0] is the operation."""
-        index: int = super().resolve_index(backend, optional, device_index, *fields)
-        if index >= 0:
-            self._served[fields[0]] = self.backends[index].name
-        return index
+    def _note(self, asked_for: str, facts: RequestFacts, backend: str | None) -> None:
+        if backend is not None:
+            self._served[facts.operation] = backend
 
     def forget(self) -> None:
         """Forget who ran."""

@@ -7,8 +7,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from nsa_core import Capability, Operation
-from nsa_core.reference import select
+from nsa_core import BlockGeometry, BranchOutput, Capability, FusedOutput, Operation
+from nsa_core.gating import gated_sum
+from nsa_core.reference import append, select
 from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.testing import conformance, properties
 from nsa_core.testing.cases import cases
@@ -18,6 +19,7 @@ from nsa_core.testing.properties import Where
 from nsa_core.testing.tolerances import Comparable
 
 SELECT = SDPABackend(operation=Operation.SELECT)
+APPEND, CHOOSE = SDPABackend(operation=Operation.APPEND), SDPABackend(operation=Operation.CHOOSE)
 
 
 def few_cases(*names: str) -> Any:
@@ -45,8 +47,8 @@ class WrongInOneRow:
     def preference(self, request: Any) -> int:
         return 1
 
-    def __call__(self, *tensors: Tensor, **options: Any) -> Tensor:
-        chosen: Tensor = SELECT(*tensors, **options)
+    def __call__(self, *operands: Any, **options: Any) -> Tensor:
+        chosen: Tensor = SELECT(*operands, **options)
         rows = chosen.flatten(0, -2)
         row = rows[int(rows.amax(-1).argmax())]
         left_out = next(j for j in range(100) if j not in row.tolist())
@@ -56,7 +58,7 @@ class WrongInOneRow:
         return chosen
 
 
-@pytest.mark.parametrize("case", ["S=53", "H/G=6/2", "packed l < l'", "packed l = l'", "cached"])
+@pytest.mark.parametrize("case", ["S=53", "H/G=6/2", "packed l < l'", "packed l = l'", "cached", "ragged"])
 def test_one_wrong_choice_is_caught(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "cases", few_cases(case))
     assert check_backend(SELECT).passed
@@ -103,3 +105,160 @@ def test_one_near_tie_hides_no_wrong_choice_of_other_rows(check: Any, monkeypatc
 @pytest.mark.parametrize(("decided", "near_ties", "are_enough"), [(0, 0, True), (3, 2, True), (3, 3, False), (50, 5, True), (50, 6, False)])
 def test_a_tenth_of_the_choices_may_be_near_a_tie_or_two(decided: int, near_ties: int, are_enough: bool) -> None:
     assert Comparable(decided, near_ties).are_enough is are_enough
+
+
+@frozen
+class Composed:
+    """All of Eq. 5 by the reference's operations; `spoil` changes the result."""
+
+    spoil: Any = staticmethod(lambda result, win: result)
+    name: str = "composed"
+    operation: Operation = Operation.NSA
+    capability: Capability = SELECT.capability
+
+    def reasons_against(self, request: Any) -> tuple[Any, ...]:
+        return self.capability.reasons_against(request)
+
+    def preference(self, request: Any) -> int:
+        return -1
+
+    def __call__(self, queries: Any, cmp: Any, slc: Any, win: Any, gates: Tensor, **options: Any) -> FusedOutput | Tensor:
+        compressed = SDPABackend(operation=Operation.CMP)(queries, cmp, **options)
+        chosen = SELECT(queries, cmp, compressed.lse, **options)
+        selected = SDPABackend(operation=Operation.SLC)(queries, slc, chosen, **options)
+        window = SDPABackend(operation=Operation.WIN)(queries, win, **options)
+        out = gated_sum(gates, compressed.out, selected.out, window.out).to(queries.q.dtype)
+        result: FusedOutput | Tensor = self.spoil(FusedOutput(out, chosen), win)
+        return result
+
+
+LAYOUTS = ("packed", "cached", "paged", "ragged")
+RINGS = ("float64 cached, ring", "float64 cached, tail")
+
+
+def test_a_fused_backend_is_run_in_every_layout_and_over_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("S=53", *(f"float64 {layout}" for layout in LAYOUTS), *RINGS))
+    assert check_backend(Composed()).passed == ("float64 S=53", *(f"float64 {layout}" for layout in LAYOUTS), *RINGS)
+
+
+@pytest.mark.parametrize(("case", "is_met"), [("ring", lambda win: win.ring), ("tail", lambda win: win.first is not None)])
+def test_a_fused_backend_that_is_wrong_over_one_kind_of_window_is_caught(case: str, is_met: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(result: FusedOutput, win: Any) -> FusedOutput:
+        return result._replace(out=result.out * 1.01) if is_met(win) else result
+
+    monkeypatch.setattr(conformance, "cases", few_cases("float64 cached", *RINGS))
+    with pytest.raises(ConformanceError, match=rf"2 cases passed, 0 declined, \d+ failed.*\n  float64 cached, {case}: out is off by"):
+        check_backend(Composed(spoil=spoil))
+
+
+def test_a_fused_backend_that_reports_another_choice_than_it_made_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("float64 cached"))
+    with pytest.raises(ConformanceError, match="rows choose other blocks"):
+        check_backend(Composed(spoil=lambda result, win: result._replace(block_indices=result.block_indices - 1)))
+
+
+def test_a_fused_backend_may_return_its_sum_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("float64 cached", "float64 ragged"))
+    assert len(check_backend(Composed(spoil=lambda result, win: result.out)).passed) == 2
+
+
+@frozen
+class WindowOverRings(Composed):
+    """The reference's window, wrong over a ring alone."""
+
+    name: str = "rings"
+    operation: Operation = Operation.WIN
+
+    def __call__(self, queries: Any, win: Any, **options: Any) -> BranchOutput:  # type: ignore[override]
+        result: BranchOutput = SDPABackend(operation=Operation.WIN)(queries, win, **options)
+        return result._replace(out=result.out + 1) if win.ring else result
+
+
+def test_a_window_backend_that_is_wrong_over_a_ring_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("float64 cached", *RINGS))
+    with pytest.raises(ConformanceError, match="2 cases passed, 0 declined, 1 failed.*\n  float64 cached, ring: out is off by"):
+        check_backend(WindowOverRings())
+
+
+@frozen
+class Spoiled(Composed):
+    """A backend of APPEND or CHOOSE whose call is given."""
+
+    call: Any = None
+    name: str = "spoiled"
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        return self.call(*operands, **options)
+
+
+def one_row_more(rows: Any, blocks: Any, start: Tensor, count: Tensor, **options: Any) -> None:
+    """Write a row that does not count."""
+    APPEND(rows, blocks, start, count + (count < rows[0].k.shape[1]).to(count), **options)
+
+
+def blocks_first_written(rows: Any, blocks: Any, start: Tensor, count: Tensor, **options: Any) -> None:
+    """Let the ring of raw tokens take the step's own before blocks are emitted."""
+    if blocks is not None:
+        append.write_rows(blocks.raw.store.k, blocks.raw.k, start, count)
+    APPEND(rows, blocks, start, count, **options)
+
+
+def unrotated(rows: Any, blocks: Any, start: Tensor, count: Tensor, **options: Any) -> None:
+    """Give blocks the position 0."""
+    blocks = blocks and blocks._replace(rotate=lambda k, positions, rotate=blocks.rotate: rotate(k, 0 * positions))
+    APPEND(rows, blocks, start, count, **options)
+
+
+def raw_always_written(rows: Any, blocks: Any, start: Tensor, count: Tensor, **options: Any) -> None:
+    """Write the ring of raw tokens although it is not among the rows."""
+    APPEND(rows, blocks, start, count, **options)
+    if blocks is not None:
+        append.write_rows(blocks.raw.store.k, blocks.raw.k, start, count)
+
+
+def test_an_append_that_writes_a_ring_that_is_only_read_is_caught() -> None:
+    with pytest.raises(
+        ConformanceError, match="108 cases passed, 0 declined, 36 failed.*\n  float64 l=8 d=4 G=1 rings written last: raw k is off by"
+    ):
+        check_backend(Spoiled(operation=Operation.APPEND, call=raw_always_written))
+
+
+@pytest.mark.parametrize(("call", "store"), [(one_row_more, "slc k"), (blocks_first_written, "cmp k"), (unrotated, "cmp k")])
+def test_an_append_that_writes_wrong_rows_or_blocks_is_caught(call: Any, store: str) -> None:
+    assert len(check_backend(APPEND).passed) == 144
+    with pytest.raises(ConformanceError, match=f"float64 l=8 d=4 G=2 all stores: .*{store} is off by"):
+        check_backend(Spoiled(operation=Operation.APPEND, call=call))
+
+
+def upper_ties(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, **options: Any) -> Tensor:
+    """Give equal scores to the upper block."""
+    return CHOOSE(scores + torch.arange(scores.shape[-1]) * 1e-6, factor, positions, num_kv_heads, **options)  # type: ignore[no-any-return]
+
+
+def nan_wins(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, **options: Any) -> Tensor:
+    """Let NaN be the highest score."""
+    return CHOOSE(scores.nan_to_num(nan=100.0), factor, positions, num_kv_heads, **options)  # type: ignore[no-any-return]
+
+
+def rows_without_query(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, **options: Any) -> Tensor:
+    """Choose for rows without a query as well."""
+    return CHOOSE(scores, factor, positions.clamp(min=0), num_kv_heads, **options)  # type: ignore[no-any-return]
+
+
+def factor_is_one(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, **options: Any) -> Tensor:
+    """Ignore the factor."""
+    ones = None if factor is None else torch.ones_like(factor)
+    return CHOOSE(scores, ones, positions, num_kv_heads, **options)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("call", [upper_ties, nan_wins, rows_without_query, factor_is_one])
+def test_a_choice_that_breaks_one_rule_is_caught(call: Any) -> None:
+    assert len(check_backend(CHOOSE).passed) == 108
+    with pytest.raises(ConformanceError, match="rows choose other blocks"):
+        check_backend(Spoiled(operation=Operation.CHOOSE, call=call))
+
+
+def test_a_geometry_of_larger_blocks_completes_blocks_as_well() -> None:
+    with pytest.raises(ConformanceError, match="cmp k is off by"):
+        check_backend(Spoiled(operation=Operation.APPEND, call=unrotated), geometry=BlockGeometry())
+    assert check_backend(APPEND, geometry=BlockGeometry()).passed

@@ -11,6 +11,8 @@ from nsa_train.machine import Machine, machine_of, processes_of
 
 NEEDED_BY = {Operation.CMP: {"cmp", "slc"}, Operation.SELECT: {"slc"}, Operation.SLC: {"slc"}, Operation.WIN: {"win"}}
 """The branches that run each operation."""
+STEP_OPERATIONS = (Operation.APPEND,)
+"""What a step of a cache runs beside them: samples do, training does not."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By train.precision: what the attention computes in."""
 SAMPLER = Machine(device_type="cpu", name="cpu")
@@ -62,7 +64,7 @@ def refused_backends(config: RunConfig, uses: Callable[[Operation], Uses], *, ad
                 found[operation.value] = f"{key} is not installed (there is {listed(known) or 'none'}{_broken_plugins()}); {advice}"
                 break
             reasons = _reasons_against(name, (decision for decision in decisions if decision.chosen is None))
-            if reasons and operation in _operations(config):
+            if reasons and operation in _used_operations(config):
                 found[operation.value] = f"{key} cannot serve {use} ({name}: {reasons}); {advice}"
                 break
     return found
@@ -74,7 +76,7 @@ def overruled_backends(config: RunConfig, uses: Callable[[Operation], Uses]) -> 
     for operation, name in named_backends(config).items():
         decisions = [explain_routing(request, name) for requests in uses(operation).values() for request in requests]
         reasons = _reasons_against(name, decisions)
-        if reasons and all(decision.chosen for decision in decisions) and operation in _operations(config):
+        if reasons and all(decision.chosen for decision in decisions) and operation in _used_operations(config):
             key = f"nsa.backends.{operation.value}"
             found[operation.value] = f"{operation.value} -> {name}, because {key} names it, against {reasons}"
     return found
@@ -85,9 +87,8 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
 
     def uses(operation: Operation) -> Uses:
         training = _training_request(config, operation, machine)
-        found = {"this run": (training, evolve(training, needs_grad=False))}
-        # a step of a cache runs the branches one by one
-        return found if operation is Operation.NSA else found | {"the samples of this run": _sampling_requests(training)}
+        samples = {"the samples of this run": _sampling_requests(training)}
+        return samples if operation in STEP_OPERATIONS else {"this run": (training, evolve(training, needs_grad=False)), **samples}
 
     return uses
 
@@ -96,9 +97,6 @@ def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
     """Return a function from an operation to its use by a sample of the model of `config`, on a CPU in float32."""
 
     def uses(operation: Operation) -> Uses:
-        if operation is Operation.NSA:
-            # a step of a cache runs the branches one by one
-            return {}
         training = _training_request(config, operation, SAMPLER)
         return {"a sample": _sampling_requests(evolve(training, dtype=torch.float32, kv_dtype=torch.float32))}
 
@@ -112,9 +110,11 @@ def with_backend(config: RunConfig, backend: str) -> RunConfig:
 
 def ignored_backends(config: RunConfig) -> dict[str, str]:
     """Return operation -> a warning about a backend that `config` names for an operation that it does not run."""
-    running, branches = _operations(config), list(config.nsa_config().branches)
+    running = _used_operations(config)
+    branches = f"nsa.branches={list(config.nsa_config().branches)} runs no"
+    why = {Operation.CHOOSE: "other backends ask for it, a layer does not"}
     return {
-        operation.value: f"nsa.backends.{operation.value}={name!r} is not used (nsa.branches={branches} runs no {operation.value})"
+        operation.value: f"nsa.backends.{operation.value}={name!r} is not used ({why.get(operation, f'{branches} {operation.value}')})"
         for operation, name in named_backends(config).items()
         if operation not in running
     }
@@ -129,6 +129,11 @@ def _operations(config: RunConfig) -> list[Operation]:
     if len(branches) == 3 and (is_offered or Operation.NSA in named_backends(config)):
         operations.append(Operation.NSA)
     return operations
+
+
+def _used_operations(config: RunConfig) -> list[Operation]:
+    """Return the operations that training and samples of `config` run."""
+    return [*_operations(config), *STEP_OPERATIONS]
 
 
 def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
@@ -156,12 +161,13 @@ def _training_request(config: RunConfig, operation: Operation, machine: Machine)
         num_sequences=rows,
         num_queries=rows * train.seq_len,
         num_keys=train.seq_len,
-        num_heads=model.n_heads,
+        # the rows that a step appends have the heads of the keys
+        num_heads=model.n_kv_heads if operation is Operation.APPEND else model.n_heads,
         num_kv_heads=model.n_kv_heads,
         head_dim_qk=model.head_dim_qk,
-        head_dim_v=model.head_dim_v if operation.value in (*config.nsa.branches, "nsa") else model.head_dim_qk,
+        head_dim_v=model.head_dim_v if operation.value in (*config.nsa.branches, "nsa", "append") else model.head_dim_qk,
         layout=Layout.PACKED,
-        needs_grad=operation is not Operation.SELECT,
+        needs_grad=operation in (Operation.CMP, Operation.SLC, Operation.WIN, Operation.NSA),
         deterministic=train.deterministic,
     )
 

@@ -5,7 +5,7 @@ import torch
 
 from nsa_core import BranchRequest, NativeSparseAttention, default_registry
 from nsa_core.backends.base import Reason
-from nsa_train.telemetry.fallbacks import CountingRegistry, FallbackCounts, attach
+from nsa_train.telemetry.fallbacks import FallbackCounts, attach, counting_registry
 from nsa_train.telemetry.timing import MarkedBackend
 
 
@@ -29,7 +29,7 @@ def layer(tiny_config) -> NativeSparseAttention:
 def _counting(layer: NativeSparseAttention, preferred: dict[str, str]) -> FallbackCounts:
     counts = FallbackCounts(preferred)
     [window] = [backend for backend in default_registry().backends if (backend.name, backend.operation) == ("sdpa", "win")]
-    attach([layer], CountingRegistry([*default_registry().backends, Unwilling(window)], counts))
+    attach([layer], counting_registry([*default_registry().backends, Unwilling(window)], counts))
     return counts
 
 

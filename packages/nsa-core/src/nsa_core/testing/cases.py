@@ -1,21 +1,23 @@
 """The cases of the conformance kit: what to run, in which layout, and the tensors for it."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
 from nsa_core import blocks
-from nsa_core.backends.base import BranchRequest, Layout, Operation
+from nsa_core.backends.base import BranchRequest, Keys, Layout, Operation, Queries
 from nsa_core.config import BlockGeometry
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.strategies import edge_lengths
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STEP_ROWS = 9
-"""Query rows of a cached or paged case."""
+"""Query rows of a sequence of a step, at most."""
+STEP_COUNTS = (STEP_ROWS, STEP_ROWS // 2, 0)
+"""Query rows of each sequence of a step that count."""
 MOSTLY_SHORT = {
     "packed l < l'": Shape(geometry=ONE_LOCAL, lengths=(31, 1, 0, 23, 1, 1, 2, 1, 1, 1), num_heads=2, num_kv_heads=1),
     "packed l = l'": Shape(geometry=EQUAL_BLOCKS, lengths=(25, 1, 0, 1, 2, 1, 1, 1, 13), num_heads=2, num_kv_heads=1, seed=1),
@@ -35,11 +37,17 @@ class Case:
     """Mix -1 into block_indices, rows of only -1 included."""
     logit_scale: float = 1.0
     """Factor on q: large logits overflow a softmax that is stabilised by another row's maximum."""
+    window: Literal["whole", "ring", "tail"] = "whole"
+    """What the sliding branch's keys are: the whole sequence, a ring, or the last tokens (`Keys.first`)."""
 
     @property
     def is_step(self) -> bool:
         """Return True where the queries are a step over stores."""
-        return self.layout in (Layout.CACHED, Layout.PAGED)
+        return self.layout in (Layout.CACHED, Layout.PAGED, Layout.RAGGED)
+
+    def concerns(self, operation: Operation) -> bool:
+        """Return True where `operation` has the operands that the case varies."""
+        return self.window == "whole" or operation in (Operation.WIN, Operation.NSA)
 
 
 def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
@@ -64,8 +72,11 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
             yield Case(name=f"{kind} {name}", shape=few_long, dtype=dtype, layout=Layout.PACKED)
         yield Case(name=f"{kind} holes", shape=evolve(decisive, seed=3), dtype=dtype, holes=True)
         yield Case(name=f"{kind} logits x 50", shape=evolve(base, seed=4), dtype=dtype, logit_scale=50.0)
-        for layout, shape in ((Layout.CACHED, decisive), (Layout.PAGED, base)):
-            yield Case(name=f"{kind} {layout}", shape=evolve(shape, batch=2, seed=5), dtype=dtype, layout=layout)
+        for layout, shape, batch in ((Layout.CACHED, decisive, 2), (Layout.PAGED, base, 2), (Layout.RAGGED, decisive, 3)):
+            yield Case(name=f"{kind} {layout}", shape=evolve(shape, batch=batch, seed=5), dtype=dtype, layout=layout)
+        for window in ("ring", "tail"):
+            shape = evolve(decisive, batch=2, seed=6)
+            yield Case(name=f"{kind} cached, {window}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=window)
 
 
 def request_of(case: Case, operation: Operation, device: torch.device, *, needs_grad: bool) -> BranchRequest:
@@ -78,9 +89,9 @@ def request_of(case: Case, operation: Operation, device: torch.device, *, needs_
         compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         dtype=case.dtype,
         kv_dtype=case.dtype,
-        batch=1 if shape.lengths is not None else shape.batch,
+        batch=1 if shape.lengths is not None or case.layout is Layout.RAGGED else shape.batch,
         num_sequences=shape.batch if shape.lengths is None else len(shape.lengths),
-        num_queries=STEP_ROWS if case.is_step else shape.total,
+        num_queries=_num_rows(case),
         num_keys=shape.total if shape.lengths is None else max(shape.lengths),
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -91,6 +102,12 @@ def request_of(case: Case, operation: Operation, device: torch.device, *, needs_
     )
 
 
+def _num_rows(case: Case) -> int:
+    if case.layout is Layout.RAGGED:
+        return sum(STEP_COUNTS[: case.shape.batch])
+    return STEP_ROWS if case.is_step else case.shape.total
+
+
 class Problem(NamedTuple):
     """The tensors of a case and how its queries are placed."""
 
@@ -98,7 +115,7 @@ class Problem(NamedTuple):
     """In a step: q and gates are the step's rows, the stores are NaN where no token is yet."""
     block_indices: Tensor
     options: dict[str, Any]
-    """Keywords that the oracle and the operation both take."""
+    """Keywords of the oracle. It knows no pages and no ragged rows: those are a padded batch to it."""
     page_table: Tensor | None
 
 
@@ -112,15 +129,16 @@ def problem_of(case: Case, device: torch.device) -> Problem:
         options["cu_seqlens"] = inputs.cu_seqlens
     if not case.is_step:
         return Problem(inputs, block_indices, options, None)
-    start = torch.tensor([case.shape.num_queries - STEP_ROWS, case.shape.num_queries // 2], dtype=torch.int32, device=device)
-    count = torch.tensor([STEP_ROWS, STEP_ROWS // 2], dtype=torch.int32, device=device)
+    length, batch = case.shape.num_queries, case.shape.batch
+    start = torch.tensor([length - STEP_ROWS, length // 2, 3][:batch], dtype=torch.int32, device=device)
+    count = torch.tensor(STEP_COUNTS[:batch], dtype=torch.int32, device=device)
     options |= {"query_start": start, "query_count": count}
     step, step_indices = _step_of(inputs, block_indices, case.shape.geometry, start, count)
-    return Problem(step, step_indices, options, _page_table(case, device) if case.layout is Layout.PAGED else None)
+    return Problem(step, step_indices, options, None if case.layout is Layout.CACHED else _page_table(case, device))
 
 
 def _step_of(inputs: Inputs, block_indices: Tensor, geometry: BlockGeometry, start: Tensor, count: Tensor) -> tuple[Inputs, Tensor]:
-    batch = torch.arange(2, device=start.device).unsqueeze(1)
+    batch = torch.arange(len(start), device=start.device).unsqueeze(1)
     rows = start.long().unsqueeze(1) + torch.arange(STEP_ROWS, device=start.device)
     lengths = (start + count).tolist()
     stores = list(inputs.tensors[1:7])
@@ -136,8 +154,8 @@ def _step_of(inputs: Inputs, block_indices: Tensor, geometry: BlockGeometry, sta
 def _page_table(case: Case, device: torch.device) -> Tensor:
     """Return a shuffled page table of pages of one selection block each."""
     pages = -(-case.shape.num_queries // case.shape.geometry.selection_block_size)
-    order = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(11))
-    return order.to(torch.int32).view(2, pages).to(device)
+    order = torch.randperm(case.shape.batch * pages, generator=torch.Generator().manual_seed(11))
+    return order.to(torch.int32).view(case.shape.batch, pages).to(device)
 
 
 def paged(store: Tensor, page_table: Tensor, page_size: int) -> Tensor:
@@ -147,3 +165,68 @@ def paged(store: Tensor, page_table: Tensor, page_size: int) -> Tensor:
     tail = store.new_full((batch, missing, *store.shape[2:]), float("nan"))
     cut = torch.cat([store, tail], 1).view(batch * pages, page_size, *store.shape[2:])
     return cut[torch.argsort(page_table.flatten())]
+
+
+class Arrangement(NamedTuple):
+    """How the operands of a case reach a public operation, and how its results come back to the shapes of the oracle."""
+
+    case: Case
+    problem: Problem
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the keywords of the operation that say how its operands lie."""
+        options, table = dict(self.problem.options), self.problem.page_table
+        if self.case.layout is Layout.RAGGED:
+            count = options.pop("query_count")
+            options["cu_seqlens"] = torch.nn.functional.pad(count.cumsum(0, dtype=torch.int32), (1, 0))
+        return options if table is None else options | {"page_table": table}
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return what has a row per query, `(B, S, ...)`, as the operation takes it; differentiable."""
+        if self.case.layout is not Layout.RAGGED:
+            return x
+        return x[self._is_row(x)].unsqueeze(0)
+
+    def store(self, x: Tensor) -> Tensor:
+        """Return keys or values `(B, T, G, D)` as the operation takes them: cut into pages where the case is; differentiable."""
+        if self.problem.page_table is None:
+            return x
+        geometry = self.case.shape.geometry
+        is_compressed = x.shape[1] == self.problem.inputs.k_cmp.shape[1]
+        size = geometry.selection_block_size // (geometry.compression_stride if is_compressed else 1)
+        return paged(x, self.problem.page_table, size)
+
+    def padded(self, x: Tensor, fill: float) -> Tensor:
+        """Return a result of the operation with a row per query of the oracle's batch, `fill` where a row does not count."""
+        if self.case.layout is not Layout.RAGGED:
+            return x
+        is_row = self._is_row(x)
+        whole: Tensor = x.new_full((*is_row.shape, *x.shape[2:]), fill)
+        return whole.index_put((is_row,), x[0])
+
+    def window(self, k: Tensor, v: Tensor) -> Keys:
+        """Return the sliding branch's keys of a ring or tail case, NaN in rows that hold no token; differentiable."""
+        start, length = self.problem.options["query_start"], k.shape[1]
+        end = (start + self.problem.options["query_count"]).long().unsqueeze(1)
+        size = self.case.shape.geometry.window_size - 1 + STEP_ROWS
+        slots = torch.arange(size, device=k.device)
+        first = (start - self.case.shape.geometry.window_size + 1).clamp(min=0)
+        is_ring = self.case.window == "ring"
+        positions = end - 1 - (end - 1 - slots).remainder(size) if is_ring else first.long().unsqueeze(1) + slots
+        is_empty = ((positions < 0) | (positions >= end))[..., None, None]
+
+        def picked(store: Tensor) -> Tensor:
+            rows = store[torch.arange(len(start), device=k.device).unsqueeze(1), positions.clamp(0, length - 1)]
+            return rows.masked_fill(is_empty, float("nan"))
+
+        return Keys(picked(k), picked(v), length if is_ring else size, first=None if is_ring else first, ring=is_ring)
+
+    def queries(self, q: Tensor) -> Queries:
+        """Return the queries of a cached case."""
+        return Queries(q, STEP_ROWS, None, self.problem.options["query_start"], self.problem.options["query_count"])
+
+    def _is_row(self, x: Tensor) -> Tensor:
+        count = self.problem.options["query_count"]
+        is_row: Tensor = torch.arange(STEP_ROWS, device=x.device) < count.unsqueeze(1)
+        return is_row

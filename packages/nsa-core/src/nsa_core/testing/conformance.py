@@ -4,11 +4,12 @@
     print(check_backend(MyBackend()))
 
 Every case that the backend's own `reasons_against` lets through is run through the public operation, by name, so a
-fallback cannot pass for it.
+fallback cannot pass for it. Backends of APPEND and CHOOSE have cases of their own, in `nsa_core.testing.steps`.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from nsa_core import attention
-from nsa_core.backends.base import BranchBackend, Operation, ReasonKind
+from nsa_core.backends.base import BranchBackend, Keys, Operation, ReasonKind
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import NSAError
 from nsa_core.reference import naive
 from nsa_core.reference.sdpa import sdpa_backends
+from nsa_core.telemetry import AttentionObserver
 from nsa_core.testing import masks
-from nsa_core.testing.cases import Case, Problem, cases, paged, problem_of, request_of
+from nsa_core.testing.cases import Arrangement, Case, Problem, cases, problem_of, request_of
 from nsa_core.testing.inputs import SMALL, Inputs
+from nsa_core.testing.steps import Trial, append_trials, choose_trials
 from nsa_core.testing.tolerances import Comparable, allowed_error, max_error, near_tie_margin
 
 WITH_LSE = " with lse's"
@@ -57,6 +60,8 @@ class ConformanceReport:
 def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu", geometry: BlockGeometry = SMALL) -> ConformanceReport:
     """Return the report of `backend`, forward and (where it offers gradients) backward, against the float64 oracle.
 
+    Attention and selection run on dense, packed, cached, paged and ragged batches; WIN and NSA also over a ring and over a
+    window's last tokens. APPEND is compared with a plain loop over steps, CHOOSE with the reference's choice, bit by bit.
     float64 within 1e-12 and float32 within 1e-5 of the largest value; bf16 and fp16 within twice the error of torch's
     MATH attention plus 2^-8. Selections must equal the oracle's above the near-tie margin.
 
@@ -72,19 +77,18 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
 
 def _check_cases(backend: BranchBackend, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry) -> ConformanceReport:
     report = ConformanceReport(backend=backend.name, operation=backend.operation)
-    for case in cases(geometry):
-        request = request_of(case, backend.operation, device, needs_grad=backend.capability.gradient)
+    for name, request, judge in _trials(backend, device, geometry, registry):
         # a backend asked for by name runs against its own policy
         reasons = [reason for reason in backend.reasons_against(request) if reason.kind is ReasonKind.INCAPABLE]
         if reasons:
-            report = evolve(report, declined=(*report.declined, f"{case.name}: {'; '.join(map(str, reasons))}"))
+            report = evolve(report, declined=(*report.declined, f"{name}: {'; '.join(map(str, reasons))}"))
             continue
-        problems, rows = _run_case(backend, case, device, registry)
+        problems, rows = judge()
         report = evolve(report, near_ties=report.near_ties + rows.near_ties, decided=report.decided + rows.decided)
         if problems:
-            report = evolve(report, failures=(*report.failures, *(f"  {case.name}: {problem}" for problem in problems)))
+            report = evolve(report, failures=(*report.failures, *(f"  {name}: {problem}" for problem in problems)))
         else:
-            report = evolve(report, passed=(*report.passed, case.name))
+            report = evolve(report, passed=(*report.passed, name))
     if report.failures:
         raise ConformanceError(f"{report}\n(the oracle is nsa_core.reference.naive); fix the backend or narrow its capability")
     if not report.passed:
@@ -94,50 +98,88 @@ def _check_cases(backend: BranchBackend, device: torch.device, geometry: BlockGe
     return report
 
 
+def _trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry) -> Iterator[Trial]:
+    if backend.operation is Operation.APPEND:
+        yield from append_trials(backend, device, geometry, registry)
+    elif backend.operation is Operation.CHOOSE:
+        yield from choose_trials(backend, device)
+    else:
+        for case in cases(geometry):
+            if case.concerns(backend.operation):
+                request = request_of(case, backend.operation, device, needs_grad=backend.capability.gradient)
+                yield Trial(case.name, request, partial(_run_case, backend, case, device, registry))
+
+
+class _Choice(AttentionObserver):
+    """Keeps the choice of a call; None where a fused backend returns its sum alone."""
+
+    block_indices: Tensor | None = None
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Keep the chosen blocks."""
+        self.block_indices = block_indices
+
+
 def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry: BackendRegistry) -> tuple[list[str], Comparable]:
     """Return the differences from the oracle, and how many rows scores decided and how many of those are near ties."""
     problem = problem_of(case, device)
     if backend.operation is Operation.SELECT:
         return _check_selection(backend, problem, case, registry)
     kept, rows = torch.ones(problem.inputs.q.shape[:2], device=device), Comparable()
-    if backend.operation is Operation.NSA:
+    is_fused = backend.operation is Operation.NSA
+    if is_fused:
         chosen, near, rows = _oracle_selection(problem, case)
         problem = problem._replace(block_indices=chosen)
         # a query whose choice is too close to call counts neither in the output nor in the gradients
         kept = (~near.any(-1)).to(kept)
     extra = (problem.block_indices,) if backend.operation is Operation.SLC else ()
+    arrangement, choice = Arrangement(case, problem), _Choice()
+    options: dict[str, Any] = {"backend": _by_name(backend), "registry": registry} | ({"observers": (choice,)} if is_fused else {})
 
     def theirs(*tensors: Tensor) -> Any:
-        stores, placed = _placed(tensors, problem, case)
-        operation = _OPERATIONS[backend.operation]
-        return operation(*stores, *extra, **problem.options, **placed, backend=_by_name(backend), registry=registry)
+        return _run_operation(backend.operation, (*tensors, *extra), arrangement, options)
 
     def oracle(*tensors: Tensor) -> Any:
-        return _ORACLES[backend.operation](*tensors, *extra, **problem.options)
+        result = _ORACLES[backend.operation](*tensors, *extra, **problem.options)
+        return result if is_fused or case.window == "whole" else result.out
 
     def yardstick(*tensors: Tensor) -> Any:
         return masks.branch_attention(backend.operation, tensors, problem.block_indices, case.shape)
 
     needs_yardstick = case.dtype in (torch.bfloat16, torch.float16) and not case.is_step
     operands = _operands(backend.operation, problem.inputs)
-    return _compare(backend, operands, kept, theirs, oracle, yardstick if needs_yardstick else None), rows
+    problems = _compare(backend, operands, kept, theirs, oracle, yardstick if needs_yardstick else None)
+    if choice.block_indices is not None:
+        problems += _wrong_choices(arrangement.padded(choice.block_indices, -1), problem.block_indices, near)
+    return problems, rows
+
+
+def _run_operation(operation: Operation, operands: tuple[Tensor, ...], arrangement: Arrangement, options: dict[str, Any]) -> Any:
+    """Return what the public operation makes of the oracle's `operands`, in the shapes of the oracle's results."""
+    if arrangement.case.window != "whole":
+        return _run_over_window(operands, arrangement, options)
+    num_stores = {Operation.SELECT: 1, Operation.NSA: 6}.get(operation, 2)
+    q, stores, rest = operands[0], operands[1 : 1 + num_stores], operands[1 + num_stores :]
+    arranged = [arrangement.rows(q), *map(arrangement.store, stores), *map(arrangement.rows, rest)]
+    result = _OPERATIONS[operation](*arranged, **arrangement.options, **options)
+    if isinstance(result, tuple):
+        return arrangement.padded(result[0], 0), arrangement.padded(result[1], float("-inf"))
+    return arrangement.padded(result, -1 if operation is Operation.SELECT else 0)
+
+
+def _run_over_window(operands: tuple[Tensor, ...], arrangement: Arrangement, options: dict[str, Any]) -> Tensor:
+    """Return `attend` over a ring or a window's last tokens: of all branches, or of the sliding one with gates of 1."""
+    queries, geometry = arrangement.queries(operands[0]), arrangement.case.shape.geometry
+    if len(operands) == 3:
+        win, gates = arrangement.window(*operands[1:]), torch.ones_like(operands[0][..., :3])
+        return attention.attend(queries, None, None, win, gates, geometry=geometry, **options)
+    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = operands[1:]
+    cmp, slc = Keys(k_cmp, v_cmp, k_cmp.shape[1]), Keys(k_slc, v_slc, k_slc.shape[1])
+    return attention.attend(queries, cmp, slc, arrangement.window(k_win, v_win), gates, geometry=geometry, **options)
 
 
 def _by_name(backend: BranchBackend) -> dict[str, str]:
     return {backend.operation.value: backend.name}
-
-
-def _placed(tensors: tuple[Tensor, ...], problem: Problem, case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the operands as the operation takes them: stores cut into pages where the case is paged."""
-    if problem.page_table is None:
-        return list(tensors), {}
-    size = case.shape.geometry.selection_block_size
-    compressed_rows = problem.inputs.k_cmp.shape[1]
-    stores = list(tensors)
-    for place in range(1, min(len(tensors), 7)):
-        is_compressed = tensors[place].shape[1] == compressed_rows
-        stores[place] = paged(tensors[place], problem.page_table, size // case.shape.geometry.compression_stride if is_compressed else size)
-    return stores, {"page_table": problem.page_table}
 
 
 def _compare(
@@ -225,19 +267,23 @@ def _oracle_lse(problem: Problem) -> Tensor:
 def _check_selection(backend: BranchBackend, problem: Problem, case: Case, registry: BackendRegistry) -> tuple[list[str], Comparable]:
     """Return whether rows differ from the oracle's although no near tie excuses it, and how many near ties there were."""
     lse = _oracle_lse(problem).to(torch.promote_types(case.dtype, torch.float32))
-    stores, placed = _placed((problem.inputs.q, problem.inputs.k_cmp), problem, case)
-    q, k_cmp = stores
-    got = attention.select_blocks(q, k_cmp, lse, **problem.options, **placed, backend=_by_name(backend), registry=registry)
+    operands, options = (problem.inputs.q, problem.inputs.k_cmp, lse), {"backend": _by_name(backend), "registry": registry}
+    got = _run_operation(Operation.SELECT, operands, Arrangement(case, problem), options)
     expected, near, rows = _oracle_selection(problem, case)
+    return _wrong_choices(got, expected, near), rows
+
+
+def _wrong_choices(got: Tensor, expected: Tensor, near: Tensor) -> list[str]:
+    """Return what is wrong with the choice `got`, near ties aside."""
     if got.dtype != torch.int32 or got.shape != expected.shape:
-        return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"], rows
+        return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"]
     wrong = (got != expected.to(got.device)).any(-1) & ~near.to(got.device)
-    problems = [f"{int(wrong.sum())} of {wrong.numel()} rows choose other blocks"] if bool(wrong.any()) else []
-    return problems, rows
+    return [f"{int(wrong.sum())} of {wrong.numel()} rows choose other blocks"] if bool(wrong.any()) else []
 
 
 _OPERATIONS: dict[Operation, Callable[..., Any]] = {
     Operation.CMP: attention.compressed_attention,
+    Operation.SELECT: attention.select_blocks,
     Operation.SLC: attention.selected_attention,
     Operation.WIN: attention.sliding_window_attention,
     Operation.NSA: attention.nsa_attention,

@@ -7,13 +7,14 @@ Evaluation and sampling route by their own shapes and are not counted.
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
 from nsa_core import BackendRegistry, BranchBackend, Layout, NativeSparseAttention, Operation
-from nsa_core.backends.registry import AUTO
-from nsa_core.tracing import constant_when_traced
+from nsa_core.backends.registry import AUTO, RequestFacts
+
+COUNTED = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
+"""The operations that a training step asks for."""
 
 
 class FallbackCounts:
@@ -22,11 +23,16 @@ class FallbackCounts:
     def __init__(self, preferred: Mapping[str, str]) -> None:
         """Count against `preferred`: operation -> the backend that "auto" takes at the start."""
         self.preferred = dict(preferred)
-        self.by_operation = dict.fromkeys((operation.value for operation in Operation), 0)
+        self.by_operation = dict.fromkeys((operation.value for operation in COUNTED), 0)
+
+    def observe(self, asked_for: str, facts: RequestFacts, backend: str | None) -> None:
+        """Count a choice of a registry, as its observer; evaluation, samples and named backends do not count."""
+        if asked_for == AUTO and facts.layout in (Layout.DENSE, Layout.PACKED) and torch.is_grad_enabled():
+            self.note(facts.operation, backend)
 
     def note(self, operation: str, backend: str | None) -> None:
-        """Count a call of `operation` that `backend` served; None: none did."""
-        if self.preferred.get(operation, backend) != backend:
+        """Count a call of `operation` that `backend` served; None: none did. Operations that are not COUNTED change nothing."""
+        if operation in self.by_operation and self.preferred.get(operation, backend) != backend:
             self.by_operation[operation] += 1
 
     def row(self) -> dict[str, int]:
@@ -39,21 +45,11 @@ class FallbackCounts:
         self.by_operation |= known
 
 
-class CountingRegistry(BackendRegistry):
-    """The backends of another registry, its training calls by "auto" counted."""
-
-    def __init__(self, backends: Iterable[BranchBackend], counts: FallbackCounts) -> None:
-        """Route among `backends`, in order, and count in `counts`."""
-        super().__init__(tuple(backends))
-        self.counts = counts
-
-    @constant_when_traced
-    def resolve_index(self, backend: str, optional: bool, device_index: int, *fields: Any) -> int:
-        """Return what BackendRegistry does, and count it; fields[0] is the operation, fields[-2] the layout."""
-        index: int = super().resolve_index(backend, optional, device_index, *fields)
-        if backend == AUTO and fields[-2] in (Layout.DENSE, Layout.PACKED) and torch.is_grad_enabled():
-            self.counts.note(fields[0], self.backends[index].name if index >= 0 else None)
-        return index
+def counting_registry(backends: Iterable[BranchBackend], counts: FallbackCounts) -> BackendRegistry:
+    """Return a registry of `backends`, in order, whose training calls by "auto" are counted in `counts`."""
+    registry = BackendRegistry(tuple(backends))
+    registry.observers.append(counts.observe)
+    return registry
 
 
 def attach(layers: Iterable[NativeSparseAttention], registry: BackendRegistry) -> None:

@@ -27,7 +27,7 @@ from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry import health
 from nsa_train.telemetry.chips import chip_of
 from nsa_train.telemetry.environment import describe_environment, gpu_memory
-from nsa_train.telemetry.fallbacks import CountingRegistry, FallbackCounts, attach
+from nsa_train.telemetry.fallbacks import FallbackCounts, attach, counting_registry
 from nsa_train.telemetry.flops import model_flops
 from nsa_train.telemetry.layers import RunTelemetry, routes_of, watched
 from nsa_train.telemetry.metrics import data_marks, summarise, tokens_per_step
@@ -101,7 +101,7 @@ class Recorder:
         self.heartbeat = Heartbeat(out_dir, rank, marks={"data_synthetic": int(self._is_synthetic)})
         self.step = max(resumed_at or 0, 0)
         self._layers: tuple[NativeSparseAttention, ...] = ()
-        self._registry = CountingRegistry(default_registry().backends, self.fallbacks)
+        self._registry = counting_registry(default_registry().backends, self.fallbacks)
         self._flops, self._chip = model_flops(config), chip_of(device)
         self._tables = self._open_tables({name: str(found) for name, found in decisions.items()}) if rank == 0 else None
 
@@ -110,7 +110,7 @@ class Recorder:
         self._layers = tuple(layers)
         if self.config.train.profile == "nvtx":
             marked = [MarkedBackend(backend, has_ranges=True) for backend in default_registry().backends]
-            self._registry = CountingRegistry(marked, self.fallbacks)
+            self._registry = counting_registry(marked, self.fallbacks)
         attach(self._layers, self._registry)
 
     @contextmanager
@@ -122,7 +122,7 @@ class Recorder:
         times = BranchTimes() if self.config.train.profile == "branches" else None
         if times is not None:
             backends = (MarkedBackend(backend, times=times) for backend in default_registry().backends)
-            attach(self._layers, CountingRegistry(backends, self.fallbacks))
+            attach(self._layers, counting_registry(backends, self.fallbacks))
         try:
             with watched(self._layers) as collected:
                 yield Observed(collected, times)

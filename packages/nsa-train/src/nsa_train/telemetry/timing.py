@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa_core import BlockGeometry, BranchBackend, BranchRequest, Capability, Operation, Placement, Reason
+from nsa_core import BranchBackend, BranchRequest, Capability, Operation, Reason
 
 
 class BranchTimes:
@@ -71,12 +71,20 @@ class MarkedBackend:
         """Return the backend's preference."""
         return self.backend.preference(request)
 
-    def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation under its mark."""
-        device, operation = tensors[0].device, self.operation.value
+        device, operation = _first_tensor(operands).device, self.operation.value
         measured = self.times.measured(operation, device) if self.times else nullcontext()
         with marked_range(f"nsa.{operation}", device if self.has_ranges else None), measured:
-            return self.backend(*tensors, geometry=geometry, scale=scale, placement=placement)
+            return self.backend(*operands, **keywords)
+
+
+def _first_tensor(operands: Any) -> torch.Tensor:
+    """Return the tensor that the operands of any operation begin with: Queries, a step's rows, and scores are tuples or tensors."""
+    while isinstance(operands, tuple):
+        operands = operands[0]
+    assert isinstance(operands, torch.Tensor)
+    return operands
 
 
 def marked_range(name: str, device: torch.device | None) -> AbstractContextManager[Any]:

@@ -1,0 +1,237 @@
+"""The conformance kit for what a cache and other backends ask for: APPEND and CHOOSE.
+
+APPEND runs through `append_rows`, by name, over the steps of a short conversation; a loop over tokens and blocks says what
+every store holds after each. CHOOSE has no public operation, so the backend is called as other backends call it; its choice
+must equal `nsa_core.reference.choose` bit by bit. Scores and factors are small fractions of powers of 2: sums of them are exact
+in any order, and many of them tie.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core import blocks
+from nsa_core.attention import append_rows
+from nsa_core.backends.base import BranchBackend, BranchRequest, Keys, Layout, NewBlocks, NewRows, Operation
+from nsa_core.backends.registry import BackendRegistry
+from nsa_core.config import BlockGeometry
+from nsa_core.reference.choose import choose
+from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
+from nsa_core.testing.tolerances import Comparable, allowed_error, max_error
+
+
+class Trial(NamedTuple):
+    """One thing that a backend is tried at."""
+
+    name: str
+    request: BranchRequest
+    judge: Callable[[], tuple[list[str], Comparable]]
+    """Returns what is wrong, and how many choices scores decided."""
+
+
+WIDTHS = {"k": 8, "v": 6}
+EMPTY = 7.0
+"""What a row that was never written holds."""
+KINDS = ("all stores", "keys alone choose", "no compressed branch", "rings written last")
+"""The last: blocks are emitted first, then a second call writes the rings, as a step does that is longer than a rollback."""
+
+
+def _steps(geometry: BlockGeometry) -> tuple[tuple[int, int], ...]:
+    """Return the tokens that each step appends to two sequences; the widest step is wider than the rings."""
+    size = geometry.compression_block_size
+    return (size + 3, size // 2), (1, 1), (0, 3), (1, 0), (size + 1, size + 1), (2, 1)
+
+
+def _num_tokens(geometry: BlockGeometry) -> int:
+    return max(map(sum, zip(*_steps(geometry), strict=True)))
+
+
+def append_trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometry, registry: BackendRegistry) -> Iterator[Trial]:
+    """Yield the trials of an APPEND backend."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for sizes in dict.fromkeys((geometry, ONE_LOCAL, EQUAL_BLOCKS)):
+            for num_kv_heads in (1, 2, 3):
+                request = BranchRequest(
+                    operation=Operation.APPEND,
+                    geometry=sizes,
+                    device_type=device.type,
+                    compute_capability=_capability(device),
+                    dtype=dtype,
+                    kv_dtype=dtype,
+                    batch=2,
+                    num_sequences=2,
+                    num_queries=max(map(max, _steps(sizes))),
+                    num_keys=_num_tokens(sizes),
+                    num_heads=num_kv_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim_qk=WIDTHS["k"],
+                    head_dim_v=WIDTHS["v"],
+                    layout=Layout.CACHED,
+                )
+                what = f"{str(dtype).removeprefix('torch.')} l={sizes.compression_block_size} d={sizes.compression_stride} G={num_kv_heads}"
+                for kind in KINDS:
+                    yield Trial(f"{what} {kind}", request, partial(_append_steps, backend, request, kind, device, registry))
+
+
+def _append_steps(
+    backend: BranchBackend, request: BranchRequest, kind: str, device: torch.device, registry: BackendRegistry
+) -> tuple[list[str], Comparable]:
+    """Return what the stores hold that they should not, after the first step that goes wrong."""
+    conversation, geometry = _Conversation(request, kind, device), request.geometry
+    start = torch.zeros(2, dtype=torch.int32, device=device)
+    for counts in _steps(geometry):
+        count = torch.tensor(counts, dtype=torch.int32, device=device)
+        for names in conversation.calls:
+            rows, emitted = conversation.operands(names, start, max(counts))
+            append_rows(rows, emitted, start, count, geometry, {"append": backend.name}, registry)
+            for b, (first, more) in enumerate(zip(start.tolist(), counts, strict=True)):
+                conversation.expect(names, b, first, first + more)
+            if problems := conversation.differences(f"after {' and '.join(names)} of tokens {start.tolist()} + {list(counts)}"):
+                return problems, Comparable()
+        start = start + count
+    return [], Comparable()
+
+
+class _Conversation:
+    """Two sequences token by token: the stores that a backend writes, and what a loop says they hold."""
+
+    def __init__(self, request: BranchRequest, kind: str, device: torch.device) -> None:
+        geometry, dtype, heads = request.geometry, request.dtype, request.num_kv_heads
+        self.dtype, self.geometry, self.num_tokens = dtype, geometry, request.num_keys
+        generator = torch.Generator().manual_seed(0)
+        size = geometry.compression_block_size
+        sizes = {"slc": self.num_tokens, "win": 5, "raw": size + 1, "cmp": blocks.num_compressed_blocks(self.num_tokens, geometry)}
+        self.tokens, self.stores = {}, {}
+        for name, rows in sizes.items():
+            for part, width in WIDTHS.items():
+                drawn = torch.randn(2, self.num_tokens, heads, width, generator=generator, dtype=torch.float64)
+                self.tokens[f"{name} {part}"] = drawn.to(device=device, dtype=dtype)
+                self.stores[f"{name} {part}"] = torch.full((2, rows, heads, width), EMPTY, dtype=dtype, device=device)
+        self.expected = {name: store.clone() for name, store in self.stores.items()}
+        self.has_blocks, self.has_values = kind != "no compressed branch", kind != "keys alone choose"
+        stores = ("slc", "win", "raw") if self.has_blocks else ("slc", "win")
+        self.calls = (("slc",), ("win", "raw")) if kind == "rings written last" else (stores,)
+        """The stores whose rows each call writes; the call with "slc" emits the blocks."""
+        self.weights = torch.arange(1, size + 1, dtype=dtype, device=device)[:, None, None] / size**2
+
+    def operands(self, names: tuple[str, ...], start: Tensor, widest: int) -> tuple[tuple[NewRows, ...], NewBlocks | None]:
+        """Return the operands of a call of at most `widest` rows; those behind the last token are NaN, and do not count."""
+
+        def new(name: str) -> NewRows:
+            k, v = (_rows_from(self.tokens[f"{name} {part}"], start, widest) for part in "kv")
+            return NewRows(self._keys(name, ring=name != "slc"), k, v if name != "raw" or self.has_values else None)
+
+        rows = tuple(map(new, names))
+        if "slc" not in names or not self.has_blocks:
+            return rows, None
+        raw = rows[names.index("raw")] if "raw" in names else new("raw")
+        return rows, NewBlocks(self._keys("cmp"), raw, self._compress, self._compress if self.has_values else None, _rotate)
+
+    def expect(self, names: tuple[str, ...], b: int, first: int, end: int) -> None:
+        """Note that the stores `names` have got tokens first .. end - 1 of sequence b."""
+        for name in names:
+            for part in "kv" if name != "raw" or self.has_values else "k":
+                store = self.expected[f"{name} {part}"]
+                for position in range(first, end):
+                    store[b, position % store.shape[1]] = self.tokens[f"{name} {part}"][b, position]
+        if "slc" in names and self.has_blocks:
+            for i in range(blocks.num_compressed_blocks(first, self.geometry), blocks.num_compressed_blocks(end, self.geometry)):
+                self._expect_block(b, i)
+
+    def differences(self, when: str) -> list[str]:
+        """Return which stores differ: rows of tokens in any bit, blocks by more than a sum of rounded terms may."""
+        found = []
+        for name, store in self.stores.items():
+            wanted = self.expected[name].double()
+            written = wanted.masked_fill(wanted == EMPTY, 0)
+            limit = allowed_error(written, self.dtype, 4 * torch.finfo(self.dtype).eps) if name.startswith("cmp") else 0.0
+            error = max_error(store, wanted)
+            if not error <= limit:
+                found.append(f"{name} is off by {error:.2e} {when} (allowed: {limit:.2e})")
+        return found
+
+    def _expect_block(self, b: int, i: int) -> None:
+        size, begin = self.geometry.compression_block_size, i * self.geometry.compression_stride
+        for part in "kv" if self.has_values else "k":
+            block = self._compress(self.tokens[f"raw {part}"][b, begin : begin + size][None, None])
+            if part == "k":
+                block = _rotate(block, torch.tensor([[begin + size - 1]], device=block.device))
+            self.expected[f"cmp {part}"][b, i] = block[0, 0]
+
+    def _keys(self, name: str, *, ring: bool = False) -> Keys:
+        return Keys(self.stores[f"{name} k"], self.stores[f"{name} v"], self.num_tokens, ring=ring)
+
+    def _compress(self, x: Tensor) -> Tensor:
+        return (x * self.weights).sum(2)
+
+
+def _rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Return what depends on each block's position; it stands for RoPE."""
+    return x * (1 + positions[..., None, None].to(x.dtype) / 64)
+
+
+def _rows_from(x: Tensor, start: Tensor, widest: int) -> Tensor:
+    padded = torch.cat([x, x.new_full((2, widest, *x.shape[2:]), float("nan"))], 1)
+    return torch.stack([padded[b, first : first + widest] for b, first in enumerate(start.tolist())])
+
+
+class Scores(NamedTuple):
+    """What a choice is made from."""
+
+    scores: Tensor
+    factor: Tensor | None
+    positions: Tensor
+    num_kv_heads: int
+
+
+def choose_trials(backend: BranchBackend, device: torch.device) -> Iterator[Trial]:
+    """Yield the trials of a CHOOSE backend."""
+    for label, geometry in (("forced blocks", SMALL), ("one local block", ONE_LOCAL), ("l = l'", EQUAL_BLOCKS)):
+        for num_heads, num_kv_heads in ((2, 2), (6, 2), (16, 1)):
+            for num_blocks in (1, 2, geometry.num_selected_blocks, geometry.num_selected_blocks + 1, 33, 130):
+                for has_factor in (False, True):
+                    problem = _scores(geometry, num_heads, num_kv_heads, num_blocks, has_factor, device)
+                    name = f"{label}, H/G={num_heads}/{num_kv_heads}, N={num_blocks}{', factor' if has_factor else ''}"
+                    request = BranchRequest(
+                        operation=Operation.CHOOSE,
+                        geometry=geometry,
+                        device_type=device.type,
+                        compute_capability=_capability(device),
+                        num_queries=len(problem.positions),
+                        num_keys=num_blocks * geometry.selection_block_size,
+                        num_heads=num_heads,
+                        num_kv_heads=num_kv_heads,
+                    )
+                    yield Trial(name, request, partial(_judge_choice, backend, problem, geometry))
+
+
+def _scores(geometry: BlockGeometry, num_heads: int, num_kv_heads: int, num_blocks: int, has_factor: bool, device: torch.device) -> Scores:
+    """Return scores with ties, NaN in some of them, and rows at each edge of a block, without a query (-1) among them."""
+    generator = torch.Generator().manual_seed(num_blocks + has_factor)
+    width = geometry.selection_block_size
+    edges = {edge for j in (0, 1, num_blocks // 2, num_blocks - 1) for edge in (j * width, (j + 1) * width - 1)}
+    positions = torch.tensor([-1, *sorted(edges & set(range(num_blocks * width))), -1], dtype=torch.int32)
+    heads = num_heads if has_factor else num_kv_heads
+    scores = torch.randint(0, 16, (len(positions), heads, num_blocks), generator=generator).float() / 16
+    scores[torch.rand(scores.shape, generator=generator) < 0.02] = float("nan")
+    # a row of equal scores, and one without any
+    scores[1], scores[-2, :, : num_blocks // 2] = 0.25, float("nan")
+    factor = 2.0 ** -torch.randint(0, 4, (len(positions), heads), generator=generator).float() if has_factor else None
+    return Scores(scores.to(device), None if factor is None else factor.to(device), positions.to(device), num_kv_heads)
+
+
+def _judge_choice(backend: Any, problem: Scores, geometry: BlockGeometry) -> tuple[list[str], Comparable]:
+    got = backend(*problem, geometry=geometry)
+    expected = choose(*problem, geometry=geometry)
+    if got.dtype != torch.int32 or got.shape != expected.shape:
+        return [f"block_indices are {got.dtype} {tuple(got.shape)}, not int32 {tuple(expected.shape)}"], Comparable()
+    wrong = (got != expected).any(-1)
+    found = [f"{int(wrong.sum())} of {wrong.numel()} rows choose other blocks"] if bool(wrong.any()) else []
+    return found, Comparable(wrong.numel(), 0)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
