@@ -34,7 +34,10 @@ select_blocks = attention_op("nsa_triton::select", _select, operation=Operation.
 
 
 def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, *, geometry: BlockGeometry) -> Tensor:
-    """Return int32 block_indices `(rows, G, n)`; see `nsa_core.backends.base.ChooseBackend`. Scores are at least 0, or NaN, which is 0."""
+    """Return int32 block_indices `(rows, G, n)`; see `nsa_core.backends.base.ChooseBackend`.
+
+    Scores are at least 0, NaN counts as 0, and a row's own block is one of the N.
+    """
     if factor is not None:
         scores = (scores.float() * factor.float().unsqueeze(-1)).unflatten(1, (num_kv_heads, -1)).sum(2)
     num_rows, num_groups, num_blocks = scores.shape
