@@ -10,6 +10,7 @@ from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.choice import op as choice
+from nsa_kernels_triton.implementations import kernel_for
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.launch import Operands, Sequences
 from nsa_kernels_triton.numerics import exact_out
@@ -84,7 +85,7 @@ def _differentiate(
     outs, lses = (saved.out_cmp, saved.out_slc, saved.out_win), (saved.lse_cmp, saved.lse_slc, saved.lse_win)
     deltas, shifts, extremes, dgates = interval.branch_deltas(dout, outs, lses, gates, (v_cmp, v_slc, v_win))
     tiles = selected.backward_kernel(q, k_slc, v_slc, dout, geometry)
-    if isinstance(tiles, PipelineConfig):
+    if isinstance(kernel_for("interval_dkdv", q, v_cmp, k_cmp, dout), PipelineConfig):
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
     of_cmp = Operands(dout, deltas[0], None, shifts[0], extremes[0], q, k_cmp, v_cmp, gates, 0, False, geometry, scale, blocks)
