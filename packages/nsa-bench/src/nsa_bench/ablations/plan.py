@@ -175,7 +175,7 @@ def _config(base: Mapping[str, Any], settings: Mapping[str, Any], where: str) ->
         raise OptionError.of([f"{where}: {problem}" for problem in problems])
     try:
         config = structure(tables)
-        config.nsa_config()
+        config.pattern()
     except ConfigError as error:
         raise OptionError.of([f"{where}: {line}" for line in str(error).splitlines()]) from None
     return config
