@@ -18,6 +18,9 @@ from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import compressed_lengths, positions_from_cu_seqlens
 
+QK_NORM_EPS = 1e-6
+"""Added to the mean square of a head before its root is taken."""
+
 
 class Stores(NamedTuple):
     """Keys and values as `nsa_attention` takes them; None for an absent branch."""
@@ -33,6 +36,18 @@ class Stores(NamedTuple):
 def split_heads(projected: Tensor, num_heads: int) -> Tensor:
     """Return `(B, S, num_heads, D)` of `(B, S, num_heads * D)`."""
     return projected.view(*projected.shape[:-1], num_heads, projected.shape[-1] // num_heads)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head of x (..., D), computed in at least float32, in x's dtype."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim, eps=QK_NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return nn.functional.rms_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
 class NativeSparseAttention(nn.Module):
@@ -55,6 +70,9 @@ class NativeSparseAttention(nn.Module):
         with_keys = [branch for branch in ("cmp", "slc", "win") if branch in config.branches or self._chooses_only(branch)]
         self.k_proj = nn.ModuleDict({name: nn.Linear(hidden, kv_heads * config.head_dim_qk, bias=False) for name in with_keys})
         self.v_proj = nn.ModuleDict({name: nn.Linear(hidden, kv_heads * config.head_dim_v, bias=False) for name in config.branches})
+        if config.qk_norm:
+            self.q_norm = HeadNorm(config.head_dim_qk)
+            self.k_norm = nn.ModuleDict({name: HeadNorm(config.head_dim_qk) for name in with_keys})
         self.gate = GateMLP(hidden, config.num_heads, config.gate_hidden_size)
         self.rope = RotaryEmbedding(config.head_dim_qk, config.rope_theta, config.rope_scaling)
         if "cmp" in with_keys:
@@ -64,6 +82,8 @@ class NativeSparseAttention(nn.Module):
         if self._chooses_only("cmp"):
             self.k_proj["cmp"].requires_grad_(False)
             self.compress_k.requires_grad_(False)
+            if config.qk_norm:
+                self.k_norm["cmp"].requires_grad_(False)
 
     def _chooses_only(self, branch: str) -> bool:
         """Return True for compressed keys that exist only to choose blocks."""
@@ -180,7 +200,7 @@ class NativeSparseAttention(nn.Module):
         """Return the tokens that phi reads; its keys are rotated only where the config says so."""
         if "cmp" not in self.k_proj:
             return None, None
-        keys = self._heads(self.k_proj["cmp"](x))
+        keys = self._keys(x, "cmp")
         if self.config.compressed_rope == "tokens":
             keys = rotate(keys, tables)
         return keys, self._heads(self.v_proj["cmp"](x)) if "cmp" in self.v_proj else None
@@ -191,7 +211,12 @@ class NativeSparseAttention(nn.Module):
     def _keys_values(self, x: Tensor, branch: str, tables: RopeTables) -> tuple[Tensor | None, Tensor | None]:
         if branch not in self.v_proj:
             return None, None
-        return rotate(self._heads(self.k_proj[branch](x)), tables), self._heads(self.v_proj[branch](x))
+        return rotate(self._keys(x, branch), tables), self._heads(self.v_proj[branch](x))
+
+    def _keys(self, x: Tensor, branch: str) -> Tensor:
+        """Return a branch's keys `(B, S, G, D_k)` before RoPE."""
+        keys = self._heads(self.k_proj[branch](x))
+        return self.k_norm[branch](keys) if self.config.qk_norm else keys
 
     def _heads(self, projected: Tensor) -> Tensor:
         return split_heads(projected, self.config.num_kv_heads)
@@ -262,7 +287,8 @@ class NativeSparseAttention(nn.Module):
         counter: AttentionObserver | None = None,
     ) -> Tensor:
         config = self.config
-        q = rotate(split_heads(self.q_proj(x), config.num_heads), tables)
+        q = split_heads(self.q_proj(x), config.num_heads)
+        q = rotate(self.q_norm(q) if config.qk_norm else q, tables)
         has_compressed = positions >= config.geometry.compression_block_size - 1
         if "cmp" not in config.branches:
             has_compressed = torch.ones_like(has_compressed)

@@ -14,19 +14,21 @@ import torch
 from nsa_core import BackendRegistry, BranchBackend, Layout, NativeSparseAttention, Operation
 from nsa_core.backends.registry import AUTO
 from nsa_core.tracing import constant_when_traced
+from nsa_train.routing import NO_BACKEND
 
 
 class FallbackCounts:
     """Fallbacks by operation since the start of the run."""
 
     def __init__(self, preferred: Mapping[str, str]) -> None:
-        """Count against `preferred`: operation -> the backend that "auto" takes at the start."""
+        """Count against `preferred`: operation -> the backend that "auto" takes at the start, `a|b` where layers take several."""
         self.preferred = dict(preferred)
         self.by_operation = dict.fromkeys((operation.value for operation in Operation), 0)
 
     def note(self, operation: str, backend: str | None) -> None:
         """Count a call of `operation` that `backend` served; None: none did."""
-        if self.preferred.get(operation, backend) != backend:
+        served = backend or NO_BACKEND
+        if served not in self.preferred.get(operation, served).split("|"):
             self.by_operation[operation] += 1
 
     def row(self) -> dict[str, int]:
