@@ -288,6 +288,7 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
 
 
 def _specialize(work: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+    _PARTED.append(_PROGRAM["id"])
     partitions: list[Partition] = []
     lots = random.Random(0)
     partitions += [Partition(partitions, lots, *each) for each in work]
@@ -317,6 +318,8 @@ def _load(ptr: Pointer, mask: Any = None, other: Any = None) -> Tensor:
 
 
 _PROGRAM: dict[str, tuple[int, int, int]] = {}
+_PARTED: list[tuple[int, int, int]] = []
+"""The programs of a launch that have come to where their warps part."""
 
 LANGUAGE = SimpleNamespace(
     int32=torch.int32, uint32=torch.int64, int64=torch.int64, float32=torch.float32, float16=torch.float16, constexpr=lambda x: x,
@@ -368,6 +371,8 @@ class Simulated:
         self.arguments: tuple[Any, ...] = ()
         self.constants: dict[str, Any] = {}
         """Of the last launch."""
+        self.launches: list[tuple[dict[str, Any], int]] = []
+        """The constants of every launch, and how many of its programs came to where their warps part."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
@@ -375,6 +380,7 @@ class Simulated:
     def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.num_launches += 1
         self.arguments, self.constants = arguments, constants
+        _PARTED.clear()
         sizes = (*grid, 1, 1)[:3]
         placed = [Pointer.to(x) if isinstance(x, Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
         for option in ("num_warps", "maxnreg"):
@@ -383,6 +389,7 @@ class Simulated:
             row, column = place % sizes[0], place // sizes[0]
             _PROGRAM.update(grid=sizes, id=(row, column % sizes[1], column // sizes[1]))
             self.body(*placed, **constants)
+        self.launches.append((constants, len(_PARTED)))
 
 
 def _plain(function: FunctionType, seen: dict[int, dict[str, Any]]) -> Callable[..., Any]:

@@ -409,6 +409,36 @@ def test_rows_without_a_gradient_give_none_whatever_their_scores_are(head_dims):
         assert not after[:, end:].any()
 
 
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("size", [1, 1e2])
+def test_one_of_two_launches_of_the_backward_pass_works(head_dims, size, simulated, extremes):
+    inputs = extremes.scaled(make_inputs(shape_of(230, head_dims, (2, 1)), torch.float32), size)
+    leaves = [x.clone().requires_grad_() for x in inputs.tensors]
+    nsa_attention(*leaves, geometry=GEOMETRY, backend="triton").sum().backward()
+    last = "wide_kernels" if head_dims[0] > 128 else "selected_kernels"
+    for name in (("dq_kernels", "dq_kernel"), ("dkdv_kernels", "dkdv_kernel"), (last, "backward_kernel")):
+        launches = [(constants["EXTREME"], num_parted > 0) for constants, num_parted in simulated[name].launches]
+        assert launches
+        assert launches == [(False, size == 1), (True, size > 1)] * (len(launches) // 2), name
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)], ids=str)
+def test_extreme_scores_of_the_future_change_no_bit_of_past_gradients(head_dims):
+    # one more query, and its keys, send the call through the loops of extreme rows
+    length, seen = 230, 229
+    inputs = make_inputs(shape_of(length, head_dims, (2, 1)), torch.float32)
+
+    def evaluate(size):
+        leaves = [x.clone() for x in inputs.tensors]
+        leaves[0][:, seen:] *= size
+        leaves = [x.requires_grad_() for x in leaves]
+        out = nsa_attention(*leaves, geometry=GEOMETRY, backend="triton")
+        return torch.autograd.grad(out, leaves, torch.randn(out.shape, generator=torch.Generator().manual_seed(3)))[0]
+
+    assert torch.equal(evaluate(1)[:, :seen], evaluate(1e6)[:, :seen])
+
+
 @pytest.mark.parametrize("attend", [sliding_window_attention, compressed_attention])
 def test_rows_of_extreme_scores_are_done_again(attend, simulated):
     kernel = simulated["forward_kernels", "forward_kernel"]

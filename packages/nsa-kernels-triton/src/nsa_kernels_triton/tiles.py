@@ -14,7 +14,7 @@ EXTREME = tl.constexpr(2.0**22)
 EXTREME_MARGIN = tl.constexpr(2.0**-21)
 """Bound on the rounding of such a score and of its lse together, as a share of the score."""
 WIDEST_REFINED = tl.constexpr(2.0**10)
-"""Up to this score a sum of weights is exact enough to show whether it lacks 2^-12."""
+"""Below this shift a sum of weights is exact enough to show whether it lacks 2^-12; calls with larger ones run the loops for extremes."""
 
 
 @triton.jit

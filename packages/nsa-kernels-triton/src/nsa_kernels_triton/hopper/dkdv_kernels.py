@@ -101,29 +101,6 @@ def _seen_weights(
 
 @gluon.jit
 def _multiply(
-    half: gl.constexpr, extreme, smem, places, scale, factor, lowering,
-    G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
-    GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Write dK and dV that the rows give to one half of the keys, by a loop of its own where some row of the call has extreme scores.
-
-    One loop for both would wait longer: the compiler moves no load before a branch in a branch.
-    """
-    if extreme != 0:
-        _multiply_rows(
-            half, smem, places, scale, factor, lowering,
-            G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, True,
-        )  # fmt: skip
-    else:
-        _multiply_rows(
-            half, smem, places, scale, factor, lowering,
-            G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, False,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _multiply_rows(
     half: gl.constexpr, smem, places, scale, factor, lowering,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
@@ -275,15 +252,18 @@ def dkdv_kernel(
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, GATED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits * columns * G,).
 
-    A tile's keys are shared out to two times four computing warps, by which the same rows pass.
+    A tile's keys are shared out to two times four computing warps, by which the same rows pass. EXTREME: as `launch._launch_both` says.
     """
     HG: gl.constexpr = H // G
     HALF: gl.constexpr = KEYS // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    if gl.load(extremes_ptr) != EXTREME:
+        return
     tile, sequence, group = place_of_program(num_tiles * num_splits, num_columns)
     # late splits first: they meet every key, the early ones only some
     split = num_splits - 1 - tile // num_tiles
@@ -301,7 +281,6 @@ def dkdv_kernel(
         key_row0 = gl.load(cu_keys_ptr + sequence).to(gl.int64)
         num_keys = (gl.load(cu_keys_ptr + sequence + 1) - key_row0).to(gl.int32)
     key0 = tile * KEYS
-    extreme = gl.load(extremes_ptr)
     lowering = 1.0
     if dtype == gl.float16:
         lowering = power_of_two(-lowered_by(extremes_ptr))
@@ -359,15 +338,15 @@ def dkdv_kernel(
             (
                 _multiply,
                 (
-                    0, extreme, smem, places, scale, factor, lowering,
-                    G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
+                    0, smem, places, scale, factor, lowering,
+                    G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),
             (
                 _multiply,
                 (
-                    1, extreme, smem, places, scale, factor, lowering,
-                    G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES,
+                    1, smem, places, scale, factor, lowering,
+                    G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),
             (

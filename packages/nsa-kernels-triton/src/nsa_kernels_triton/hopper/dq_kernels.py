@@ -81,7 +81,7 @@ def _dscores(
     scores, dweights, shift, delta, first, end, key, is_masked, factor, lowering,
     SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, EXTREME: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Return dS of a tile of keys that starts with `key`; EXTREME: of weights as `tiles.restrained`."""
+    """Return dS of a tile of keys that starts with `key`; EXTREME: of weights as `tiles.restrained`, where a shift may be of any size."""
     weights = gl.exp2(scores * factor - shift[:, None])
     if EXTREME:
         weights = restrained(weights, shift[:, None])
@@ -91,36 +91,16 @@ def _dscores(
         if IS_WINDOW:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
         weights = gl.where(is_visible, weights, 0.0)
-        # as `tiles.refined_delta`, without a gradient of lse
-        share = gl.sum(weights, 1)
-        has_all = (share > 1 - 2**-12) & (gl.abs(shift) < WIDEST_REFINED)
-        delta = gl.where(has_all, gl.sum(weights * dweights, 1) / share, delta)
+        # as `tiles.refined_delta`, without a gradient of lse; a sum of weights below WIDEST_REFINED is 1 to 2^-12, which divides nothing
+        has_all = gl.sum(weights, 1) > 1 - 2**-12
+        if EXTREME:
+            has_all = has_all & (gl.abs(shift) < WIDEST_REFINED)
+        delta = gl.where(has_all, gl.sum(weights * dweights, 1), delta)
     return rounded(weights * (dweights - delta[:, None]), lowering, dtype)
 
 
 @gluon.jit
 def _multiply(
-    part: gl.constexpr, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
-    H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, V2: gl.constexpr,
-    IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    PLACES: gl.constexpr,
-):  # fmt: skip
-    """Write dQ of one part of the rows of the program's tiles, by a loop of its own where some row of the call has extreme scores."""
-    if extreme != 0:
-        _multiply_tiles(
-            part, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
-            H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES, True,
-        )  # fmt: skip
-    else:
-        _multiply_tiles(
-            part, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
-            H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES, False,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _multiply_tiles(
     part: gl.constexpr, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
@@ -282,15 +262,16 @@ def dq_kernel(
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    PLACES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
+    PLACES: gl.constexpr, EXTREME: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dQ as `interval.kernels.dq_kernel` does where lse has no gradient; a program takes every num_programs-th of the tiles.
 
-    Three parts are for heads whose columns come in one part each.
+    Three parts are for heads whose columns come in one part each. EXTREME: as `launch._launch_both` says.
     """
     PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    extreme = gl.load(extremes_ptr)
+    if gl.load(extremes_ptr) != EXTREME:
+        return
     lowering = 1.0
     if dtype == gl.float16:
         lowering = power_of_two(-lowered_by(extremes_ptr))
@@ -348,22 +329,25 @@ def dq_kernel(
                 (
                     _multiply,
                     (
-                        0, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        EXTREME,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        1, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        EXTREME,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        2, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        2, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        EXTREME,
                     ),
                 ),
                 (
@@ -383,15 +367,17 @@ def dq_kernel(
                 (
                     _multiply,
                     (
-                        0, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        EXTREME,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        1, extreme, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
                         H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        EXTREME,
                     ),
                 ),
                 (

@@ -85,12 +85,16 @@ def interval_dq(
     limit: int | None,
     ring: Ring,
 ) -> None:
-    """Write dQ; `constants` are those of the portable kernel, `limit` that of `Sequences.tiling`."""
+    """Write dQ; `constants` are those of the portable kernel, `limit` that of `Sequences.tiling`.
+
+    The kernels of the backward pass are launched twice; see `_launch_both`.
+    """
     from nsa_kernels_triton.hopper import dq_kernels as kernels
 
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-    kernels.dq_kernel[(min(num_items, num_multiprocessors(q)),)](
+    _launch_both(
+        kernels.dq_kernel, (min(num_items, num_multiprocessors(q)),),
         q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dq,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
@@ -121,7 +125,8 @@ def interval_dkdv(
     """Write dK and dV of every split; `numbers` and `constants` are those of the portable kernel."""
     from nsa_kernels_triton.hopper import dkdv_kernels as kernels
 
-    kernels.dkdv_kernel[grid](
+    _launch_both(
+        kernels.dkdv_kernel, grid,
         q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
         **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
@@ -187,11 +192,22 @@ def selected_backward(
     # heads of q in two parts
     is_wide = sizes["K2"] > 0
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
-    kernel[(num_items,)](
+    _launch_both(
+        kernel, (num_items,),
         q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), *rest,
         **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_ring_constants(ring),
         **(options_of_one(ring) if is_wide else _options(ring)),
     )  # fmt: skip
+
+
+def _launch_both(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel without EXTREME and with it; all programs of one of the two return at once, before they write anything.
+
+    EXTREME restrains weights, and works where the flag of `no_extremes` is set; the other kernel works where it is not. The host never
+    reads the flag. Both loops in one kernel would take registers and instructions from the usual one.
+    """
+    for extreme in (False, True):
+        kernel[grid](*arguments, EXTREME=extreme, **constants)
 
 
 def _selected_constants(constants: dict[str, Any]) -> dict[str, Any]:

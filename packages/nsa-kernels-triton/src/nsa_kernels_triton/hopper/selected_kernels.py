@@ -32,9 +32,6 @@ from nsa_kernels_triton.hopper.tiles import (
     start_scores,
 )
 
-EXTREME_CALL = gl.constexpr(2)
-"""Added to `masks`, which is 1 for a masked item, where some row of the call has extreme scores."""
-
 
 @gluon.jit
 def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL: gl.constexpr, KEYS: gl.constexpr):
@@ -127,20 +124,18 @@ def gather(
 
 @gluon.jit
 def weights_of(
-    scores, zeros, dout, v_smem, shift_smem, gate_smem, own_smem, keys, masks, factor, GATED: gl.constexpr, SCORES: gl.constexpr,
+    scores, zeros, dout, v_smem, shift_smem, gate_smem, own_smem, keys, is_masked, factor,
+    GATED: gl.constexpr, EXTREME: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Return a tile's weights, times the gates, and their gradients, whose product is still in flight.
-
-    `masks`: 0 where all queries see all keys and no row of the call has extreme scores, EXTREME_CALL or more where one has.
-    """
+    """Return a tile's weights, times the gates, and their gradients, whose product is still in flight; EXTREME: as `tiles.restrained`."""
     OF_ROWS: gl.constexpr = gl.SliceLayout(0, SCORES)
     scores = warpgroup_mma_wait(0, deps=[scores])
     dweights = warpgroup_mma(v_smem, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     weights = gl.exp2(scores * factor - shift_smem.load(OF_ROWS)[None, :])
-    if masks != 0:
+    if is_masked:
         weights = gl.where(keys[:, None] <= own_smem.load(OF_ROWS)[None, :], weights, 0.0)
-        if masks >= EXTREME_CALL:
-            weights = restrained(weights, shift_smem.load(OF_ROWS)[None, :])
+    if EXTREME:
+        weights = restrained(weights, shift_smem.load(OF_ROWS)[None, :])
     if GATED:
         weights = weights * gate_smem.load(OF_ROWS)[None, :]
     return weights, dweights
@@ -149,10 +144,10 @@ def weights_of(
 @gluon.jit
 def _multiply(
     k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
-    full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, masks, scale, factor,
+    full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
     lowering, dk_scale,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
-    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
 ):  # fmt: skip
     """Write partial dQ of every tile, and add or store dK and dV of the block."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -171,7 +166,7 @@ def _multiply(
         dout = dout_smem.index(stage)
         weights, dweights = weights_of(
             scores, zeros, dout, v_smem, shift_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
-            keys, masks, factor, GATED, SCORES,
+            keys, is_masked, factor, GATED, EXTREME, SCORES,
         )  # fmt: skip
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC_V, 2)), dout, dv, is_async=True)
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
@@ -239,12 +234,16 @@ def backward_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
-    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys, where K2 is 0; grid (bound on items,)."""
+    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys, where K2 is 0; grid (bound on items,).
+
+    EXTREME: as `launch._launch_both` says.
+    """
     HG: gl.constexpr = H // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    if gl.program_id(0) >= gl.load(num_items_ptr):
+    if (gl.program_id(0) >= gl.load(num_items_ptr)) | (gl.load(extremes_ptr) != EXTREME):
         return
     own_ptr = rows_ptr + num_rows + first_row
     group, start, end, place, key_row0, last_key, is_masked = load_item(
@@ -273,7 +272,6 @@ def backward_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
 
-    masks = is_masked.to(gl.int32) + gl.load(extremes_ptr) * EXTREME_CALL
     lowering = 1.0
     dk_scale = scale
     if dtype == gl.float16:
@@ -298,8 +296,8 @@ def backward_kernel(
                 (
                     k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
                     full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, masks, scale, factor, lowering, dk_scale,
-                    G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
+                    G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),
             (

@@ -15,17 +15,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
-from nsa_kernels_triton.hopper.selected_kernels import EXTREME_CALL, add_or_store, gather, load_item, store_parts, weights_of
+from nsa_kernels_triton.hopper.selected_kernels import add_or_store, gather, load_item, store_parts, weights_of
 from nsa_kernels_triton.hopper.tiles import barrier, load_tile, lowered_by, power_of_two, rounded, start_next
 
 
 @gluon.jit
 def _multiply_values(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
-    full, empty, dq_ptr, dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, masks, scale, factor,
+    full, empty, dq_ptr, dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
     lowering,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
-    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
 ):  # fmt: skip
     """Write the first K1 columns of partial dQ of every tile, and add or store dV of the block."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -48,9 +48,10 @@ def _multiply_values(
             gate_smem.index(stage),
             own_smem.index(stage),
             keys,
-            masks,
+            is_masked,
             factor,
             GATED,
+            EXTREME,
             SCORES,
         )
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2)), dout, dv, is_async=True)
@@ -74,10 +75,10 @@ def _multiply_values(
 @gluon.jit
 def _multiply_keys(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
-    full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, masks, scale, factor,
+    full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
     lowering, dk_scale,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
-    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
 ):  # fmt: skip
     """Write the last K2 columns of partial dQ of every tile, and add or store dK of the block."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -94,7 +95,7 @@ def _multiply_keys(
         stage = tile % STAGES
         weights, dweights = weights_of(
             scores, zeros, dout_smem.index(stage), v_smem, shift_smem.index(stage), gate_smem.index(stage), own_smem.index(stage),
-            keys, masks, factor, GATED, SCORES,
+            keys, is_masked, factor, GATED, EXTREME, SCORES,
         )  # fmt: skip
         delta = delta_smem.index(stage).load(gl.SliceLayout(0, SCORES))
         dweights = warpgroup_mma_wait(0, deps=[dweights])
@@ -123,13 +124,16 @@ def backward_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
-    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write what `selected_kernels.backward_kernel` does, where a head of q has two parts; grid (bound on items,)."""
+    """Write what `selected_kernels.backward_kernel` does, where a head of q has two parts; grid (bound on items,).
+
+    EXTREME: as `launch._launch_both` says.
+    """
     HG: gl.constexpr = H // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    if gl.program_id(0) >= gl.load(num_items_ptr):
+    if (gl.program_id(0) >= gl.load(num_items_ptr)) | (gl.load(extremes_ptr) != EXTREME):
         return
     own_ptr = rows_ptr + num_rows + first_row
     group, start, end, place, key_row0, last_key, is_masked = load_item(
@@ -163,7 +167,6 @@ def backward_kernel(
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=2)
 
-    masks = is_masked.to(gl.int32) + gl.load(extremes_ptr) * EXTREME_CALL
     lowering = 1.0
     dk_scale = scale
     if dtype == gl.float16:
@@ -190,8 +193,8 @@ def backward_kernel(
                 (
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(0), dq2_smem, full, empty, dq_ptr, dk_ptr, dk_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, masks, scale, factor, lowering, dk_scale,
-                    G, HG, D_K, K1, K2, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
+                    G, HG, D_K, K1, K2, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),
             (
@@ -199,8 +202,8 @@ def backward_kernel(
                 (
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem,
                     ds_smem.index(1), dq1_smem, full, empty, dq_ptr, dv_ptr, dv_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, masks, scale, factor, lowering,
-                    G, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES,
+                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor, lowering,
+                    G, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),
             (

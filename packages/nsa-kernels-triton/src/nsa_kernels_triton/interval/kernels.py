@@ -9,7 +9,7 @@ import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
-    EXTREME,
+    WIDEST_REFINED,
     cast,
     coarser,
     dot,
@@ -554,7 +554,7 @@ def _store_delta(
     out_ptr, lse_ptr, dout, dlse, has_gradient, delta_ptr, shift_ptr, extremes_ptr, rows, exists,
     D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write delta, the shift of the scores, and whether weights of some row must be restrained; return delta."""
+    """Write delta, the shift of the scores, and whether that of some row is WIDEST_REFINED or more; return delta."""
     out = load_columns(out_ptr, rows * D_V, exists, 0, WIDTH, D_V, True).to(tl.float32)
     delta = tl.where(has_gradient, tl.sum(out * dout, 1) - dlse, 0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
@@ -562,8 +562,9 @@ def _store_delta(
     shift = shift_of(lse, EXACT)
     tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
     # NaN is not below
-    is_extreme = (lse != float("-inf")) & ((tl.abs(shift) < EXTREME) == 0)
-    tl.store(extremes_ptr, 1, mask=tl.max(is_extreme.to(tl.int32), 0) > 0)
+    is_extreme = (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0)
+    # every such row stores: a reduction would cost the programs without one
+    tl.store(extremes_ptr + tl.zeros_like(rows), tl.full(rows.shape, 1, tl.int32), mask=is_extreme)
     return delta
 
 
