@@ -83,6 +83,12 @@ def test_a_twin_spends_no_time_in_evaluation(recipe: Path) -> None:
     assert load_config(str(recipe), sets) == config
 
 
+def test_the_dense_twin_of_a_recipe_with_layers_is_all_dense(recipe: Path) -> None:
+    layers = ['model.layers=["dense", "nsa"]', "model.n_layers=2"]
+    twins = [twin_config(str(recipe), layers, attention, 3)[0] for attention in ("nsa", "dense")]
+    assert [[layer.attention for layer in twin.pattern()] for twin in twins] == [["dense", "nsa"], ["dense"]]
+
+
 def test_a_run_that_fails_gets_no_time(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", str(recipe), "--steps", "6", "--twins", "dense", "--set", "data.source=text", "--set", "data.path=absent.txt"]
     assert run_command(words) == 1

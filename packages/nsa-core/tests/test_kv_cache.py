@@ -99,6 +99,8 @@ def test_any_split_equals_one_pass_in_outputs_stores_and_reads(geometries, rando
         {"compressor": "conv", "gate": "softmax"},
         {"compressor": "mlp", "gate": "softmax", "gate_temperature": 0.5},
         {"compressor": "mean", "compressed_rope": "tokens", "gate": "softmax"},
+        {"compressor": "mlp", "qk_norm": True},
+        {"compressor": "mean", "compressed_rope": "tokens", "qk_norm": True},
         {"num_heads": 1, "num_kv_heads": 1, "head_dim_v": 6},
         {"num_heads": 4, "num_kv_heads": 4},
         {"num_heads": 6, "num_kv_heads": 2, "head_dim_v": 3},

@@ -25,6 +25,7 @@ from nsa_core import (
 from nsa_core.compression import block_windows
 from nsa_core.config import BRANCHES
 from nsa_core.gating import gates_from_logits
+from nsa_core.module import HeadNorm
 from nsa_core.varlen import pack, unpack
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
@@ -35,7 +36,13 @@ KINDS = [
     {"compressor": "mlp", "gate": "softmax"},
     {"compressor": "conv"},
     {"compressor": "mean", "compressed_rope": "tokens", "gate": "softmax"},
+    {"compressor": "mlp", "qk_norm": True},
+    {"compressor": "mean", "compressed_rope": "tokens", "qk_norm": True},
 ]
+
+
+def kind_name(kind):
+    return "-".join(str(value) if value is not True else key for key, value in kind.items())
 
 
 def int32(values):
@@ -57,7 +64,7 @@ def gradients(layer, x, **options):
     return out.detach(), {**found, "x": x.grad}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
 def test_the_layer_is_eq_5_on_its_own_projections(random_layer, random_input, kind):
     layer, x = random_layer(attrs.evolve(CONFIG, **kind)), random_input(2, 13, 8)
     positions = torch.arange(13)
@@ -65,8 +72,14 @@ def test_the_layer_is_eq_5_on_its_own_projections(random_layer, random_input, ki
     def heads(weight, count):
         return (x @ weight.T).unflatten(-1, (count, -1))
 
-    q = layer.rope(heads(layer.q_proj.weight, 4), positions)
+    def normed(x, norm):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+
+    q = heads(layer.q_proj.weight, 4)
     k = {name: heads(layer.k_proj[name].weight, 2) for name in BRANCHES}
+    if kind.get("qk_norm"):
+        q, k = normed(q, layer.q_norm), {name: normed(keys, layer.k_norm[name]) for name, keys in k.items()}
+    q = layer.rope(q, positions)
     v = {name: heads(layer.v_proj[name].weight, 2) for name in BRANCHES}
     if kind.get("compressed_rope") == "tokens":
         k_cmp = layer.compress_k(block_windows(layer.rope(k["cmp"], positions), SMALL).tokens)
@@ -84,7 +97,7 @@ def test_the_layer_is_eq_5_on_its_own_projections(random_layer, random_input, ki
 @pytest.mark.parametrize(
     ("branches", "kind"),
     [
-        pytest.param(branches, kind, id="-".join([*branches, *kind.values()]))
+        pytest.param(branches, kind, id="-".join([*branches, kind_name(kind)]))
         for branches in SUBSETS
         for kind in KINDS
         if len(branches) > 1 or kind.get("gate") != "softmax"
@@ -110,10 +123,11 @@ def test_every_parameter_that_learns_gets_a_gradient_after_one_optimizer_step(ra
         assert gradient.any(), name
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("branches", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("compressor", ["mlp", "conv", "mean"])
-def test_absent_branches_have_no_parameters(branches, compressor):
-    layer = NativeSparseAttention(attrs.evolve(CONFIG, branches=branches, compressor=compressor))
+def test_absent_branches_have_no_parameters(branches, compressor, qk_norm):
+    layer = NativeSparseAttention(attrs.evolve(CONFIG, branches=branches, compressor=compressor, qk_norm=qk_norm))
 
     phi = {
         "mlp": ["position", "up.weight", "up.bias", "down.weight", "down.bias"],
@@ -125,16 +139,59 @@ def test_absent_branches_have_no_parameters(branches, compressor):
     expected = {"q_proj.weight", "o_proj.weight", "gate.up.weight", "gate.up.bias", "gate.down.weight", "gate.down.bias"}
     expected |= {f"k_proj.{branch}.weight" for branch in keys} | {f"v_proj.{branch}.weight" for branch in branches}
     expected |= {f"compress_k.{name}" for name in phi if chooses} | {f"compress_v.{name}" for name in phi if "cmp" in branches}
+    expected |= {"q_norm.weight", *(f"k_norm.{branch}.weight" for branch in keys)} if qk_norm else set()
     assert set(dict(layer.named_parameters())) == expected
 
 
+def test_one_weight_of_the_norms_serves_all_heads():
+    layer = NativeSparseAttention(attrs.evolve(CONFIG, qk_norm=True))
+    shapes = {name: tuple(weight.shape) for name, weight in layer.named_parameters() if "norm" in name}
+    assert shapes == {"q_norm.weight": (6,), **{f"k_norm.{branch}.weight": (6,) for branch in BRANCHES}}
+
+
+def test_with_norms_the_scale_of_queries_and_keys_does_not_matter(random_layer, random_input):
+    layer, x = random_layer(attrs.evolve(CONFIG, compressor="mean", qk_norm=True)), random_input(2, 13, 8)
+    before = layer(x)
+    with torch.no_grad():
+        for projection in (layer.q_proj, *layer.k_proj.values()):
+            projection.weight.mul_(1e4)
+        scaled = layer(x)
+    # but for eps, which is 1e-6 of a mean square near 1
+    torch.testing.assert_close(scaled, before, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_16_bits_compute_in_float32_and_round_once(dtype):
+    norm = HeadNorm(64)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    # a square of 300 is beyond float16
+    x = (300 * torch.randn(8, 16, 4, 64)).to(dtype)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    found = norm(x)
+    assert found.dtype == dtype
+    assert (found != exact.to(dtype)).double().mean() < 1e-3
+
+
+def test_under_autocast_norms_leave_the_operations_their_dtype(random_input):
+    layer = NativeSparseAttention(attrs.evolve(CONFIG, qk_norm=True))
+    x = random_input(1, 13, 8).float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert layer.q_norm.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("branches", SUBSETS, ids="-".join)
-def test_compressed_keys_that_only_choose_blocks_are_frozen_and_nothing_else_is(branches):
-    layer = NativeSparseAttention(attrs.evolve(CONFIG, branches=branches))
+def test_compressed_keys_that_only_choose_blocks_are_frozen_and_nothing_else_is(branches, qk_norm):
+    layer = NativeSparseAttention(attrs.evolve(CONFIG, branches=branches, qk_norm=qk_norm))
 
     frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
     if "slc" in branches and "cmp" not in branches:
-        assert frozen == {name for name, _ in layer.named_parameters() if name.startswith(("k_proj.cmp", "compress_k"))}
+        assert frozen == {name for name, _ in layer.named_parameters() if name.startswith(("k_proj.cmp", "k_norm.cmp", "compress_k"))}
     else:
         assert not frozen
 
@@ -186,7 +243,7 @@ def test_a_permuted_batch_gives_permuted_outputs_and_gradients(random_layer, ran
         assert_close(out[b], layer(x[order[b]].unsqueeze(0))[0])
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
 @pytest.mark.parametrize("packed", [False, True])
 def test_activation_checkpointing_gives_bit_equal_gradients(random_layer, random_input, kind, packed):
     layer, x = random_layer(attrs.evolve(CONFIG, **kind), dtype=torch.float32), random_input(1, 29, 8, dtype=torch.float32)
@@ -252,7 +309,7 @@ def test_rows_beyond_query_count_get_zero_gradient(random_layer, random_input):
     assert (found["x"][1, :6] != 0).any(-1).all()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
 def test_an_empty_batch_or_sequence_gives_an_empty_output_and_zero_gradients(random_layer, random_input, kind, shape):
     layer = random_layer(attrs.evolve(CONFIG, **kind))
@@ -321,7 +378,7 @@ def test_the_repr_names_the_parts():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
 def test_a_low_precision_layer_stays_near_its_float64_twin(random_layer, random_input, kind, dtype):
     wide = random_layer(attrs.evolve(CONFIG, **kind))
     narrow = copy.deepcopy(wide).to(dtype)
@@ -374,7 +431,7 @@ def test_autocast_changes_the_inputs_dtype_and_no_accumulators(random_input):
         assert torch.equal(automatic, manual)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
 def test_no_pass_reads_a_value_on_the_host(kind):
     # a tensor on the meta device has none: reading one raises
     with torch.device("meta"):
@@ -402,7 +459,7 @@ class NoCopyFromTheHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
 def test_no_pass_makes_a_tensor_of_a_python_list(random_layer, random_input, kind):
     layer, x = random_layer(attrs.evolve(CONFIG, **kind)), random_input(2, 13, 8)
     cache, bounds, counts = layer.new_cache(2, 40), int32([0, 4, 13]), int32([3, 1])

@@ -191,11 +191,12 @@ def test_only_the_compressed_branch_may_sleep_in_short_sequences(tiny_config) ->
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("phi", ["mean", "conv", "mlp"])
 @pytest.mark.parametrize("branches", ["['cmp','slc','win']", "['win']", "['cmp']", "['slc','win']"])
-def test_opening_lengths_are_exact(tiny_config, length: int, phi: str, branches: str) -> None:
+@pytest.mark.parametrize("qk_norm", ["false", "true"])
+def test_opening_lengths_are_exact(tiny_config, length: int, phi: str, branches: str, qk_norm: str) -> None:
     """Whatever the rule calls open gets a gradient from some batch of that length, and nothing else does."""
     gate = "softmax" if branches.count(",") == 1 else "sigmoid"
     torch.manual_seed(0)
-    config = tiny_config(f"nsa.compressor={phi}", f"nsa.gate={gate}", f"nsa.branches={branches}")
+    config = tiny_config(f"nsa.compressor={phi}", f"nsa.gate={gate}", f"nsa.branches={branches}", f"nsa.qk_norm={qk_norm}")
     model = build_model(config).double()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -227,7 +227,8 @@ def test_every_operation_that_a_step_runs_is_routed(tiny_config, tmp_path: Path,
     layer(torch.zeros(1, 32, 32))
     assert sorted(layer.telemetry.routes) == sorted(operations)
     # without the branch its lse is still needed, for which its keys stand in as values
-    assert routed["cmp"].request.head_dim_v == (12 if "cmp" in config.nsa.branches else 16)
+    [decision] = routed["cmp"]
+    assert decision.request.head_dim_v == (12 if "cmp" in config.nsa.branches else 16)
 
 
 def _failures(config, out: Path, **options) -> list[str]:

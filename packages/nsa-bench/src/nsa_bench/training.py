@@ -56,6 +56,7 @@ def twin_config(recipe: str, overrides: Sequence[str], attention: str, steps: in
     """
     sets = [
         *overrides,
+        *(["model.layers=[]"] if attention == "dense" else []),
         *(
             f"model.attention={attention}",
             f"train.steps={steps}",

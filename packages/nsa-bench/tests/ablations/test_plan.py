@@ -13,7 +13,7 @@ def test_every_arm_is_trained_at_every_point_with_every_seed(plan_file: Path) ->
     plan = load_plan(str(plan_file))
     assert (plan.name, plan.baseline) == ("plan", "dense")
     found = [(trial.seed, trial.config.model.attention, trial.config.train.lr) for trial in plan.trials]
-    assert found == [(seed, arm, rate) for seed in (3, 4) for arm in ("dense", "nsa") for rate in (1e-3, 1e-2)]
+    assert found == [(seed, arm, rate) for seed in (3, 4) for rate in (1e-3, 1e-2) for arm in ("dense", "nsa")]
     assert {(trial.config.train.steps, trial.config.train.eval_every) for trial in plan.trials} == {(2, 1)}
     assert all(trial.config.train.seed == trial.seed for trial in plan.trials)
     assert [str(variant) for variant in plan.variants] == ["dense, lr=0.001", "dense, lr=0.01", "nsa, lr=0.001", "nsa, lr=0.01"]

@@ -43,6 +43,11 @@ def _number_above_zero(instance: object, attribute: "Attribute[float]", value: o
         raise ConfigError(f"{attribute.name}={value!r} is not a finite number above 0 (the rule); use {attribute.default or 1.0}")
 
 
+def _flag(instance: object, attribute: "Attribute[bool]", value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{attribute.name}={value!r} is a {type(value).__name__} (the rule: True or False); use {attribute.default}")
+
+
 def _one_of(choices: tuple[str, ...]) -> Any:
     def check(instance: object, attribute: "Attribute[str]", value: object) -> None:
         if value not in choices:
@@ -262,6 +267,8 @@ class NSAConfig:
     """The branches that exist; fewer than three for ablations."""
     backends: Mapping[str, str] = field(factory=dict, converter=_to_backend_names, validator=_check_backends)
     """Operation -> backend name; an operation that is absent is routed by "auto"."""
+    qk_norm: bool = field(default=False, validator=_flag)
+    """RMSNorm of every head of q and k before RoPE, with one weight for q and one per branch for k; phi reads normalised keys."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.geometry, BlockGeometry):

@@ -1,6 +1,7 @@
 """The attention layer: projections, compression, gates and the cache around `nsa_attention`."""
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,25 @@ from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
 
+QK_NORM_EPS = 1e-6
+"""Added to the mean square of a head before its root is taken."""
+
 
 def split_heads(projected: Tensor, head_dim: int) -> Tensor:
     """Return `(B, S, heads, head_dim)` of `(B, S, heads * head_dim)`: all heads, or this rank's share of them."""
     return projected.view(*projected.shape[:-1], projected.shape[-1] // head_dim, head_dim)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head of x (..., D), computed in at least float32, in x's dtype."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim, eps=QK_NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return nn.functional.rms_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
 class NativeSparseAttention(nn.Module):
@@ -45,6 +61,9 @@ class NativeSparseAttention(nn.Module):
         with_keys = [branch for branch in ("cmp", "slc", "win") if branch in config.branches or self._chooses_only(branch)]
         self.k_proj = nn.ModuleDict({name: nn.Linear(hidden, kv_heads * config.head_dim_qk, bias=False) for name in with_keys})
         self.v_proj = nn.ModuleDict({name: nn.Linear(hidden, kv_heads * config.head_dim_v, bias=False) for name in config.branches})
+        if config.qk_norm:
+            self.q_norm = HeadNorm(config.head_dim_qk)
+            self.k_norm = nn.ModuleDict({name: HeadNorm(config.head_dim_qk) for name in with_keys})
         self.gate = GateMLP(hidden, config.num_heads, config.gate_hidden_size)
         self.rope = RotaryEmbedding(config.head_dim_qk, config.rope_theta, config.rope_scaling)
         if "cmp" in with_keys:
@@ -54,6 +73,8 @@ class NativeSparseAttention(nn.Module):
         if self._chooses_only("cmp"):
             self.k_proj["cmp"].requires_grad_(False)
             self.compress_k.requires_grad_(False)
+            if config.qk_norm:
+                self.k_norm["cmp"].requires_grad_(False)
 
     def _chooses_only(self, branch: str) -> bool:
         """Return True for compressed keys that exist only to choose blocks."""
@@ -87,8 +108,8 @@ class NativeSparseAttention(nn.Module):
 
     def _num_kv_heads(self) -> int:
         """Return the KV heads that this rank's projections give: all, or with tensor parallelism a share."""
-        projections = next(iter(self.k_proj.values()))
-        local = getattr(projections.weight, "to_local", lambda: projections.weight)()
+        weight: Any = next(iter(self.k_proj.values())).weight
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
         return int(local.shape[0]) // self.config.head_dim_qk
 
     def forward(
@@ -160,7 +181,8 @@ class NativeSparseAttention(nn.Module):
         return self._attend(x, positions.expand(x.shape[0], total), queries, keys["_cmp"], keys["_slc"], keys["_win"], (self.telemetry,))
 
     def _queries(self, x: Tensor, tables: RopeTables) -> Tensor:
-        return rotate(split_heads(self.q_proj(x), self.config.head_dim_qk), tables)
+        q = split_heads(self.q_proj(x), self.config.head_dim_qk)
+        return rotate(self.q_norm(q) if self.config.qk_norm else q, tables)
 
     def _compress_whole(self, x: Tensor, tables: RopeTables, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         geometry = self.config.geometry
@@ -176,7 +198,7 @@ class NativeSparseAttention(nn.Module):
         """Return the tokens that phi reads; its keys are rotated only where the config says so."""
         if "cmp" not in self.k_proj:
             return None, None
-        keys = split_heads(self.k_proj["cmp"](x), self.config.head_dim_qk)
+        keys = self._keys(x, "cmp")
         if self.config.compressed_rope == "tokens":
             keys = rotate(keys, tables)
         return keys, split_heads(self.v_proj["cmp"](x), self.config.head_dim_v) if "cmp" in self.v_proj else None
@@ -187,8 +209,12 @@ class NativeSparseAttention(nn.Module):
     def _keys_values(self, x: Tensor, branch: str, tables: RopeTables) -> tuple[Tensor | None, Tensor | None]:
         if branch not in self.v_proj:
             return None, None
-        keys = rotate(split_heads(self.k_proj[branch](x), self.config.head_dim_qk), tables)
-        return keys, split_heads(self.v_proj[branch](x), self.config.head_dim_v)
+        return rotate(self._keys(x, branch), tables), split_heads(self.v_proj[branch](x), self.config.head_dim_v)
+
+    def _keys(self, x: Tensor, branch: str) -> Tensor:
+        """Return a branch's keys `(B, S, G, D_k)` before RoPE."""
+        keys = split_heads(self.k_proj[branch](x), self.config.head_dim_qk)
+        return self.k_norm[branch](keys) if self.config.qk_norm else keys
 
     @torch.no_grad()
     def _forward_cached(self, x: Tensor, cache: NSACache, query_count: Tensor | None) -> Tensor:

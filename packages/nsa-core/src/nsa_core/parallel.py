@@ -18,7 +18,7 @@ from nsa_core.module import NativeSparseAttention
 
 
 class SummedGradients(ParallelStyle):
-    """For a module whose parameters are the same on all ranks and whose inputs are a rank's own heads: gradients are added up."""
+    """For a module whose parameters are the same on all ranks and whose inputs are a rank's own heads: sums the gradients of all ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -50,7 +50,7 @@ def tensor_parallel_plan(layer: NativeSparseAttention) -> dict[str, ParallelStyl
     for name in ("k_proj", "v_proj"):
         plan |= {f"{name}.{branch}": ColwiseParallel() for branch in getattr(layer, name)}
     for name, module in layer.named_children():
-        if name.startswith("compress_"):
+        if name.startswith("compress_") or name in ("q_norm", "k_norm"):
             plan[name] = ShardedTaps() if isinstance(module, ConvCompressor) else SummedGradients()
     return plan
 
@@ -60,4 +60,6 @@ def check_shares(layer: NativeSparseAttention, num_ranks: int) -> None:
     config = layer.config
     for name, count in (("num_heads", config.num_heads), ("num_kv_heads", config.num_kv_heads)):
         if count % num_ranks:
-            raise ConfigError(f"{name}={count} cannot be shared out among {num_ranks} ranks (each takes whole heads); use a divisor of {count}")
+            raise ConfigError(
+                f"{name}={count} cannot be shared out among {num_ranks} ranks (each takes whole heads); use a divisor of {count}"
+            )

@@ -6,11 +6,11 @@ nearest known one. The values of `nsa` are judged by `nsa_core.NSAConfig`, which
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import cattrs
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from nsa_train.data_table import DataTable
 from nsa_train.errors import ConfigError
@@ -24,6 +24,7 @@ from nsa_train.rules import (
     flag,
     integer,
     limited,
+    nearest_multiples,
     number,
     one_of,
     optional_text,
@@ -32,6 +33,28 @@ from nsa_train.rules import (
 
 if TYPE_CHECKING:
     from nsa_core import NSAConfig
+
+
+ATTENTIONS = ("nsa", "dense")
+LAYER_SIZES = (
+    *("compression_block_size", "compression_stride", "selection_block_size", "num_selected_blocks"),
+    *("num_initial_blocks", "num_local_blocks", "window_size"),
+)
+LAYER_KEYS = ("branches", *LAYER_SIZES)
+"""Keys of table `nsa` that a layer may have of its own."""
+
+
+def _tuple_of_list(value: Any) -> Any:
+    return tuple(map(_tuple_of_list, value)) if isinstance(value, list) else value
+
+
+def _layers(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple({key: _tuple_of_list(own) for key, own in layer.items()} if isinstance(layer, Mapping) else layer for layer in value)
+
+
+_LAYERS = Rule(lambda value: isinstance(value, tuple), "a list of layers", '["dense", "nsa"]')
 
 
 @frozen(kw_only=True)
@@ -50,8 +73,11 @@ class ModelTable(Table):
     """D_k; even."""
     head_dim_v: int = integer(at_least=1, at_most=4096, example=32)
     """D_v."""
-    attention: str = one_of("nsa", "dense", default="nsa")
+    attention: str = one_of(*ATTENTIONS, default="nsa")
     """"dense": the same decoder with full causal attention, the baseline twin."""
+    layers: tuple[Any, ...] = field(default=(), converter=_layers, metadata={"rule": _LAYERS})
+    """A pattern of layers, repeated until there are n_layers. Each is "nsa", "dense", or a table of `attention` ("nsa" where it
+    is left out), `branches` and sizes of blocks that this layer has of its own. Empty: all layers have `attention`."""
     vocab_size: int = integer(at_least=0, at_most=2**24, example=50304, default=0)
     """Rows of the embedding; 0: as many as the tokenizer has ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
 
@@ -67,11 +93,56 @@ class ModelTable(Table):
             )
         if self.head_dim_qk % 2:
             found.append(f"model.head_dim_qk={self.head_dim_qk} is odd (RoPE rotates pairs); use {self.head_dim_qk + 1}")
-        return found
+        return found + self._broken_layers()
+
+    def _broken_layers(self) -> list[str]:
+        if not self.layers:
+            return []
+        found = [line for index, layer in enumerate(self.layers) for line in _broken_layer(f"model.layers[{index}]", layer)]
+        if found:
+            return found
+        if self.attention == "dense":
+            return ["model.layers would be ignored (model.attention='dense' makes all layers dense); use --set model.layers=[]"]
+        if all(attention_of(layer) == "dense" for layer in self.layers):
+            return ["model.layers has no nsa layer (that is the dense twin); use --set model.attention=dense --set model.layers=[]"]
+        if self.n_layers % (count := len(self.layers)):
+            return [
+                f"model.layers has {count} layers, and model.n_layers={self.n_layers} (the pattern is repeated, whole); "
+                f"use --set model.n_layers={nearest_multiples(self.n_layers, count).partition(' ')[0]}"
+            ]
+        return []
 
 
-def _tuple_of_list(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _broken_layer(key: str, layer: Any) -> list[str]:
+    """Return what stands against an entry of `model.layers`, its values apart."""
+    if isinstance(layer, str) and layer in ATTENTIONS:
+        return []
+    if not isinstance(layer, Mapping):
+        near = difflib.get_close_matches(str(layer).lower(), ATTENTIONS, n=1)
+        return [f"{key}={layer!r} is neither 'nsa', 'dense' nor a table; use {near[0] if near else 'nsa'!r}"]
+    known, found = ("attention", *LAYER_KEYS), []
+    for name in layer:
+        if name in known:
+            continue
+        if name in {item.name for item in fields(NSATable)}:
+            found.append(f"{key}.{name} is one of all layers (a layer has {listed(known)} of its own); use nsa.{name}")
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            found.append(
+                f"{key}.{name} is unknown (a layer has {listed(known)}); " + (f"did you mean {near[0]}?" if near else "leave it out")
+            )
+    attention = attention_of(layer)
+    if attention not in ATTENTIONS:
+        near = difflib.get_close_matches(str(attention).lower(), ATTENTIONS, n=1)
+        found.append(f"{key}.attention={attention!r} is neither 'nsa' nor 'dense'; use {near[0] if near else 'nsa'!r}")
+    elif attention == "dense" and not found and len(layer) > 1:
+        found.append(f"{key} is dense and would ignore {listed(name for name in layer if name != 'attention')}; use 'dense'")
+    return found
+
+
+def attention_of(layer: Any) -> Any:
+    """Return the attention of an entry of `model.layers`."""
+    return layer.get("attention", "nsa") if isinstance(layer, Mapping) else layer
 
 
 LEAST_SCALED, MOST_SCALED = 1e-6, 2**31 - 1
@@ -126,6 +197,8 @@ class NSATable(Table):
     branches: tuple[str, ...] = field(default=("cmp", "slc", "win"), converter=_tuple_of_list)
     backends: Any = field(factory=dict)
     """Operation -> backend name; absent operations are routed by "auto"."""
+    qk_norm: bool = flag(default=False)
+    """RMSNorm of every head of q and k before RoPE; the dense twin has it too."""
 
     def broken_pairs(self) -> list[str]:
         """Return what stands against rope_scaling that nsa-core does not say."""
@@ -215,6 +288,15 @@ class TrainTable(Table):
         return found
 
 
+class Layer(NamedTuple):
+    """One layer of the decoder."""
+
+    attention: str
+    """"nsa" or "dense"."""
+    config: "NSAConfig"
+    """With the layer's own branches and sizes; dense attention reads heads and RoPE of it."""
+
+
 @frozen(kw_only=True)
 class RunConfig:
     """Everything that a run depends on besides code and machine."""
@@ -227,25 +309,57 @@ class RunConfig:
     def __attrs_post_init__(self) -> None:
         if problems := self.data.broken_rows(self.train.seq_len):
             raise ConfigError.of(problems)
+        for index, layer in enumerate(self.model.layers):
+            self._table_of(index, layer)
         if self.train.profile == "branches" and self.model.attention == "dense":
             raise ConfigError(
                 "train.profile='branches' would be ignored (model.attention='dense' has no branches); use --set train.profile=none"
             )
 
+    def pattern(self, attention: str | None = None) -> tuple[Layer, ...]:
+        """Return the layers that are repeated until there are `model.n_layers`, those of the twin with `attention` if it is given.
+
+        Imports no torch.
+
+        Raises:
+            ConfigError: when core refuses a value of table `nsa`, or of a layer.
+        """
+        alike = self.nsa_config()
+        attention = attention or self.model.attention
+        if attention == "dense" or not self.model.layers:
+            return (Layer(attention, alike),)
+        return tuple(self._layer(index, layer) for index, layer in enumerate(self.model.layers))
+
     def nsa_config(self) -> "NSAConfig":
-        """Return the attention layer's configuration. Imports no torch.
+        """Return the attention layer's configuration, that of a layer without values of its own. Imports no torch.
 
         Raises:
             ConfigError: when core refuses a value of table `nsa`.
         """
+        return self._nsa_config(self.nsa)
+
+    def _layer(self, index: int, layer: Any) -> Layer:
+        try:
+            return Layer(attention_of(layer), self._nsa_config(self._table_of(index, layer)))
+        except ConfigError as error:
+            raise _of_layer(index, layer, error) from None
+
+    def _table_of(self, index: int, layer: Any) -> NSATable:
+        """Return table `nsa` with the values that an entry of `model.layers` has of its own."""
+        try:
+            return evolve(self.nsa, **{key: layer[key] for key in LAYER_KEYS if isinstance(layer, Mapping) and key in layer})
+        except ConfigError as error:
+            raise _of_layer(index, layer, error) from None
+
+    def _nsa_config(self, table: NSATable) -> "NSAConfig":
         from nsa_core import BlockGeometry, NSAConfig
         from nsa_core.errors import ConfigError as CoreConfigError
 
-        scaling = self.nsa.rope_scaling
+        scaling = table.rope_scaling
         if problems := [] if scaling is None else _broken_scaling(scaling):
             raise ConfigError.of(problems)
-        values = attrs.asdict(self.nsa, recurse=False)
-        sizes = {attribute.name: values.pop(attribute.name) for attribute in fields(BlockGeometry)}
+        values = attrs.asdict(table, recurse=False)
+        sizes = {name: values.pop(name) for name in LAYER_SIZES}
         model = self.model
         try:
             return NSAConfig(
@@ -259,6 +373,13 @@ class RunConfig:
             )
         except (CoreConfigError, TypeError) as error:
             raise ConfigError(_in_toml(str(error))) from None
+
+
+def _of_layer(index: int, layer: Any, error: ConfigError) -> ConfigError:
+    """Return `error` about table `nsa` with the keys that the layer has of its own in their place."""
+    key, own = f"model.layers[{index}]", layer if isinstance(layer, Mapping) else {}
+    lines = (line.removeprefix("nsa.") for line in str(error).splitlines())
+    return ConfigError.of([f"{key}.{line}" if line.partition("=")[0] in own else f"{key}: nsa.{line}" for line in lines])
 
 
 def _in_toml(message: str) -> str:

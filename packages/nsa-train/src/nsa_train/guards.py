@@ -210,7 +210,8 @@ def _opening_lengths_by_prefix(config: NSAConfig) -> dict[str, int]:
     }
     lengths = {f"k_proj.{branch}": length for branch, length in keys.items()}
     lengths |= {"compress_k": keys["cmp"], "v_proj.cmp": size, "compress_v": size}
-    lengths["q_proj"] = min(keys[branch] for branch in config.branches)
+    lengths |= {f"k_norm.{branch}": length for branch, length in keys.items()}
+    lengths |= dict.fromkeys(("q_proj", "q_norm"), min(keys[branch] for branch in config.branches))
     if config.branches == ("cmp",):
         lengths |= {"gate": size, "o_proj": size}
     return lengths

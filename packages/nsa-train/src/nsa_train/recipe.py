@@ -39,7 +39,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         apply_override(tables, override)
     try:
         config = structure(tables)
-        config.nsa_config()
+        config.pattern()
     except ConfigError as error:
         raise ConfigError.of(_advised(str(error).splitlines(), tables, own, overrides)) from None
     if (size := len(to_toml(config).encode())) > MOST_RECIPE:
@@ -180,18 +180,21 @@ def _key_of(override: str) -> str:
 
 
 def _section(title: str, items: dict[str, Any]) -> str:
-    return f"[{title}]\n" + "".join(f"{_toml_key(key)} = {_toml_value(value)}\n" for key, value in items.items())
+    return f"[{title}]\n" + "".join(f"{_toml_key(key)} = {toml_value(value)}\n" for key, value in items.items())
 
 
 def _toml_key(key: str) -> str:
-    return key if key.isascii() and key.replace("_", "").replace("-", "").isalnum() else _toml_value(key)
+    return key if key.isascii() and key.replace("_", "").replace("-", "").isalnum() else toml_value(key)
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return `value` as TOML spells it, on one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)

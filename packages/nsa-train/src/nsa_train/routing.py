@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from attrs import evolve
 
-from nsa_core import BranchRequest, Layout, Operation, RoutingDecision, default_plugins, default_registry, explain_routing
+from nsa_core import BranchRequest, Layout, NSAConfig, Operation, RoutingDecision, default_plugins, default_registry, explain_routing
 from nsa_train.config import RunConfig, listed
 from nsa_train.machine import Machine, machine_of, processes_of
 
@@ -18,23 +18,32 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAMPLER = Machine(device_type="cpu", name="cpu")
 """Where `nsa-train sample` computes."""
 AUTO = "auto"
+NO_BACKEND = "none"
+"""Where no backend serves an operation that is optional."""
 
 Uses = Mapping[str, tuple[BranchRequest, ...]]
 """Name of a use of an operation in messages -> the requests of that use."""
 
 
-def routing_decisions(config: RunConfig, where: torch.device | Machine) -> dict[str, RoutingDecision]:
-    """Return operation -> decision for the training batches of `config`; empty for the dense twin.
+def routing_decisions(config: RunConfig, where: torch.device | Machine) -> dict[str, list[RoutingDecision]]:
+    """Return operation -> decisions for the training batches of `config`; empty for the dense twin.
 
-    `nsa`, all of Eq. 5 in one, is among them where all branches are trained and a backend of it is installed or named.
+    There is one decision, or one for each kind of layer where their sizes differ. `nsa`, all of Eq. 5 in one, is among the operations
+    where all branches are trained and a backend of it is installed or named.
     """
-    if config.model.attention == "dense":
-        return {}
     machine = where if isinstance(where, Machine) else machine_of(where)
     return {
-        operation.value: explain_routing(_training_request(config, operation, machine), backend_of(config, operation))
+        operation.value: [
+            explain_routing(request, backend_of(config, operation)) for request in _training_requests(config, operation, machine)
+        ]
         for operation in _operations(config)
     }
+
+
+def chosen_of(decisions: Iterable[RoutingDecision]) -> str:
+    """Return the backend that `decisions` chose; where layers differ all are listed, `a|b`, with "none" where none was; empty: none."""
+    names = sorted({decision.chosen or NO_BACKEND for decision in decisions})
+    return "" if names == [NO_BACKEND] else "|".join(names)
 
 
 def backend_of(config: RunConfig, operation: str) -> str:
@@ -86,9 +95,11 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
     """Return a function from an operation to its uses by a run of `config` on `machine`: training, evaluation and samples."""
 
     def uses(operation: Operation) -> Uses:
-        training = _training_request(config, operation, machine)
+        training = _training_requests(config, operation, machine)
         samples = {"the samples of this run": _sampling_requests(training)}
-        return samples if operation in STEP_OPERATIONS else {"this run": (training, evolve(training, needs_grad=False)), **samples}
+        if operation in STEP_OPERATIONS:
+            return samples
+        return {"this run": tuple(one for request in training for one in (request, evolve(request, needs_grad=False))), **samples}
 
     return uses
 
@@ -97,8 +108,8 @@ def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
     """Return a function from an operation to its use by a sample of the model of `config`, on a CPU in float32."""
 
     def uses(operation: Operation) -> Uses:
-        training = _training_request(config, operation, SAMPLER)
-        return {"a sample": _sampling_requests(evolve(training, dtype=torch.float32, kv_dtype=torch.float32))}
+        training = _training_requests(config, operation, SAMPLER)
+        return {"a sample": _sampling_requests(evolve(request, dtype=torch.float32, kv_dtype=torch.float32) for request in training)}
 
     return uses
 
@@ -111,7 +122,8 @@ def with_backend(config: RunConfig, backend: str) -> RunConfig:
 def ignored_backends(config: RunConfig) -> dict[str, str]:
     """Return operation -> a warning about a backend that `config` names for an operation that it does not run."""
     running = _used_operations(config)
-    branches = f"nsa.branches={list(config.nsa_config().branches)} runs no"
+    of_layers = " and model.layers" if config.model.layers else ""
+    branches = f"nsa.branches={list(config.nsa.branches)}{of_layers} {'run' if of_layers else 'runs'} no"
     why = {Operation.CHOOSE: "other backends ask for it, a layer does not"}
     return {
         operation.value: f"nsa.backends.{operation.value}={name!r} is not used ({why.get(operation, f'{branches} {operation.value}')})"
@@ -123,10 +135,9 @@ def ignored_backends(config: RunConfig) -> dict[str, str]:
 def _operations(config: RunConfig) -> list[Operation]:
     """Return the operations that a training step of `config` runs, and `nsa` where one backend may run them all at once."""
     # blocks are chosen by compressed scores, so the selected branch brings both operations along
-    branches = set(config.nsa_config().branches)
-    operations = [operation for operation, owners in NEEDED_BY.items() if owners & branches]
+    operations = [operation for operation in NEEDED_BY if _layers_with(config, operation)]
     is_offered = any(backend.operation is Operation.NSA for backend in default_registry().backends)
-    if len(branches) == 3 and (is_offered or Operation.NSA in named_backends(config)):
+    if _layers_with(config, Operation.NSA) and (is_offered or Operation.NSA in named_backends(config)):
         operations.append(Operation.NSA)
     return operations
 
@@ -134,6 +145,14 @@ def _operations(config: RunConfig) -> list[Operation]:
 def _used_operations(config: RunConfig) -> list[Operation]:
     """Return the operations that training and samples of `config` run."""
     return [*_operations(config), *STEP_OPERATIONS]
+
+
+def _layers_with(config: RunConfig, operation: Operation) -> list[NSAConfig]:
+    """Return the NSA layers of `config`'s pattern that run `operation`."""
+    layers = [layer.config for layer in config.pattern() if layer.attention == "nsa"]
+    if operation is Operation.NSA:
+        return [layer for layer in layers if len(layer.branches) == 3]
+    return [layer for layer in layers if NEEDED_BY.get(operation, set(layer.branches)) & set(layer.branches)]
 
 
 def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
@@ -146,13 +165,20 @@ def _broken_plugins() -> str:
     return "".join(f"; plug-in {plugin.name!r} is broken: {plugin.error}" for plugin in default_plugins().broken)
 
 
-def _training_request(config: RunConfig, operation: Operation, machine: Machine) -> BranchRequest:
+def _training_requests(config: RunConfig, operation: Operation, machine: Machine) -> tuple[BranchRequest, ...]:
+    """Return the requests of a training step for `operation`; of layers that make the same one, one."""
+    # an operation that no layer runs may be named, and is judged as for a layer of table `nsa`
+    layers = _layers_with(config, operation) or [config.nsa_config()]
+    return tuple(dict.fromkeys(_training_request(config, layer, operation, machine) for layer in layers))
+
+
+def _training_request(config: RunConfig, layer: NSAConfig, operation: Operation, machine: Machine) -> BranchRequest:
     train, model = config.train, config.model
     dtype = DTYPES[train.precision]
     rows = max(1, train.batch_size // processes_of(config, machine))
     return BranchRequest(
         operation=operation,
-        geometry=config.nsa_config().geometry,
+        geometry=layer.geometry,
         device_type=machine.device_type,
         compute_capability=machine.compute_capability,
         dtype=dtype,
@@ -165,14 +191,16 @@ def _training_request(config: RunConfig, operation: Operation, machine: Machine)
         num_heads=model.n_kv_heads if operation is Operation.APPEND else model.n_heads,
         num_kv_heads=model.n_kv_heads,
         head_dim_qk=model.head_dim_qk,
-        head_dim_v=model.head_dim_v if operation.value in (*config.nsa.branches, "nsa", "append") else model.head_dim_qk,
+        head_dim_v=model.head_dim_v if operation.value in (*layer.branches, "nsa", "append") else model.head_dim_qk,
         layout=Layout.PACKED,
         needs_grad=operation in (Operation.CMP, Operation.SLC, Operation.WIN, Operation.NSA),
         deterministic=train.deterministic,
     )
 
 
-def _sampling_requests(training: BranchRequest) -> tuple[BranchRequest, ...]:
-    """Return the requests of a prompt and of each token after it, given the request of a training step."""
-    prompt = evolve(training, layout=Layout.CACHED, needs_grad=False, num_sequences=1, num_queries=training.num_keys)
-    return prompt, evolve(prompt, num_queries=1)
+def _sampling_requests(training: Iterable[BranchRequest]) -> tuple[BranchRequest, ...]:
+    """Return the requests of a prompt and of each token after it, given the requests of a training step."""
+    prompts = [
+        evolve(request, layout=Layout.CACHED, needs_grad=False, num_sequences=1, num_queries=request.num_keys) for request in training
+    ]
+    return tuple(one for prompt in prompts for one in (prompt, evolve(prompt, num_queries=1)))

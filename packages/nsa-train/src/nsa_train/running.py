@@ -8,7 +8,7 @@ from typing import Any
 from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, refused_by_disk, require_run, resume_point
 from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError, PeerError, TrainError
-from nsa_train.model.decoder import count_parameters
+from nsa_train.model.decoder import introduced
 from nsa_train.options import AUTO, NEWEST
 from nsa_train.parallel.world import World, is_under_torchrun, join_world, settle_cublas
 from nsa_train.patience import Patience
@@ -186,6 +186,5 @@ def _summary(metrics: Mapping[str, Any], out: Path) -> str:
 
 
 def _introduce(config: RunConfig, out: Path, display: ProgressDisplay) -> None:
-    counts = count_parameters(config)
     display.note(f"out: {out}")
-    display.note(f"model: {config.model.attention} attention; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense")
+    display.note(introduced(config))

@@ -46,8 +46,9 @@ def test_projections_and_phi_are_what_torch_counts(tiny_config, attention: str, 
     counted = counter.get_flop_counts()["Global"]
     linear = sum(flops for operator, flops in counted.items() if str(operator) in ("aten.mm", "aten.addmm"))
     flops = model_flops(config)
-    assert 3 * linear == flops.per_token * 32 + flops.per_block * num_compressed_blocks(32, flops.geometry)
-    assert (flops.per_block > 0) == (attention == "nsa" and compressor == "mlp")
+    [phi] = flops.attentions
+    assert 3 * linear == flops.per_token * 32 + phi.per_block * num_compressed_blocks(32, phi.geometry)
+    assert (phi.per_block > 0) == (attention == "nsa" and compressor == "mlp")
 
 
 def test_the_dense_twin_pays_for_all_of_the_past(tiny_config) -> None:
@@ -67,11 +68,11 @@ def test_sparse_attention_costs_less_at_long_lengths() -> None:
 def test_scores_that_only_choose_blocks_have_no_backward_pass(tiny_config) -> None:
     """Without the compressed branch its keys still choose the blocks; nothing flows back through a choice."""
     config = tiny_config("nsa.branches=['slc','win']")
-    flops, layers = model_flops(config), build_model(config).sparse_layers
+    [flops], layers = model_flops(config).attentions, build_model(config).sparse_layers
     assert [any(weight.requires_grad for weight in layer.compress_k.parameters()) for layer in layers] == [False, False]
     # two layers of two heads, 16 wide: two FLOPs per multiply-add, one pass for the scores, three for scores and outputs
     assert flops.per_pair == {"slc": 3 * 2 * 2 * 2 * (16 + 16), "win": 3 * 2 * 2 * 2 * (16 + 16), "cmp": 2 * 2 * 2 * 16}
-    both = model_flops(tiny_config("nsa.branches=['cmp','win']"))
+    [both] = model_flops(tiny_config("nsa.branches=['cmp','win']")).attentions
     # phi of keys alone, one pass, against keys and values, three passes
     assert 6 * flops.per_block == both.per_block
 

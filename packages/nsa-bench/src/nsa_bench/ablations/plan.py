@@ -60,7 +60,7 @@ class Trial:
 
 @frozen(kw_only=True)
 class Plan:
-    """The trials, in the order in which they are run: seed by seed, so that a plan that is cut short has whole comparisons."""
+    """The trials, in the order in which they are run: all arms at a seed and a point, so that a plan that is cut short has whole comparisons."""
 
     name: str
     baseline: str | None
@@ -68,8 +68,10 @@ class Plan:
 
     @property
     def variants(self) -> list[Variant]:
-        """The lines of the table, in the plan's order."""
-        return list(dict.fromkeys(trial.variant for trial in self.trials))
+        """The lines of the table: the arms in the plan's order, each with its points."""
+        found = list(dict.fromkeys(trial.variant for trial in self.trials))
+        arms = list(dict.fromkeys(variant.arm for variant in found))
+        return sorted(found, key=lambda variant: arms.index(variant.arm))
 
 
 def shipped_plans() -> dict[str, Path]:
@@ -150,8 +152,8 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
     if (count := len(seeds) * len(content["arms"]) * len(points)) > MOST_TRIALS:
         raise OptionError(f"{source}: {count:,} trials are more than {MOST_TRIALS:,}; cut the grid")
     for seed in seeds:
-        for arm, keys in content["arms"].items():
-            for point in points:
+        for point in points:
+            for arm, keys in content["arms"].items():
                 settings = {**common, **_keys(keys), **dict(point), "train.seed": seed}
                 variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
@@ -175,7 +177,7 @@ def _config(base: Mapping[str, Any], settings: Mapping[str, Any], where: str) ->
         raise OptionError.of([f"{where}: {problem}" for problem in problems])
     try:
         config = structure(tables)
-        config.nsa_config()
+        config.pattern()
     except ConfigError as error:
         raise OptionError.of([f"{where}: {line}" for line in str(error).splitlines()]) from None
     return config

@@ -75,6 +75,7 @@ def hugging_face_config(checkpoint: Checkpoint, tensors: "dict[str, Tensor]") ->
         "max_position_embeddings": train.seq_len,
         "tie_word_embeddings": True,
         "attention": model.attention,
+        **({"layers": model.layers} if model.layers else {}),
         "tokenizer": checkpoint.config.data.tokenizer,
         "nsa": asdict(checkpoint.config.nsa, recurse=False),
         "trained_steps": checkpoint.step,

@@ -21,6 +21,7 @@ from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
 from nsa_train.optim import NUM_GROUPS
 from nsa_train.parallel.ranks import broadcast_bytes, broadcast_json, on_rank_0, rank
+from nsa_train.recipe import toml_value
 from nsa_train.structuring import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
@@ -95,7 +96,7 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
     saved, now = _fixed_keys(checkpoint.config), _fixed_keys(config)
     problems = [
         f"{key}={json.dumps(now.get(key))} is not what {checkpoint.path.name} was saved with ({_reason(key)}); "
-        + (f"use --set {key}={json.dumps(saved[key])}" if key in saved else f"leave {key} out")
+        + (f"use --set {key}={toml_value(saved[key])}" if key in saved else f"leave {key} out")
         for key in sorted(set(saved) | set(now))
         if saved.get(key) != now.get(key)
     ]

@@ -139,7 +139,7 @@ def verify(path: Path) -> int:
 def _config_of(path: Path, content: bytes) -> RunConfig:
     try:
         config = structure(parse_toml(content))
-        config.nsa_config()
+        config.pattern()
     # ValueError: it breaks a rule of the recipe, is not TOML, or is not UTF-8
     except ValueError as error:
         problems = listed_problems(str(error).splitlines())

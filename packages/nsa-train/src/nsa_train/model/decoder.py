@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nsa_core import NativeSparseAttention, NSAConfig
-from nsa_train.config import RunConfig
+from nsa_train.config import Layer, RunConfig
 from nsa_train.data.tokenizer import num_ids_of
 from nsa_train.errors import ConfigError
 from nsa_train.model.dense_attention import DenseAttention
@@ -17,7 +17,7 @@ from nsa_train.model.loss import ChunkKernel, loss_and_gradient, summed_loss, su
 from nsa_train.model.recompute import recomputed
 
 ATTENTIONS: dict[str, type[NativeSparseAttention] | type[DenseAttention]] = {"nsa": NativeSparseAttention, "dense": DenseAttention}
-"""By the names that `model.attention` allows."""
+"""By the names that `model.attention` and `model.layers` allow."""
 EMBEDDING_STD = 0.02
 """Small, so that the tied output starts near uniform: the first loss is about ln(vocab_size)."""
 
@@ -39,14 +39,15 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer; `attention` is "nsa" or "dense"."""
+    """One pre-norm layer."""
 
-    def __init__(self, config: NSAConfig, attention: str) -> None:
+    def __init__(self, layer: Layer) -> None:
         super().__init__()
+        config: NSAConfig = layer.config
         self.recompute = "none"
         """What the backward pass computes again: `train.activation_checkpointing`."""
         self.attention_norm = nn.RMSNorm(config.hidden_size)
-        self.attention = ATTENTIONS[attention](config)
+        self.attention = ATTENTIONS[layer.attention](config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size)
         self.mlp = SwiGLU(config.hidden_size)
 
@@ -82,11 +83,12 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token ids to logits or, with labels, to their loss."""
 
-    def __init__(self, config: NSAConfig, *, num_layers: int, vocab_size: int, attention: str) -> None:
+    def __init__(self, layers: Sequence[Layer], *, vocab_size: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size)
+        dim = layers[0].config.hidden_size
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(map(Block, layers))
+        self.norm = nn.RMSNorm(dim)
         self.loss_chunk = 0
         """Tokens whose logits exist at a time when labels are given; 0: all."""
         self._whole_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
@@ -131,7 +133,7 @@ class Decoder(nn.Module):
 
     @property
     def sparse_layers(self) -> list[NativeSparseAttention]:
-        """Return the NSA layers, first to last; none in the dense twin."""
+        """Return the NSA layers, first to last, without those that are dense."""
         attentions = [cast(Block, block).attention for block in self.blocks]
         return [attention for attention in attentions if isinstance(attention, NativeSparseAttention)]
 
@@ -154,15 +156,17 @@ def vocab_size_of(config: RunConfig) -> int:
 
 def build_model(config: RunConfig) -> Decoder:
     """Return the decoder of `config`, with freshly drawn weights."""
-    model = _decoder(config, attention=config.model.attention, num_layers=config.model.n_layers)
+    model = Decoder(layers_of(config), vocab_size=vocab_size_of(config))
     model.loss_chunk = config.train.loss_chunk
     for block in model.blocks:
         cast(Block, block).recompute = config.train.activation_checkpointing
     return model
 
 
-def _decoder(config: RunConfig, *, attention: str, num_layers: int) -> Decoder:
-    return Decoder(config.nsa_config(), num_layers=num_layers, vocab_size=vocab_size_of(config), attention=attention)
+def layers_of(config: RunConfig) -> list[Layer]:
+    """Return the layers of `config`'s decoder, first to last."""
+    pattern = config.pattern()
+    return [*pattern] * (config.model.n_layers // len(pattern))
 
 
 class _Undrawn(TorchFunctionMode):
@@ -188,19 +192,21 @@ def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:
     Raises:
         ConfigError: when its vocabulary does not fit its tokenizer.
     """
-    # all layers are alike
+    pattern = config.pattern()
     with weightless():
-        one = _decoder(config, attention=config.model.attention, num_layers=1).state_dict()
-    prefix = "blocks.0."
-    layer = {name.removeprefix(prefix): weight for name, weight in one.items() if name.startswith(prefix)}
-    layers = {f"blocks.{index}.{name}": weight for index in range(config.model.n_layers) for name, weight in layer.items()}
-    return {name: weight for name, weight in one.items() if not name.startswith(prefix)} | layers
+        model = Decoder(pattern, vocab_size=vocab_size_of(config))
+    layers = [block.state_dict() for block in model.blocks]
+    repeated = {
+        f"blocks.{index}.{name}": weight for index in range(config.model.n_layers) for name, weight in layers[index % len(pattern)].items()
+    }
+    return {name: weight for name, weight in model.state_dict().items() if not name.startswith("blocks.")} | repeated
 
 
 class ParameterCounts(NamedTuple):
     """Weights of the two twins, the shared embedding counted once."""
 
     nsa: int
+    """With the dense layers of `model.layers`, if there are any."""
     dense: int
 
 
@@ -209,9 +215,17 @@ def count_parameters(config: RunConfig) -> ParameterCounts:
     return ParameterCounts(*(_count(config, attention) for attention in ParameterCounts._fields))
 
 
+def introduced(config: RunConfig) -> str:
+    """Return a line about the decoder of `config`: its attention, and the parameters of both twins."""
+    counts, attentions = count_parameters(config), [layer.attention for layer in layers_of(config)]
+    dense = attentions.count("dense")
+    mixed = f", {dense} of {len(attentions)} layers dense" if config.model.attention == "nsa" and dense else ""
+    return f"model: {config.model.attention} attention{mixed}; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense"
+
+
 def _count(config: RunConfig, attention: str) -> int:
-    # all layers are alike
+    pattern = config.pattern(attention)
     with weightless():
-        model = _decoder(config, attention=attention, num_layers=1)
-    layer, whole = (sum(weight.numel() for weight in module.parameters()) for module in (model.blocks, model))
-    return whole + (config.model.n_layers - 1) * layer
+        model = Decoder(pattern, vocab_size=vocab_size_of(config))
+    layers, whole = (sum(weight.numel() for weight in module.parameters()) for module in (model.blocks, model))
+    return whole + (config.model.n_layers // len(pattern) - 1) * layers

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from nsa_core import NSAConfig
 from nsa_core.errors import CacheOverflowError
+from nsa_core.module import HeadNorm
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.varlen import positions_from_cu_seqlens, sequence_ids
 from nsa_train.model.fast_attention import fast_causal_attention, has_varlen_attention
@@ -47,7 +48,7 @@ class DenseCache:
 
 
 class DenseAttention(nn.Module):
-    """GQA with RoPE over the whole past. Reads of `config` the sizes and RoPE, nothing of sparsity."""
+    """GQA with RoPE over the whole past. Reads of `config` the sizes, RoPE and qk_norm, nothing of sparsity."""
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
@@ -57,6 +58,9 @@ class DenseAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_qk, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_v, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dim_v, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = HeadNorm(self.dim_qk), HeadNorm(self.dim_qk)
+        self.has_norms = config.qk_norm
         self.rope = RotaryEmbedding(self.dim_qk, theta=config.rope_theta, scaling=config.rope_scaling)
 
     def forward(
@@ -75,6 +79,8 @@ class DenseAttention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim_qk))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim_qk))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim_v))
+        if self.has_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
         if cache is not None:
             out = self._cached(q, k, v, cache, query_count)
         elif cu_seqlens is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nsa_train.config import RunConfig
 from nsa_train.machine import Machine, processes_of, target_machine
-from nsa_train.model.decoder import count_parameters
+from nsa_train.model.decoder import count_parameters, introduced
 from nsa_train.preflight.data import check_data
 from nsa_train.preflight.disk import check_disk
 from nsa_train.preflight.findings import Preflight
@@ -33,11 +33,11 @@ def run_preflight(
     findings, where = Preflight(), machine or target_machine(config)
     sizes = world_sizes or [processes_of(config, where)]
     counts = count_parameters(config)
-    parameters = counts.dense if config.model.attention == "dense" else counts.nsa
+    parameters = getattr(counts, config.model.attention)
     # where hosts may leave, the fewest processes have the most to hold
     memory = estimate_memory(config, parameters, min(sizes))
     findings.memory_gib = memory.total_gib
-    findings.passed.append(f"model: {config.model.attention} attention; {counts.nsa:,} parameters with nsa, {counts.dense:,} with dense")
+    findings.passed.append(introduced(config))
     check_out_dir(findings, out_dir, resuming=resuming)
     check_init_from(findings, config, resuming=resuming)
     check_schedule(findings, config, where, parameters, sizes)

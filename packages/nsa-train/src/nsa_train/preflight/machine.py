@@ -7,7 +7,7 @@ from nsa_train.machine import Machine, processes_of
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.memory import MemoryEstimate
 from nsa_train.preflight.mends import MemoryMends
-from nsa_train.routing import backend_of, ignored_backends, overruled_backends, refused_backends, routing_decisions, uses_of_run
+from nsa_train.routing import backend_of, chosen_of, ignored_backends, overruled_backends, refused_backends, routing_decisions, uses_of_run
 
 if TYPE_CHECKING:
     from nsa_core import RoutingDecision
@@ -58,18 +58,19 @@ def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> No
     uses = uses_of_run(config, machine)
     refused = refused_backends(config, uses)
     findings.failed += refused.values()
-    for operation, decision in routing_decisions(config, machine).items():
+    for operation, decisions in routing_decisions(config, machine).items():
         asked = backend_of(config, operation)
         if operation in refused:
             continue
-        if decision.chosen is not None:
-            findings.routes[operation] = decision.chosen
-            findings.passed.append(f"route: {operation} -> {decision.chosen}")
+        if chosen := chosen_of(decisions):
+            findings.routes[operation] = chosen
+            findings.passed.append(f"route: {operation} -> {chosen}")
+        for decision in decisions:
             if machine.device_type == "cuda" and decision.chosen == "sdpa" and asked == "auto":
                 findings.warned.append(f"route: {operation} -> sdpa, the reference, which is slow on a GPU; {_why_no_kernel(decision)}")
-        elif operation != "nsa":
-            # all of Eq. 5 in one is optional
-            findings.failed.append(_unserved(operation, decision))
+            elif decision.chosen is None and operation != "nsa":
+                # all of Eq. 5 in one is optional
+                findings.failed.append(_unserved(operation, decision))
     findings.warned += (f"route: {line}" for line in overruled_backends(config, uses).values())
     findings.warned += (f"route: {line}" for operation, line in ignored_backends(config).items() if operation not in refused)
 

@@ -2,7 +2,7 @@
 
 from attrs import frozen
 
-from nsa_train.config import RunConfig
+from nsa_train.config import Layer, RunConfig
 from nsa_train.model.decoder import vocab_size_of
 
 GIB = 2**30
@@ -62,14 +62,22 @@ def estimate_memory(config: RunConfig, parameters: int, processes: int) -> Memor
 
 def _bytes_per_token(config: RunConfig) -> float:
     """Return what all layers keep of one token for the backward pass."""
-    model, train = config.model, config.train
-    wide = 4 if train.precision == "fp32" else 2
+    model, train, pattern = config.model, config.train, config.pattern()
+    blocks = [_bytes_of_block(config, layer) for layer in pattern]
+    kept = model.n_layers * (4 * model.dim + KEPT_SHARE[train.activation_checkpointing] * sum(blocks) / len(blocks))
+    # what is recomputed exists for one block at a time
+    return kept + (max(blocks) if train.activation_checkpointing != "none" else 0)
+
+
+def _bytes_of_block(config: RunConfig, layer: Layer) -> int:
+    model = config.model
+    wide = 4 if config.train.precision == "fp32" else 2
     queries, outputs = model.n_heads * model.head_dim_qk, model.n_heads * model.head_dim_v
     keys_values = model.n_kv_heads * (model.head_dim_qk + model.head_dim_v)
-    branches = len(config.nsa.branches) if model.attention == "nsa" else 1
+    branches = len(layer.config.branches) if layer.attention == "nsa" else 1
     mlp = -(-8 * model.dim // (3 * 64)) * 64
+    # float32 inputs of the norms of q and k, and their casts
+    norms = (4 + wide) * (queries + branches * model.n_kv_heads * model.head_dim_qk) if config.nsa.qk_norm else 0
     # two norms with their float32 inputs and casts, projections before and after RoPE, each branch's output, the MLP
-    block = 2 * model.dim * (4 + 4 + wide) + wide * (2 * queries + 2 * branches * keys_values + (branches + 1) * outputs + 4 * mlp)
-    kept = model.n_layers * (4 * model.dim + KEPT_SHARE[train.activation_checkpointing] * block)
-    # what is recomputed exists for one block at a time
-    return kept + (block if train.activation_checkpointing != "none" else 0)
+    own = wide * (2 * queries + 2 * branches * keys_values + (branches + 1) * outputs + 4 * mlp)
+    return 2 * model.dim * (4 + 4 + wide) + own + norms

@@ -78,7 +78,12 @@ def _warnings(config: RunConfig, machine: Machine, parameters: int) -> list[str]
             for name, width in widths.items()
             if width % ALIGNED
         ]
-    if train.seq_len < config.nsa.compression_block_size and "cmp" in config.nsa.branches and model.attention == "nsa":
+    sizes = [
+        layer.config.geometry.compression_block_size
+        for layer in config.pattern()
+        if layer.attention == "nsa" and "cmp" in layer.config.branches
+    ]
+    if sizes and train.seq_len < min(sizes):
         found.append(f"train.seq_len={train.seq_len} is shorter than nsa.compression_block_size: no token ever sees a compressed block")
     if train.eval_every > train.steps:
         found.append(

@@ -12,6 +12,7 @@ import torch
 
 from nsa_core import BackendRegistry, BranchBackend, Layout, NativeSparseAttention, Operation
 from nsa_core.backends.registry import AUTO, RequestFacts
+from nsa_train.routing import NO_BACKEND
 
 COUNTED = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
 """The operations that a training step asks for."""
@@ -21,7 +22,7 @@ class FallbackCounts:
     """Fallbacks by operation since the start of the run."""
 
     def __init__(self, preferred: Mapping[str, str]) -> None:
-        """Count against `preferred`: operation -> the backend that "auto" takes at the start."""
+        """Count against `preferred`: operation -> the backend that "auto" takes at the start, `a|b` where layers take several."""
         self.preferred = dict(preferred)
         self.by_operation = dict.fromkeys((operation.value for operation in COUNTED), 0)
 
@@ -32,7 +33,8 @@ class FallbackCounts:
 
     def note(self, operation: str, backend: str | None) -> None:
         """Count a call of `operation` that `backend` served; None: none did. Operations that are not COUNTED change nothing."""
-        if operation in self.by_operation and self.preferred.get(operation, backend) != backend:
+        served = backend or NO_BACKEND
+        if operation in self.by_operation and served not in self.preferred.get(operation, served).split("|"):
             self.by_operation[operation] += 1
 
     def row(self) -> dict[str, int]:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from attrs import frozen
 from torch import nn
 
-from nsa_core import BlockGeometry
+from nsa_core import BlockGeometry, NSAConfig
 from nsa_core.blocks import num_compressed_blocks
-from nsa_train.config import RunConfig
+from nsa_train.config import Layer, RunConfig
 from nsa_train.model.decoder import build_model, weightless
 
 FORWARD_AND_BACKWARD = 3
@@ -21,25 +21,36 @@ FORWARD_AND_BACKWARD = 3
 
 
 @frozen(kw_only=True)
-class ModelFlops:
-    """The FLOPs of one model, forward and backward, by what they grow with."""
+class AttentionFlops:
+    """The FLOPs of the attention of layers that are alike, projections left out, forward and backward, by what they grow with."""
 
-    per_token: int
-    """Of projections, MLPs and the output layer."""
     per_block: int
-    """Of phi, for each compressed block of a sequence, all layers and KV heads."""
+    """Of phi, for each compressed block of a sequence, all these layers and KV heads."""
     per_pair: dict[str, int]
-    """Of one query-key pair in all layers and heads: by branch, or "dense"."""
+    """Of one query-key pair in all these layers and heads: by branch, or "dense"."""
     geometry: BlockGeometry
 
     def of_sequence(self, length: int) -> int:
         """Return the FLOPs of a sequence of `length` tokens."""
-        total = self.per_token * length
         if "dense" in self.per_pair:
-            return total + self.per_pair["dense"] * causal_pairs(length)
-        total += self.per_block * num_compressed_blocks(length, self.geometry)
+            return self.per_pair["dense"] * causal_pairs(length)
         pairs = {"cmp": compressed_pairs, "slc": selected_pairs, "win": window_pairs}
-        return total + sum(cost * pairs[branch](length, self.geometry) for branch, cost in self.per_pair.items())
+        found = sum(cost * pairs[branch](length, self.geometry) for branch, cost in self.per_pair.items())
+        return found + self.per_block * num_compressed_blocks(length, self.geometry)
+
+
+@frozen(kw_only=True)
+class ModelFlops:
+    """The FLOPs of one model, forward and backward."""
+
+    per_token: int
+    """Of projections, MLPs and the output layer."""
+    attentions: tuple[AttentionFlops, ...]
+    """Of each layer of the pattern that is repeated; all repetitions count."""
+
+    def of_sequence(self, length: int) -> int:
+        """Return the FLOPs of a sequence of `length` tokens."""
+        return self.per_token * length + sum(attention.of_sequence(length) for attention in self.attentions)
 
     def of_step(self, lengths: Iterable[int]) -> int:
         """Return the FLOPs of sequences of `lengths` tokens."""
@@ -50,21 +61,28 @@ def model_flops(config: RunConfig) -> ModelFlops:
     """Return the FLOPs of `config`'s model; no weights are allocated."""
     with weightless():
         model = build_model(config)
-    attention, branches = config.model.attention, config.nsa.branches
     products = sum(
         module.weight.numel() for name, module in model.named_modules() if isinstance(module, nn.Linear) and "compress_" not in name
     )
-    logits = model.embedding.weight.numel()
-    pair = 2 * config.model.n_layers * config.model.n_heads
-    scores, values = config.model.head_dim_qk, config.model.head_dim_v
-    per_pair = dict.fromkeys(("dense",) if attention == "dense" else branches, FORWARD_AND_BACKWARD * pair * (scores + values))
-    if attention == "nsa" and _only_chooses(branches):
-        per_pair["cmp"] = pair * scores
+    pattern = config.pattern()
+    repeats = config.model.n_layers // len(pattern)
     return ModelFlops(
-        per_token=2 * FORWARD_AND_BACKWARD * (products + logits),
-        per_block=0 if attention == "dense" else 2 * config.model.n_layers * _phi_products(config),
+        per_token=2 * FORWARD_AND_BACKWARD * (products + model.embedding.weight.numel()),
+        attentions=tuple(_attention_flops(layer, repeats) for layer in pattern),
+    )
+
+
+def _attention_flops(layer: Layer, repeats: int) -> AttentionFlops:
+    config, pair = layer.config, 2 * repeats * layer.config.num_heads
+    scores, values = config.head_dim_qk, config.head_dim_v
+    parts = ("dense",) if layer.attention == "dense" else config.branches
+    per_pair = dict.fromkeys(parts, FORWARD_AND_BACKWARD * pair * (scores + values))
+    if layer.attention == "nsa" and _only_chooses(config.branches):
+        per_pair["cmp"] = pair * scores
+    return AttentionFlops(
+        per_block=0 if layer.attention == "dense" else 2 * repeats * _phi_products(config),
         per_pair=per_pair,
-        geometry=config.nsa_config().geometry,
+        geometry=config.geometry,
     )
 
 
@@ -102,13 +120,13 @@ def _only_chooses(branches: Sequence[str]) -> bool:
     return "slc" in branches and "cmp" not in branches
 
 
-def _phi_products(config: RunConfig) -> int:
+def _phi_products(config: NSAConfig) -> int:
     """Return the multiply-adds of phi for one block in one layer in all passes, keys and values, all KV heads."""
-    size = config.nsa.compression_block_size
-    keys = config.model.head_dim_qk if {"cmp", "slc"} & set(config.nsa.branches) else 0
-    values = config.model.head_dim_v if "cmp" in config.nsa.branches else 0
-    each = {"mlp": size + 1, "conv": size, "mean": 0}[config.nsa.compressor]
+    size = config.geometry.compression_block_size
+    keys = config.head_dim_qk if {"cmp", "slc"} & set(config.branches) else 0
+    values = config.head_dim_v if "cmp" in config.branches else 0
+    each = {"mlp": size + 1, "conv": size, "mean": 0}[config.compressor]
     # the MLP's rows are as wide as the head, the convolution has one filter per channel
-    widths = (keys * keys, values * values) if config.nsa.compressor == "mlp" else (keys, values)
-    passes = 1 if _only_chooses(config.nsa.branches) else FORWARD_AND_BACKWARD
-    return passes * config.model.n_kv_heads * each * sum(widths)
+    widths = (keys * keys, values * values) if config.compressor == "mlp" else (keys, values)
+    passes = 1 if _only_chooses(config.branches) else FORWARD_AND_BACKWARD
+    return passes * config.num_kv_heads * each * sum(widths)

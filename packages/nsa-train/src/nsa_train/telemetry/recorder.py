@@ -22,7 +22,7 @@ from nsa_train.errors import ConfigError
 from nsa_train.files import written_whole
 from nsa_train.model.decoder import count_parameters
 from nsa_train.recipe import to_toml
-from nsa_train.routing import routing_decisions
+from nsa_train.routing import chosen_of, routing_decisions
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry import health
 from nsa_train.telemetry.chips import chip_of
@@ -96,14 +96,15 @@ class Recorder:
         self.rank, self.world_size, self.resumed_at = rank, world_size, resumed_at
         out_dir.mkdir(parents=True, exist_ok=True)
         decisions = routing_decisions(config, device)
-        self.fallbacks = FallbackCounts({name: found.chosen for name, found in decisions.items() if found.chosen})
+        self.fallbacks = FallbackCounts({name: chosen for name, found in decisions.items() if (chosen := chosen_of(found))})
         self._is_synthetic = config.data.source == "synthetic"
         self.heartbeat = Heartbeat(out_dir, rank, marks={"data_synthetic": int(self._is_synthetic)})
         self.step = max(resumed_at or 0, 0)
         self._layers: tuple[NativeSparseAttention, ...] = ()
         self._registry = counting_registry(default_registry().backends, self.fallbacks)
         self._flops, self._chip = model_flops(config), chip_of(device)
-        self._tables = self._open_tables({name: str(found) for name, found in decisions.items()}) if rank == 0 else None
+        texts = {name: "\n".join(map(str, found)) for name, found in decisions.items()}
+        self._tables = self._open_tables(texts) if rank == 0 else None
 
     def attach(self, layers: Sequence[NativeSparseAttention]) -> None:
         """Let the routes of `layers` be counted, and with train.profile="nvtx" named for a profiler; call once."""
