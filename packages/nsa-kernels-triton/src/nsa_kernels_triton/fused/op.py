@@ -77,7 +77,7 @@ def _differentiate(
     geometry: BlockGeometry,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    _total, block_indices, *kept = results
+    block_indices, *kept = results
     saved = Branches(*kept)
     blocks, tokens, window = (Sequences.of(queries, keys) for keys in (cmp, slc, win))
     dout, q, gates = grads[0].contiguous(), queries.q.contiguous(), gates.contiguous()
