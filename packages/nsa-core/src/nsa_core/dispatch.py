@@ -137,7 +137,16 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
         head_dim_v=operator.index(q.shape[3] if operation is Operation.SELECT else keys.v.shape[3]),
         layout=layout.value,
         needs_grad=needs_grad,
+        is_aligned=_are_aligned(operands),
     )
+
+
+def _are_aligned(operands: tuple[Any, ...]) -> bool:
+    """Return False where an operand on a CUDA device starts off a multiple of 16 bytes; a graph being traced cannot tell."""
+    if not operands[0].q.is_cuda or torch.compiler.is_compiling():
+        return True
+    tensors = [operands[0].q, *(x for keys in operands[1:] if isinstance(keys, Keys) for x in (keys.k, keys.v))]
+    return not any(x.data_ptr() % 16 for x in tensors)
 
 
 def _tokens(operands: tuple[Any, ...]) -> int:

@@ -151,6 +151,8 @@ class BranchRequest:
     head_dim_v: int = 64
     layout: Layout = field(default=Layout.DENSE, converter=Layout)
     needs_grad: bool = False
+    is_aligned: bool = True
+    """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; told apart on a CUDA device alone."""
     deterministic: bool = False
     """True under `torch.use_deterministic_algorithms`: gradients must be bit-identical from run to run."""
 
