@@ -1,6 +1,6 @@
 """examples/plugin-minimal as its user meets it: installed, found, chosen, right; and what bad neighbours do to it.
 
-A second plug-in, plugins/nsa_plugin_fused.py, serves the steps of a cache."""
+Its second module, nsa_plugin_fused.py, serves the steps of a cache."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from nsa_core.testing.conformance import check_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "plugin-minimal"
-FUSED = Path(__file__).resolve().parent / "plugins" / "nsa_plugin_fused.py"
+FUSED = EXAMPLE / "nsa_plugin_fused.py"
 HOOK = "from nsa_core.plugins import hookimpl\n@hookimpl\ndef nsa_branch_backends():\n    "
 BROKEN = {
     "broken_import": "import a_compiler_that_is_not_here",
@@ -177,11 +177,9 @@ def example():
 
 
 @pytest.fixture(scope="module")
-def cached(tmp_path_factory):
-    """Give what a fresh process finds and computes where the plug-in for steps of a cache is installed."""
-    folder = tmp_path_factory.mktemp("fused")
-    write_package(folder, FUSED.stem, FUSED.read_text())
-    done = run([folder], "-c", FUSED_PROGRAM)
+def cached(installed):
+    """Give the routes and differences of a layer with a cache, in a fresh process where the example is installed."""
+    done = run([installed], "-c", FUSED_PROGRAM)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -299,4 +297,10 @@ def test_mypy_accepts_both_plug_ins_and_the_class_of_the_page(tmp_path):
 
 
 def test_installing_leaves_nothing_in_the_example(installed):
-    assert {path.name for path in EXAMPLE.iterdir()} - {"__pycache__"} == {"README.md", "pyproject.toml", "nsa_plugin_minimal.py"}
+    files = {"README.md", "pyproject.toml", "nsa_plugin_minimal.py", "nsa_plugin_fused.py"}
+    assert {path.name for path in EXAMPLE.iterdir()} - {"__pycache__"} == files
+        "README.md",
+        "pyproject.toml",
+        "nsa_plugin_minimal.py",
+        "nsa_plugin_fused.py",
+    }

@@ -59,6 +59,8 @@ class CallShape:
     """CACHED, PAGED and RAGGED are a decode step: one query over seq_len tokens."""
     backward: bool | None = None
     """None: as the layout is used, True for DENSE and PACKED."""
+    is_aligned: bool = True
+    """False: a tensor starts off a multiple of 16 bytes."""
 
     def __attrs_post_init__(self) -> None:
         numbers = ("seq_len", "heads", "kv_heads", "head_dim_qk", "head_dim_v")
@@ -166,6 +168,7 @@ def make_request(operation: Operation, device: Device, shape: CallShape) -> Bran
         head_dim_v=shape.head_dim_qk if is_choice else shape.head_dim_v,
         layout=Layout.CACHED if is_append and not shape.is_decode else shape.layout,
         needs_grad=backward and not is_append and not is_choice,
+        is_aligned=shape.is_aligned,
     )
 
 

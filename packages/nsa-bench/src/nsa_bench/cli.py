@@ -59,6 +59,7 @@ def backends(
         Literal["dense", "packed", "cached", "paged", "ragged"], Parameter(help="cached, paged and ragged are a decode step of one query.")
     ] = "dense",
     backward: Annotated[bool | None, Parameter(help="Gradients are needed; by default for dense and packed alone.")] = None,
+    aligned: Annotated[bool, Parameter(help="Every tensor starts at a multiple of 16 bytes.")] = True,
 ) -> int:
     """Show which backend serves each operation, every reason against the others, and the plug-ins, broken ones too."""
     from nsa_bench.backends_report import CallShape, find_device, local_capability, make_report, to_json, to_rows
@@ -74,6 +75,7 @@ def backends(
         head_dim_v=head_dim_v,
         layout=layout,
         backward=backward,
+        is_aligned=aligned,
     )
     report = make_report(find_device(device, compute_capability, local_capability()), shape)
     console = Console()

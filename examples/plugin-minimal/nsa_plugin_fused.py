@@ -1,4 +1,4 @@
-"""A plug-in that serves the steps of a cache: all of Eq. 5 in one, by masks, forward only. test_plugin_example.py installs it."""
+"""A backend that serves the steps of a cache: all of Eq. 5 in one, by masks, forward only. It shows what Queries and Keys carry."""
 
 import torch
 from torch import Tensor
