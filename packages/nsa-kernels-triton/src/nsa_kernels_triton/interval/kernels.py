@@ -9,6 +9,7 @@ import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
+    RESTRAINED,
     WIDEST_REFINED,
     cast,
     coarser,
@@ -559,7 +560,7 @@ def _store_delta(
     delta = tl.where(has_gradient, tl.sum(out * dout, 1) - dlse, 0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
     lse = tl.load(lse_ptr + rows, mask=exists, other=float("-inf"))
-    shift = shift_of(lse, EXACT)
+    shift = shift_of(lse, EXACT, RESTRAINED)
     tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
     # NaN is not below
     is_extreme = (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0)
