@@ -75,6 +75,19 @@ def coarser(shift, factor, coarse_factor):
 
 
 @triton.jit
+def divisor_of(row_sum, row_max, row_factor, dtype: tl.constexpr, EXACT: tl.constexpr):
+    """Return a row's sum of weights with its largest weight as it is in `dtype`.
+
+    That weight is 1 but for the rounding of row_max * row_factor, which `tl.fma` subtracts from unrounded products. Where it outweighs all
+    others, outputs come out as the value that has it, not all of them too large or too small by the weight's rounding to `dtype`.
+    """
+    if EXACT:
+        return row_sum
+    largest = tl.exp2(tl.fma(row_max, row_factor, -(row_max * row_factor)))
+    return row_sum + (cast(largest, dtype).to(tl.float32) - largest)
+
+
+@triton.jit
 def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
     """Return what `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0.
 
