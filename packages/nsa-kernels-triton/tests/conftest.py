@@ -78,6 +78,14 @@ def check_late_stream(monkeypatch, simulator):
     return check
 
 
+@pytest.fixture
+def fused_products(monkeypatch):
+    """Let the interpreter round a product and the sum that it goes into once, as a GPU does."""
+    from triton.runtime import interpreter
+
+    beside_this_file("fused_products").install(interpreter.InterpreterBuilder, monkeypatch.setattr)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter(request):
     if os.environ.get("TRITON_INTERPRET") == "1" and not request.config.getoption("--unpatched-interpreter"):

@@ -5,10 +5,14 @@ announced or its group waited for, a product is computed when it is waited for, 
 wrote is NaN. So a place of a ring that is freed too soon, or read too soon, shows in the result, and partitions that wait for each
 other end in an error. Partitions take turns where one has written to shared memory and where it is about to read its products'
 operands, by lot: what two of them write to one place shows as well. Layouts, memory fences and barriers among the warps of one
-partition are not simulated: that they fit is for the compiler, and for a GPU.
+partition are not simulated: that they fit is for the compiler, and for a GPU. A product of float32 numbers and the sum that it goes into
+are rounded once, for the compiler makes one instruction of the two.
 """
 
+import ast
+import inspect
 import random
+import textwrap
 import threading
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
@@ -345,6 +349,7 @@ STAND_INS: dict[str, Any] = {
     "layout_of": lambda x: None,
     "bits_of": lambda x: x.view(torch.int32),
     "float_of": lambda bits: bits.view(torch.float32),
+    "power_of_two": lambda exponent: torch.exp2(exponent.float()),
     # of a product's tile (queries, 8, columns), row r of the eight lies in the lanes 4 r to 4 r + 3
     "exchange_lanes": lambda x, distance: x[:, torch.arange(8) ^ distance // 4],
     "warpgroup_mma": _multiply,
@@ -404,4 +409,42 @@ def _plain(function: FunctionType, seen: dict[int, dict[str, Any]]) -> Callable[
                 namespace[name] = _plain(value.fn, seen)
             elif type(value).__name__ == "constexpr":
                 namespace[name] = value.value
-    return FunctionType(function.__code__, seen[id(names)], function.__name__, function.__defaults__)
+        namespace["_product_plus"] = _product_plus
+    return FunctionType(_fused_code(function), seen[id(names)], function.__name__, function.__defaults__)
+
+
+_CODES: dict[Any, Any] = {}
+
+
+def _fused_code(function: FunctionType) -> Any:
+    """Return the code of `function`, with `_product_plus` in place of a product and the sum or difference that it stands in."""
+    if function.__code__ not in _CODES:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+        tree.body[0].decorator_list = []  # type: ignore[attr-defined]
+        ast.increment_lineno(tree, first - 1)
+        module = compile(ast.fix_missing_locations(_Fuse().visit(tree)), function.__code__.co_filename, "exec")
+        _CODES[function.__code__] = next(x for x in module.co_consts if getattr(x, "co_name", None) == function.__name__)
+    return _CODES[function.__code__]
+
+
+class _Fuse(ast.NodeTransformer):
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        for product, other, is_left in ((node.left, node.right, True), (node.right, node.left, False)):
+            if isinstance(node.op, ast.Add | ast.Sub) and isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult):
+                factor, addend = product.left, other
+                if isinstance(node.op, ast.Sub):
+                    factor, addend = (factor, ast.UnaryOp(ast.USub(), addend)) if is_left else (ast.UnaryOp(ast.USub(), factor), addend)
+                call = ast.Call(ast.Name("_product_plus", ast.Load()), [factor, product.right, addend], [])
+                return ast.copy_location(call, node)
+        return node
+
+
+def _product_plus(x: Any, y: Any, z: Any) -> Any:
+    """Return x * y + z, of float32 tensors rounded once; float64 holds the product exactly."""
+    tensors = [each for each in (x, y, z) if isinstance(each, Tensor)]
+    if tensors and all(each.dtype == torch.float32 for each in tensors) and not isinstance(z, Pointer):
+        x, y, z = (each.double() if isinstance(each, Tensor) else each for each in (x, y, z))
+        return (x * y + z).float()
+    return z + x * y

@@ -44,6 +44,11 @@ def evaluate(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeomet
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bf16", "fp16", "float32"])
 @pytest.mark.parametrize("branch", PLACES)
 def test_huge_scores_leave_everything_finite(branch: str, dtype: torch.dtype, size: float) -> None:
+    assert_huge_scores_are_right(branch, dtype, size)
+
+
+def assert_huge_scores_are_right(branch: str, dtype: torch.dtype, size: float) -> None:
+    """Assert that gradients are finite, and out and dv exact, for q and keys of `size` or the largest that dtype multiplies."""
     shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
     inputs = scaled(make_inputs(shape, device=DEVICE), min(size, torch.finfo(dtype).max / 8)).to(dtype)
     indices = random_block_indices(shape, holes=True, device=DEVICE)
@@ -125,7 +130,7 @@ def assert_gradients_forgive_roundings(branch: str, inputs: Inputs, indices: Ten
         # what delta's rounding of O leaves of dS, times keys and queries of `size`; a weight may be off by roundings of its score
         limit = 2**-6 * size + 0.2 * max(float(x.abs().max()) for x in exact[:2])
         assert max(max_error(dq, exact[0]), max_error(dk, exact[1])) <= limit
-        if size >= 1e4:
+        if size >= 300:
             assert max_error(dv, exact[2]) <= allowed_error(exact[2], torch.bfloat16)
 
 
@@ -135,6 +140,16 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: fl
     shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
     inputs = scaled(make_inputs(shape, device=DEVICE), size).to(torch.bfloat16)
     assert_gradients_forgive_roundings(branch, inputs, random_block_indices(shape, device=DEVICE), SMALL, size)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU always does so; the test above is this one there")
+@pytest.mark.usefixtures("fused_products")
+@pytest.mark.parametrize("branch", PLACES)
+def test_products_that_are_rounded_once_leave_peaked_rows_exact(branch: str) -> None:
+    # the largest weight of a row is then 1 up to 2^-7, and bfloat16 rounds it by half of that
+    shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
+    inputs = scaled(make_inputs(shape), 300).to(torch.bfloat16)
+    assert_gradients_forgive_roundings(branch, inputs, random_block_indices(shape), SMALL, 300)
 
 
 NUM_QUERIES, SILENT_FROM = 60, 41

@@ -388,6 +388,15 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch, head_dims, si
 
 
 @pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("size", [8e3, 1e4, 1e18])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("branch", ["cmp", "win"])
+def test_huge_scores_leave_everything_finite(branch, dtype, size, extremes):
+    # some rows' scores lie below 2^22: their weights come from an lse that is off by up to a quarter
+    extremes.assert_huge_scores_are_right(branch, dtype, size)
+
+
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 def test_rows_without_a_gradient_give_none_whatever_their_scores_are(head_dims):
     length, silent_from = 200, 137

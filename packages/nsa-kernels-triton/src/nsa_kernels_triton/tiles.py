@@ -11,8 +11,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 EXTREME = tl.constexpr(2.0**22)
 """Scores of at least this size, in the units of `exponential`: their float32 rounding changes a weight by half of it or more."""
+RESTRAINED = tl.constexpr(2.0**15)
+"""Shifts of at least this size restrain a row's weights in the backward pass.
+
+Below it the roundings of lse and of the shift, 2^-24 of the score each, change a weight by less than 2^-8, which is what results of 16
+bits may be off; just below EXTREME they would change the one weight of a row by a quarter.
+"""
 EXTREME_MARGIN = tl.constexpr(2.0**-21)
-"""Bound on the rounding of such a score and of its lse together, as a share of the score."""
+"""Bound on the rounding of a score and of its lse together, as a share of the score."""
 WIDEST_REFINED = tl.constexpr(2.0**10)
 """Below this shift a sum of weights is exact enough to show whether it lacks 2^-12; calls with larger ones run the loops for extremes."""
 
@@ -69,21 +75,35 @@ def coarser(shift, factor, coarse_factor):
 
 
 @triton.jit
-def shift_of(lse, EXACT: tl.constexpr):
+def divisor_of(row_sum, row_max, row_factor, dtype: tl.constexpr, EXACT: tl.constexpr):
+    """Return a row's sum of weights with its largest weight as it is in `dtype`.
+
+    That weight is 1 but for the rounding of row_max * row_factor, which `tl.fma` subtracts from unrounded products. Where it outweighs all
+    others, outputs come out as the value that has it, not all of them too large or too small by the weight's rounding to `dtype`.
+    """
+    if EXACT:
+        return row_sum
+    largest = tl.exp2(tl.fma(row_max, row_factor, -(row_max * row_factor)))
+    return row_sum + (cast(largest, dtype).to(tl.float32) - largest)
+
+
+@triton.jit
+def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
     """Return what `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0.
 
-    EXTREME shifts are lowered by the bound on their rounding: the largest weights are 1 or more there, and are cut at `largest_weight`.
+    Shifts from LOWERED_FROM on are lowered by the bound on their rounding: the largest weights are 1 or more there, and are to be cut at 1.
     """
     shift = lse if EXACT else lse * LOG2E
     size = tl.abs(shift)
-    shift = tl.where((size >= EXTREME) & (size < float("inf")), shift - size * EXTREME_MARGIN, shift)
+    shift = tl.where((size >= LOWERED_FROM) & (size < float("inf")), shift - size * EXTREME_MARGIN, shift)
     return tl.where(lse == float("-inf"), float("inf"), shift)
 
 
 @triton.jit
 def largest_weight(shift):
-    """Return the limit at which weights of rows are cut: 1 where scores are EXTREME, because rounding may exceed it, else infinity."""
-    return tl.where(tl.abs(shift) < EXTREME, float("inf"), 1.0)
+    """Return the limit at which weights of rows are cut: 1 where shifts are RESTRAINED, because `shift_of` lowers them, else infinity."""
+    # what was RESTRAINED before it was lowered
+    return tl.where(tl.abs(shift) < RESTRAINED * (1 - EXTREME_MARGIN), float("inf"), 1.0)
 
 
 @triton.jit
@@ -115,7 +135,7 @@ def refined_delta(weights, dweights, delta, dlse, shift, is_end, EXACT: tl.const
 @triton.jit
 def lowered_by(extremes_ptr):
     """Return the number of powers of two by which dS must be lowered for float16 to hold it; see `launch.no_extremes`."""
-    # squares are below 2^(exponent - 126); |dS| <= 2 |dO| |v| + |dlse|, and twice that where scores are nearly EXTREME
+    # squares are below 2^(exponent - 126); |dS| <= 2 |dO| |v| + |dlse|, and a weight may exceed 1 by roundings
     square = (tl.load(extremes_ptr + 1) >> 23) + (tl.load(extremes_ptr + 2) >> 23) - 252
     bound = tl.maximum((square + 1) // 2 + 1, (tl.load(extremes_ptr + 3) >> 23) - 126) + 1
     return tl.minimum(tl.maximum(bound - 14, 0), 126)

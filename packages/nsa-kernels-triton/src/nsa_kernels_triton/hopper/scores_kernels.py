@@ -265,7 +265,7 @@ def _score(
             exists = (queries <= last_query) & (rows % HEADS < HG)
             heads = (q_row0 + queries) * H + group * HG + rows % HEADS
             lse = gl.load(lse_ptr + heads, mask=exists, other=float("-inf"))
-            shift = shift_of(lse, False)
+            shift = shift_of(lse, False, EXTREME)
             size = gl.abs(shift)
             extreme = gl.max(((size >= EXTREME) & (size < float("inf"))).to(gl.int32), 0)
             _first, ends = visible_keys(gl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)

@@ -9,9 +9,11 @@ import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
+    RESTRAINED,
     WIDEST_REFINED,
     cast,
     coarser,
+    divisor_of,
     dot,
     exponential,
     find_sequence,
@@ -77,7 +79,7 @@ def _forward_step(
     # a row that has seen nothing yet is lowered by 0
     largest = tl.where(new_max == float("-inf"), 0.0, new_max)
     row_factor = coarser(largest * factor, factor, coarse_factor)
-    weights = exponential(products * row_factor[:, None] - (largest * row_factor)[:, None], EXACT)
+    weights = exponential(tl.fma(products, row_factor[:, None], -(largest * row_factor)[:, None]), EXACT)
     if MASK != NONE:
         # masked after it is scaled: 0 * -inf would be NaN
         weights = tl.where(is_visible, weights, 0.0)
@@ -167,7 +169,9 @@ def forward_kernel(
             G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
         )  # fmt: skip
     sees_any = first < end
-    inverse = 1.0 / tl.where(sees_any, row_sum, 1.0)
+    largest = tl.where(sees_any, row_max, 0.0)
+    row_factor = coarser(largest * factor, factor, coarse_factor)
+    inverse = 1.0 / tl.where(sees_any, divisor_of(row_sum, largest, row_factor, v_ptr.dtype.element_ty, EXACT), 1.0)
     # what a row holds that sees nothing may be NaN
     acc1 = tl.where(sees_any[:, None], acc1 * inverse[:, None], 0.0)
     store_columns(out_ptr, heads * D_V, exists, acc1, 0, V1, D_V)
@@ -559,7 +563,7 @@ def _store_delta(
     delta = tl.where(has_gradient, tl.sum(out * dout, 1) - dlse, 0.0)
     tl.store(delta_ptr + rows, delta, mask=exists)
     lse = tl.load(lse_ptr + rows, mask=exists, other=float("-inf"))
-    shift = shift_of(lse, EXACT)
+    shift = shift_of(lse, EXACT, RESTRAINED)
     tl.store(shift_ptr + rows, tl.where(has_gradient, shift, float("inf")), mask=exists)
     # NaN is not below
     is_extreme = (lse != float("-inf")) & ((tl.abs(shift) < WIDEST_REFINED) == 0)

@@ -11,6 +11,7 @@ from nsa_kernels_triton.tiles import (
     cast,
     coarser,
     cut,
+    divisor_of,
     dot,
     exponential,
     load_columns,
@@ -75,6 +76,8 @@ def forward_kernel(
         k2 = load_columns(k_ptr, keys * D_K, key_mask, K1, K2, D_K, True)
     if V2 > 0:
         v2 = load_columns(v_ptr, keys * D_V, key_mask, V1, V2, D_V, True)
+    # beyond every query
+    seen_keys = tl.where(key_mask, key_rows, 0x7FFFFFFF)
     # offsets within a chunk fit 32 bits
     q_ptr += (wide(first_row) * H + group * HG) * D_K
     out_ptr += group * (SLOTS_TOTAL * HG * D_V)
@@ -97,16 +100,17 @@ def forward_kernel(
         if K2 > 0:
             q2 = load_columns(q_ptr, heads, exists, K1, K2, D_K, True)
             scores = dot(q2, tl.trans(k2), scores)
-        is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
+        is_visible = seen_keys[None, :] <= own_key[:, None]
         row_max = tl.max(tl.where(is_visible, scores, float("-inf")), 1)
         # rows that do not exist see nothing
         row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
         row_factor = coarser(row_max * factor, factor, coarse_factor)
         # masked after it is scaled: 0 * -inf would be NaN
-        weights = exponential(scores * row_factor[:, None] - (row_max * row_factor)[:, None], EXACT)
+        weights = exponential(tl.fma(scores, row_factor[:, None], -(row_max * row_factor)[:, None]), EXACT)
         weights = tl.where(is_visible, weights, 0.0)
         row_sum = tl.sum(weights, 1)
-        inverse = 1.0 / tl.where(row_sum > 0, row_sum, 1.0)
+        row_sum = tl.where(row_sum > 0, row_sum, 1.0)
+        inverse = 1.0 / divisor_of(row_sum, row_max, row_factor, v1.dtype, EXACT)
         weights = cast(weights, v1.dtype)
         target = (local * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
         acc1 = dot(weights, v1, tl.zeros([BLOCK_ROWS, V1], tl.float32))
@@ -114,7 +118,7 @@ def forward_kernel(
         if V2 > 0:
             acc2 = dot(weights, v2, tl.zeros([BLOCK_ROWS, V2], tl.float32))
             store_columns(out_ptr, target * D_V, exists, acc2 * inverse[:, None], V1, V2, D_V)
-        tl.store(lse_ptr + target, log_sum(row_max * factor, tl.where(row_sum > 0, row_sum, 1.0), EXACT), mask=exists)
+        tl.store(lse_ptr + target, log_sum(row_max * factor, row_sum, EXACT), mask=exists)
 
 
 @CachedLaunch
