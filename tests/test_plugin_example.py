@@ -113,6 +113,15 @@ print(json.dumps({
 """
 
 
+def write_package(folder, name, source):
+    """Install a package of one module with a plug-in of the same name, as pip would leave it."""
+    (folder / f"{name}.py").write_text(source)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[nsa]\n{name} = {name}\n")
+
+
 def run(folders, *command):
     """Run Python with `folders` among its packages."""
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
