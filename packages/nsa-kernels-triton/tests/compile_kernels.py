@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Target:
-    """What triton asks its driver for, answered for a GPU that is not here."""
+    """A driver of triton for a GPU that is not here."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
@@ -67,7 +67,7 @@ class Compiler:
         self.found: set[tuple[str, int]] = set()
 
     def install(self) -> None:
-        """Take the place of every launch in this process."""
+        """Replace every launch in this process."""
         launch = JITFunction.run
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

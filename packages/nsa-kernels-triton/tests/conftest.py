@@ -54,7 +54,7 @@ def extremes():
 
 @pytest.fixture
 def check_late_stream(monkeypatch, simulator):
-    """Give what asserts, on a CPU, that no result of a function changes where what is launched beside others runs at the join.
+    """Give what asserts, on a CPU, that no result of a function changes where launches on the second stream run at the join.
 
     It returns how many launches that were.
     """

@@ -2,9 +2,9 @@
 
 Triton interprets no Gluon. Here its operations are done by torch, as late as the code allows: a copy lands when its arrival is
 announced or its group waited for, a product is computed when it is waited for, from what shared memory holds by then; what nobody
-wrote is NaN. So a place of a ring that is freed too soon, or read too soon, shows in the result, and partitions that wait for each
+wrote is NaN. So a stage of a ring buffer that is freed too soon, or read too soon, shows in the result, and partitions that wait for each
 other end in an error. Partitions take turns where one has written to shared memory and where it is about to read its products'
-operands, by lot: what two of them write to one place shows as well. Layouts, memory fences and barriers among the warps of one
+operands, by lot: two writes to one address show as well. Layouts, memory fences and barriers among the warps of one
 partition are not simulated: that they fit is for the compiler, and for a GPU. A product of float32 numbers and the sum that it goes into
 are rounded once, for the compiler makes one instruction of the two.
 """
@@ -63,9 +63,9 @@ class Shared:
     def __init__(self, data: Tensor) -> None:
         self.data, self.dtype = data, data.dtype
 
-    def index(self, place: Any) -> "Shared":
+    def index(self, stage: Any) -> "Shared":
         """Return one of several."""
-        return Shared(self.data[int(place)])
+        return Shared(self.data[int(stage)])
 
     def permute(self, axes: tuple[int, ...]) -> "Shared":
         """Return a transposed view."""
@@ -174,9 +174,9 @@ class Barrier:
 class Barriers(list[Barrier]):
     """Several of them."""
 
-    def index(self, place: Any) -> Barrier:  # type: ignore[override]
+    def index(self, stage: Any) -> Barrier:  # type: ignore[override]
         """Return one."""
-        return self[int(place)]
+        return self[int(stage)]
 
 
 class Product:
@@ -262,14 +262,14 @@ def _land(groups: list[list[tuple[Shared, Pointer, Any]]]) -> None:
 def _release(barrier: Barrier, *, count: int, pred: Any = True) -> None:
     if pred:
         barrier.arrive(count)
-        # the loading warps go on: what is freed too soon is overwritten
+        # the producer warps go on: a stage that is freed too soon is overwritten
         _here().pass_on()
 
 
 def _arrive_landed(barrier: Barrier, *, increment_count: bool) -> None:
     assert not increment_count
     _land(_here().copies)
-    # all 128 threads of the loading warps
+    # all 128 threads of the producer warps
     barrier.arrive(128)
 
 
@@ -375,7 +375,7 @@ class Simulated:
         self.num_launches = 0
         self.arguments: tuple[Any, ...] = ()
         self.constants: dict[str, Any] = {}
-        """Of the last launch."""
+        """The last launch's."""
         self.launches: list[tuple[dict[str, Any], int]] = []
         """The constants of every launch, and how many of its programs came to where their warps part."""
 
@@ -390,8 +390,8 @@ class Simulated:
         placed = [Pointer.to(x) if isinstance(x, Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
         for option in ("num_warps", "maxnreg"):
             constants.pop(option)
-        for place in range(sizes[0] * sizes[1] * sizes[2]):
-            row, column = place % sizes[0], place // sizes[0]
+        for program in range(sizes[0] * sizes[1] * sizes[2]):
+            row, column = program % sizes[0], program // sizes[0]
             _PROGRAM.update(grid=sizes, id=(row, column % sizes[1], column // sizes[1]))
             self.body(*placed, **constants)
         self.launches.append((constants, len(_PARTED)))

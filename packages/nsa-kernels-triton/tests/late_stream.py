@@ -1,4 +1,4 @@
-"""A second stream that lags, without a GPU: what is launched beside others runs as late as it may, at the join."""
+"""A second stream that lags, without a GPU: a launch on it runs as late as it may, at the join."""
 
 import gc
 import math
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LateStream:
-    """Stands in for `fork_stream` and `join_stream`; what torch itself does beside is done at once.
+    """Stands in for `fork_stream` and `join_stream`; torch's own operations are done at once.
 
     Tensors that are given back before the join are missed then, but for the stream's own scratch, which is gone after it.
     """

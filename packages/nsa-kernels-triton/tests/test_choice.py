@@ -16,7 +16,7 @@ from nsa_kernels_triton.plugin import TritonBackend
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE = 16
 NAN = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-"""What a GPU's arithmetic makes."""
+"""NaN as a GPU's arithmetic makes it."""
 SCORES = {
     "all different": lambda x: x,
     "many equal": lambda x: (4 * x).floor() / 4,

@@ -100,7 +100,7 @@ def composed(indices: Tensor, **options: Any) -> Callable[..., Tensor]:
             selected_attention(q, k_slc, v_slc, indices, **keywords).out,
             sliding_window_attention(q, k_win, v_win, **keywords).out,
         )
-        return torch.stack([out * gates[..., place, None] for place, out in enumerate(outs)]).sum(0)
+        return torch.stack([out * gates[..., index, None] for index, out in enumerate(outs)]).sum(0)
 
     return run
 
@@ -142,7 +142,7 @@ def torchs(indices: Tensor) -> Callable[..., Tensor]:
         )
         pairs = ((k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win))
         outs = [fused_attention(q, *pair, mask) for pair, mask in zip(pairs, seen, strict=True)]
-        return torch.stack([out * gates[..., place, None] for place, out in enumerate(outs)]).sum(0)
+        return torch.stack([out * gates[..., index, None] for index, out in enumerate(outs)]).sum(0)
 
     return run
 
@@ -151,8 +151,8 @@ NAMES = ("out", "dq", "dk_cmp", "dv_cmp", "dk_slc", "dv_slc", "dk_win", "dv_win"
 
 
 def assert_exact(ours: list[Tensor], exact: list[Tensor], yardstick: list[Tensor] | None = None) -> None:
-    for place, (name, x, truth) in enumerate(zip(NAMES, ours, exact, strict=True)):
-        torch_error = 0.0 if yardstick is None else max_error(yardstick[place], truth)
+    for index, (name, x, truth) in enumerate(zip(NAMES, ours, exact, strict=True)):
+        torch_error = 0.0 if yardstick is None else max_error(yardstick[index], truth)
         error, limit = max_error(x, truth), allowed_error(truth, x.dtype, torch_error)
         print(f"{name}: {error:.2e} of {limit:.2e}, torch's own {torch_error:.2e}")
         assert error <= limit, f"{name} is off by {error:.2e} (allowed: {limit:.2e})"
@@ -217,7 +217,7 @@ def test_scores_far_above_a_rows_first_ones_are_exact(head_dims: tuple[int, int]
         (sliding_window_attention, inputs.k_win, inputs.v_win, 700),
         (compressed_attention, inputs.k_cmp, inputs.v_cmp, 80),
     ):
-        # weights that have no place in float32, of some rows
+        # weights of some rows that float32 cannot hold
         k = k * torch.where(rows[: k.shape[1]] % 131 == first % 131, 60, 1)[:, None, None].bfloat16()  # noqa: PLW2901 - few of the keys
         ours, yardstick, exact = (
             attend(inputs.q.to(dtype), k.to(dtype), v.to(dtype), geometry=GEOMETRY, backend=backend)
@@ -284,8 +284,8 @@ def test_steps_over_stores_never_read_what_does_not_count(head_dims: tuple[int, 
     dirty = [x.clone() for x in clean.tensors]
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         dirty[0][row, count:], dirty[7][row, count:] = math.nan, math.nan
-        for place, store in enumerate(dirty[1:7]):
-            held = num_compressed_blocks(start + count, GEOMETRY) if place < 2 else start + count
+        for index, store in enumerate(dirty[1:7]):
+            held = num_compressed_blocks(start + count, GEOMETRY) if index < 2 else start + count
             store[row, held:] = math.nan
     out = kernels(**options)(*dirty)
     assert not out[1, 7:].any()
@@ -412,8 +412,8 @@ def test_a_graph_captures_forward_and_backward(sizes: dict[str, int]) -> None:
 
     graph, results = captured(step)
     with torch.no_grad():
-        for place, x in enumerate(other.tensors):
-            static.tensors[place].copy_(x)
+        for index, x in enumerate(other.tensors):
+            static.tensors[index].copy_(x)
     graph.replay()
     torch.cuda.synchronize()
     for replayed, eager in zip(results, step(), strict=True):
@@ -474,7 +474,7 @@ def test_streams_wait_for_each_other(operation: str, lengths: tuple[int, ...] | 
         assert torch.equal(ours, same)
 
 
-def test_what_runs_beside_a_failure_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_waits_for_the_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(2731, **EVEN)
     evaluate(kernels(), inputs.tensors)
     leaves = [x.detach().clone().requires_grad_() for x in inputs.tensors]

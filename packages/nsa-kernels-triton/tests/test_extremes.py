@@ -19,7 +19,7 @@ from nsa_kernels_triton.selected import op as selected
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GEOMETRY = BlockGeometry()
-PLACES = {"cmp": (0, 1, 2), "slc": (0, 3, 4), "win": (0, 5, 6)}
+OPERANDS = {"cmp": (0, 1, 2), "slc": (0, 3, 4), "win": (0, 5, 6)}
 NAMES = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
 HALF = [torch.bfloat16, torch.float16]
 
@@ -33,7 +33,7 @@ def scaled(inputs: Inputs, of_scores: float = 1, of_values: float = 1) -> Inputs
 def evaluate(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, backend: str) -> list[Tensor]:
     """Return out and the gradients of q, k and v of one branch."""
     function = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
-    leaves = [inputs.tensors[place].detach().clone().requires_grad_() for place in PLACES[branch]]
+    leaves = [inputs.tensors[index].detach().clone().requires_grad_() for index in OPERANDS[branch]]
     extra = (indices,) if branch == "slc" else ()
     out = function(*leaves, *extra, geometry=geometry, backend=backend).out
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16).to(out)
@@ -42,7 +42,7 @@ def evaluate(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeomet
 
 @pytest.mark.parametrize("size", [1e4, 1e18])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=["bf16", "fp16", "float32"])
-@pytest.mark.parametrize("branch", PLACES)
+@pytest.mark.parametrize("branch", OPERANDS)
 def test_huge_scores_leave_everything_finite(branch: str, dtype: torch.dtype, size: float) -> None:
     assert_huge_scores_are_right(branch, dtype, size)
 
@@ -73,7 +73,7 @@ def test_huge_scores_choose_the_blocks_that_have_the_weight(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("size", [1e4, 6e4])
-@pytest.mark.parametrize("branch", PLACES)
+@pytest.mark.parametrize("branch", OPERANDS)
 def test_huge_values_leave_float16_gradients_exact(branch: str, size: float) -> None:
     shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=16, head_dim_v=64)
     inputs = make_inputs(shape, device=DEVICE)
@@ -106,7 +106,7 @@ def test_float16_gradients_are_lowered_for_huge_values_alone() -> None:
 
 def backward_of(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, roundings: int) -> list[Tensor]:
     """Return the gradients of q, k and v for dO of ones and twos, from an lse that is some roundings off, as another order of sums makes it."""
-    q, k, v = (inputs.tensors[place] for place in PLACES[branch])
+    q, k, v = (inputs.tensors[index] for index in OPERANDS[branch])
     extra = (indices,) if branch == "slc" else ()
     function = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
     out, lse = function(q, k, v, *extra, geometry=geometry, backend="triton")
@@ -119,7 +119,7 @@ def backward_of(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeo
 
 def assert_gradients_forgive_roundings(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, size: float) -> None:
     """Assert that gradients of an lse that is two roundings off, either way, are as exact as what a weight on one key asks for."""
-    operands = [inputs.tensors[place].double().requires_grad_() for place in PLACES[branch]]
+    operands = [inputs.tensors[index].double().requires_grad_() for index in OPERANDS[branch]]
     function = {"cmp": compressed_attention, "slc": selected_attention, "win": sliding_window_attention}[branch]
     extra = (indices,) if branch == "slc" else ()
     out = function(*operands, *extra, geometry=geometry, backend="sdpa").out
@@ -135,7 +135,7 @@ def assert_gradients_forgive_roundings(branch: str, inputs: Inputs, indices: Ten
 
 
 @pytest.mark.parametrize("size", [100, 300, 1e5, 1e18])
-@pytest.mark.parametrize("branch", PLACES)
+@pytest.mark.parametrize("branch", OPERANDS)
 def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: float) -> None:
     shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)
     inputs = scaled(make_inputs(shape, device=DEVICE), size).to(torch.bfloat16)

@@ -53,7 +53,7 @@ def simulated(monkeypatch, simulator):
 
     def short_pipeline(request):
         found = config_of(request._replace(itemsize=2))
-        # so short that every place is used again, and no shorter than a kernel can do with
+        # so short that every stage is used again, and no shorter than a kernel can do with
         stages = 3 if request.kind == "selected_backward" else 2
         return evolve(found, num_stages=stages) if isinstance(found, PipelineConfig) else found
 
@@ -219,7 +219,7 @@ FINE = BlockGeometry(16, 4, 16, 3, 1, 1, 50)
                head_dim_qk=128, head_dim_v=64), 2**28),
         # chunks of rows that begin and end within tiles, and within a sequence
         (Shape(geometry=FINE, num_queries=250, batch=2, num_heads=12, num_kv_heads=1, head_dim_qk=128, head_dim_v=64), 8 * 16 * 90),
-        # three strides to a block, where four have a place
+        # three strides to a block, where four fit
         (Shape(geometry=evolve(FINE, selection_block_size=12, compression_block_size=8), num_queries=250, num_heads=9, num_kv_heads=1,
                head_dim_qk=192, head_dim_v=64), 2**28),
         (Shape(geometry=evolve(FINE, compression_block_size=4), num_queries=250, num_heads=16, num_kv_heads=1,
@@ -407,8 +407,8 @@ def test_rows_without_a_gradient_give_none_whatever_their_scores_are(head_dims):
 
     def evaluate(size):
         leaves = [x.clone() for x in inputs.tensors]
-        for place in (1, 3, 5):
-            future = leaves[place][:, seen[place] :]
+        for operand in (1, 3, 5):
+            future = leaves[operand][:, seen[operand] :]
             future.copy_(size * torch.sign(future))
         leaves = [x.requires_grad_() for x in leaves]
         out = nsa_attention(*leaves, geometry=GEOMETRY, backend="triton")

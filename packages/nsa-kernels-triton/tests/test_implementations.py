@@ -169,7 +169,7 @@ def test_routing_can_show_what_keeps_the_kernels_of_9_0_off(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", pipelines.PIPELINES)
-def test_computing_and_loading_threads_share_the_registers_of_a_program(kind):
+def test_consumer_and_producer_threads_share_the_registers_of_a_program(kind):
     for config in (*pipelines.PIPELINES[kind].values(), *(wide for name, wide in pipelines.WIDE_PIPELINES.items() if name == kind)):
         # setmaxnreg takes multiples of 8 from 24 to 256
         assert config.loader_registers % 8 == 0

@@ -71,9 +71,9 @@ def evaluate_torchs(function: Callable[..., Any], operands: tuple[Tensor, ...]) 
 
 
 def assert_within_twice_torchs_error(ours: list[Tensor], fused: list[Tensor], exact: list[Tensor]) -> None:
-    for place, (x, yardstick, truth) in enumerate(zip(ours, fused, exact, strict=True)):
+    for index, (x, yardstick, truth) in enumerate(zip(ours, fused, exact, strict=True)):
         error, limit = max_error(x, truth), allowed_error(truth, x.dtype, max_error(yardstick, truth))
-        assert error <= limit, f"{'gradient ' + str(place - 1) if place else 'out'} is off by {error:.2e} (allowed: {limit:.2e})"
+        assert error <= limit, f"{'gradient ' + str(index - 1) if index else 'out'} is off by {error:.2e} (allowed: {limit:.2e})"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What must hold of every backend, branch by branch and fused; in Triton's interpreter without a GPU, on it with one."""
+"""Properties of every backend, branch by branch and fused; in Triton's interpreter without a GPU, on it with one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who waits for whom when kernels run beside each other, and that results are right where the second stream is late.
+"""Who waits for whom when kernels run on two streams, and that results are right where the second stream is late.
 
 On a GPU either stream is held up (test_cuda.py).
 """
@@ -89,7 +89,7 @@ def test_an_op_that_fails_joins(gpu):
     assert gpu.waits == ["second 1 for first"] * 2 + ["first for second 1"]
 
 
-def test_an_op_that_fails_before_anything_ran_beside_may_be_captured(gpu):
+def test_an_op_that_fails_before_it_forked_a_stream_may_be_captured(gpu):
     @streams.on_its_device
     def fails(queries):
         raise MemoryError
@@ -121,7 +121,7 @@ def strided(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU nothing runs beside")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU there is no second stream")
 @pytest.mark.usefixtures("nan_buffers")
 @pytest.mark.filterwarnings("ignore:.*against policy.*")
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 KERNELS = {
     "forward_kernel", "dq_kernel", "dkdv_kernel", "delta_kernel", "scores_kernel", "choose_kernel", "backward_kernel", "merge_kernel",
     "merge_dq_kernel", "branch_deltas_kernel", "describe_rows_kernel", "mark_kernel", "count_kernel", "list_kernel", "cut_kernel",
-    "add_extras_kernel", "add_splits_kernel",
+    "add_partials_kernel", "add_splits_kernel",
 }  # fmt: skip
 # dQ is portable on 9.0 where lse has a gradient
 REPLACED = {"forward_kernel", "dkdv_kernel", "scores_kernel", "backward_kernel"}
 ALONE = {"hopper forward forward_kernel", "hopper dkdv dkdv_kernel", "hopper dq dq_kernel", "hopper scores scores_kernel"}
-"""What compute capability 9.0 has in place of them, each program with a multiprocessor to itself."""
+"""The kernels of compute capability 9.0 that replace them, each program with a multiprocessor to itself."""
 HOPPER = ALONE | {"hopper selected forward_kernel", "hopper selected backward_kernel"}
 WIDE = HOPPER - {"hopper selected backward_kernel"} | {"hopper wide backward_kernel"}
 """The same for heads of q in two parts, whose selected backward has a multiprocessor to itself as well."""
@@ -39,7 +39,7 @@ def compiled(environment, capability, head_dims, operations, *cases):
 
 def assert_within_shared_memory(found, capability):
     limit = shared_memory_bytes(capability)
-    # of the other kernels for 9.0 two programs share a multiprocessor, and each takes 1 KiB beside its own
+    # two programs of the other kernels for 9.0 share a multiprocessor, and each takes 1 KiB more than its own
     shared = HOPPER - ALONE
     assert [each for each in found if each["shared"] > (limit // 2 if each["kernel"] in shared else limit)] == []
 

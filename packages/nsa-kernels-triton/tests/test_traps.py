@@ -367,8 +367,8 @@ def test_a_block_that_no_tile_divides_ends_where_it_ends(selection_block_size: i
     num_groups = inputs.k_slc.shape[2]
     block_indices = torch.stack([own * 0, second, own * 0 - 1], -1)[None, :, None].expand(1, -1, num_groups, -1).contiguous()
     leaves, exact = inputs.with_grad(), inputs.to(torch.float64).with_grad()
-    found = [leaves.tensors[place] for place in (0, 3, 4)]
-    truth = [exact.tensors[place] for place in (0, 3, 4)]
+    found = [leaves.tensors[index] for index in (0, 3, 4)]
+    truth = [exact.tensors[index] for index in (0, 3, 4)]
     out = selected_attention(*found, block_indices, geometry=geometry, **OPTIONS).out
     expected = naive.selected_attention(*truth, block_indices, geometry=geometry).out
     assert_close(out, expected)
@@ -381,12 +381,12 @@ def test_a_block_that_no_tile_divides_ends_where_it_ends(selection_block_size: i
 def test_any_scale_is_a_scale(scale: float) -> None:
     inputs = inputs_of(Shape(num_queries=40))
     leaves, exact = inputs.with_grad(), inputs.to(torch.float64).with_grad()
-    for ours, oracle, places in (
+    for ours, oracle, indices in (
         (compressed_attention, naive.compressed_attention, (0, 1, 2)),
         (sliding_window_attention, naive.sliding_window_attention, (0, 5, 6)),
     ):
-        found = [leaves.tensors[place] for place in places]
-        truth = [exact.tensors[place] for place in places]
+        found = [leaves.tensors[index] for index in indices]
+        truth = [exact.tensors[index] for index in indices]
         out = ours(*found, geometry=SMALL, scale=scale, **OPTIONS).out
         expected = oracle(*truth, geometry=SMALL, scale=scale).out
         assert_close(out, expected)

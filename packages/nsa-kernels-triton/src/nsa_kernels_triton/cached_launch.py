@@ -13,11 +13,11 @@ _INT32 = range(-(2**31), 2**31)
 class CachedLaunch:
     """A jit function that finds its compiled kernels by itself: `kernel[grid](*arguments, **constants)`, as ever.
 
-    The key tells apart what Triton compiles apart on NVIDIA's GPUs: of a tensor its dtype and where it starts within 16 bytes, of
-    a whole number, below 2**63, whether it is 1, divides by 16, and fits an int32. Equal constants are one: of True, 1 and 1.0 a
-    caller passes one kind. A kernel that Triton compiled once is launched with addresses in place of tensors, and without its
-    hooks before a run; settings for debugging and instrumentation are those of the first launch. What else a jit function has is
-    passed through, and on a CPU it is launched itself.
+    Two keys differ where Triton compiles two kernels on NVIDIA's GPUs. A tensor's part is its dtype and its address modulo 16 bytes;
+    a whole number's part, below 2**63, is whether it is 1, divides by 16, and fits an int32. Equal constants are one: a caller passes
+    True, 1 or 1.0, not several of them. A kernel that Triton compiled once is launched with addresses in place of tensors, and without its
+    hooks before a run; settings for debugging and instrumentation are those of the first launch. Other attributes are those of the
+    jit function, and on a CPU it is launched itself.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -29,7 +29,7 @@ class CachedLaunch:
         return getattr(self.kernel, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return what launches `grid` on the current device, the first tensor's."""
+        """Return a function that launches `grid` on the current device, the first tensor's."""
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

@@ -21,12 +21,12 @@ SHARED_MEMORY_BYTES = {
     (12, 0): 99 * KIB,
     (12, 1): 99 * KIB,
 }
-"""What one program may use, by compute capability (CUDA programming guide)."""
+"""Shared memory that one program may use, by compute capability (CUDA programming guide)."""
 SMALLEST = 99 * KIB
 
 
 def shared_memory_bytes(capability: tuple[int, int]) -> int:
-    """Return what one program may use on a GPU of `capability`; unknown ones count as the smallest."""
+    """Return the shared memory that one program may use on a GPU of `capability`; an unknown one counts as the smallest."""
     return SHARED_MEMORY_BYTES.get(capability, SMALLEST)
 
 

@@ -14,7 +14,7 @@ from nsa_kernels_triton.pipelines import COPIED_BYTES, PIPELINE_CAPABILITY, WIDE
 from nsa_kernels_triton.tile_table import Tiles
 
 Config = PipelineConfig | Tiles
-"""How a kernel cuts its work; the type tells which implementation it is of."""
+"""How a kernel cuts its work; the type says which implementation it belongs to."""
 
 KINDS_OF: dict[Operation, tuple[str, ...]] = {
     Operation.CMP: ("compressed_forward", "interval_dq", "interval_dkdv"),
@@ -34,7 +34,7 @@ STRIDES = (2, 16)
 
 
 class KernelRequest(NamedTuple):
-    """What decides which implementation of a kernel runs. The defaults are no obstacle."""
+    """The facts that decide which implementation of a kernel runs. No default is a reason against one."""
 
     kind: str
     capability: tuple[int, int] | None
@@ -42,7 +42,7 @@ class KernelRequest(NamedTuple):
     head_dim_qk: int
     head_dim_v: int
     itemsize: int
-    """Of q, k and v, in bytes."""
+    """Bytes of a number in q, k and v."""
     has_gluon: bool = True
     """True where the installed Triton compiles the kernels of `hopper`."""
     is_aligned: bool = True
@@ -144,7 +144,7 @@ def _warn_without_gluon() -> None:
 
 
 def kernel_request(kind: str, q: Tensor, v: Tensor, *others: Tensor, **facts: Any) -> KernelRequest:
-    """Return the request of a launch over q, v and `others`; `facts` are the fields that they do not tell."""
+    """Return the request of a launch over q, v and `others`; `facts` are the fields that do not follow from the tensors."""
     # at every launch: a loop takes half of what `any` of a generator does
     addresses = q.data_ptr() | v.data_ptr()
     for x in others:
@@ -177,7 +177,7 @@ def notes_on(request: BranchRequest) -> tuple[str, ...]:
                 strides=geometry.selection_block_size // geometry.compression_stride,
             )
         )  # fmt: skip
-        # which Triton is installed is worth a word only where nothing else is in the way
+        # the installed Triton is reported only where nothing else stands against the kernel
         for reason in [x for x in objections if x != without_gluon()] or objections:
             kinds_by_reason.setdefault(reason, []).append(kind)
     return tuple(

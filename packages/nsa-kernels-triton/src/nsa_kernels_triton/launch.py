@@ -1,4 +1,4 @@
-"""What every launch needs: grids, sequences as kernel arguments, tiles of packed sequences, the operands of a backward pass."""
+"""The arguments of launches: grids, sequences, tiles of packed sequences, the operands of a backward pass."""
 
 import math
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ def optional(x: Tensor) -> Tensor | None:
 
 
 class Sequences(NamedTuple):
-    """Where rows and keys lie, as kernels take it. Nothing here was read on the host."""
+    """Where rows and keys lie, as kernels take it. No value of a tensor is read on the host."""
 
     batch: int
     num_queries: int
@@ -91,7 +91,7 @@ class Sequences(NamedTuple):
         return Tiling(cu_tiles, num_tiles + self.num_sequences, 1)
 
     def arguments(self, tiling: "Tiling") -> tuple[Any, ...]:
-        """Return what tells a kernel where rows and keys lie, in the kernels' order."""
+        """Return the tensors that say where rows and keys lie, in the order of a kernel's arguments."""
         return self.cu_seqlens, self.cu_keys, tiling.cu_tiles, self.start, self.count
 
 
@@ -111,14 +111,14 @@ class Tiling(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the backward pass of a branch reads. q, k, v and dout are contiguous."""
+    """The operands of the backward pass of one branch. q, k, v and dout are contiguous."""
 
     dout: Tensor
     delta: Tensor
-    """Of the ungated output."""
+    """dO . O - dlse, of the ungated output."""
     dlse: Tensor | None
     shift: Tensor
-    """Scores are lowered by it to get weights."""
+    """The exponentials subtract it from scores to get weights."""
     extremes: Tensor
     """The extremes of the branch; see `no_extremes`."""
     q: Tensor

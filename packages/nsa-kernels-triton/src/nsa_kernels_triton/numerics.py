@@ -1,4 +1,4 @@
-"""The numbers that kernels compute with: base 2 or e, factors of scores, extremes, and what is kept in float32."""
+"""The numbers that kernels compute with: base 2 or e, factors of scores, extremes, and results that are kept in float32."""
 
 import math
 from typing import NamedTuple
@@ -23,7 +23,7 @@ def is_exact(q: Tensor) -> bool:
 
 
 def score_factor(q: Tensor, scale: float) -> float:
-    """Return what kernels multiply products by: the scale, and log2(e) where they compute in base 2."""
+    """Return the factor by which kernels multiply products: the scale, and log2(e) where they compute in base 2."""
     return scale if is_exact(q) else scale * LOG2E
 
 
@@ -51,10 +51,10 @@ def exact_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 class ExactOut(NamedTuple):
-    """What the backward pass of one branch reads beside its results."""
+    """The tensor that the backward pass of one branch reads in addition to the branch's results."""
 
     out: Tensor
-    """That of `exact_out`."""
+    """The tensor of `exact_out`."""
 
     @classmethod
     def like(cls, queries: Queries, keys: Keys, *_choice: Tensor, geometry: BlockGeometry) -> "ExactOut":

@@ -22,9 +22,9 @@ class PipelineConfig:
     loader_registers: int
     """Registers of a producer thread; consumer threads share what is left."""
     num_parts: int = 2
-    """Of a tile's rows, or of its keys for dK and dV, each computed by four warps; of the selected kernels, the wide backward has two."""
+    """Consumer warpgroups, each with a part of a tile's rows (dK and dV: of its keys). Of the selected kernels, the wide backward has two."""
     num_programs: int = 2
-    """To a multiprocessor; read for the selected kernels alone, for of the others one program fills it."""
+    """Programs that share a multiprocessor. Read for the selected kernels alone: one program of any other kernel fills it."""
 
 
 # measured on an H200, at 32,768 tokens; kind -> columns of q's tiles -> pipeline
@@ -73,7 +73,7 @@ WIDE_PIPELINES: dict[str, PipelineConfig] = {
 PIPELINE_CAPABILITY = (9, 0)
 WIDEST_PIPELINE = 192
 COPIED_BYTES = 16
-"""What one instruction of the loading warps copies, at most: rows start there."""
+"""The most that one copy instruction of a producer warp moves; rows start at multiples of it."""
 
 
 @cache
@@ -85,7 +85,7 @@ def pipeline(kind: str, head_dim_qk: int, head_dim_v: int) -> PipelineConfig | N
     if any(2 * x % COPIED_BYTES or not WIDEST_EXACT < x <= WIDEST_PIPELINE for x in head_dims):
         return None
     parts = [pipeline_parts(x) for x in head_dims]
-    # results take the place of tiles of q
+    # the epilogue reuses the shared memory of q's tiles
     if parts[-1].first > parts[0].first or parts[-1].second > parts[0].second:
         return None
     return WIDE_PIPELINES.get(kind) if len(parts) == 2 and parts[1].second else PIPELINES[kind].get(sum(parts[0]))
@@ -122,6 +122,6 @@ def without_gluon() -> str:
     known = [version.removesuffix(".") for version in GLUON_VERSIONS]
     return (
         f"the kernels for compute capability 9.0 are off: Triton {_installed()} is installed, and they need {' or '.join(known)}, because "
-        f"Gluon differs between versions; the portable kernels run in their place, up to a third slower. Install triton=={known[-1]}.* and "
+        f"Gluon differs between versions; the portable kernels run instead, up to a third slower. Install triton=={known[-1]}.* and "
         f"a torch that works with it to have them"
     )

@@ -70,5 +70,5 @@ def second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
 
     Where a program has so many streams that they share, they wait for each other, and results stay right.
     """
-    # of two threads that come first, both get the one that is kept
+    # two threads that come first both get the stream that is kept
     return _SECOND_STREAMS.get(current) or _SECOND_STREAMS.setdefault(current, torch.cuda.Stream(current.device))

@@ -30,7 +30,7 @@ SMALLEST_PART = 16
 
 INTERPRETED = Tiles(16, 16, 4, 1)
 
-# bf16 and fp16, by the shared memory of a program; the largest is for 9.0 alone, whose matrix units need least beside the tiles
+# bf16 and fp16, by the shared memory of a program; the largest is for 9.0 alone, whose matrix units need least in addition to the tiles
 HALF: dict[int, Table] = {
     # measured on an H200, at 8,192 to 32,768 tokens
     227 * KIB: {

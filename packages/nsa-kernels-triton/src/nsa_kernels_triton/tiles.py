@@ -89,7 +89,7 @@ def divisor_of(row_sum, row_max, row_factor, dtype: tl.constexpr, EXACT: tl.cons
 
 @triton.jit
 def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
-    """Return what `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0.
+    """Return the shift that `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0.
 
     Shifts from LOWERED_FROM on are lowered by the bound on their rounding: the largest weights are 1 or more there, and are to be cut at 1.
     """
@@ -181,7 +181,7 @@ def store_columns(base_ptr, rows, row_mask, values, FIRST: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def place_of_program(num_tiles, num_columns):
+def program_position(num_tiles, num_columns):
     """Return tile, column of sequences and group of a program of the grid (tiles * columns * G,): CUDA ends the other axes at 65,535."""
     number = tl.program_id(0)
     return number % num_tiles, number // num_tiles % num_columns, number // (num_tiles * num_columns)
@@ -202,7 +202,7 @@ def find_sequence(item, cu_items_ptr, num_sequences, search_steps):
 
 @triton.jit
 def query_rows(sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED: tl.constexpr, CACHED: tl.constexpr):
-    """Return of a sequence: its first row of q, its rows, how many of them count, and the position of the first."""
+    """Return a sequence's first row of q, its rows, how many of them count, and the position of the first."""
     if PACKED:
         first = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
         num_rows = (tl.load(cu_seqlens_ptr + sequence + 1) - first).to(tl.int32)

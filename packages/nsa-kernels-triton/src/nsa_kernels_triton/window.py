@@ -11,17 +11,17 @@ from nsa_core.backends.base import Keys, Queries
 
 
 def with_window_in_order(compute: Callable[..., Any], queries: Queries, *others: Any, geometry: BlockGeometry, scale: float) -> Any:
-    """Return what `compute` makes of the operands of WIN or NSA, with a copy of the rows that `queries` see in place of a ring."""
-    place = 0 if len(others) == 1 else 2
-    if others[place].ring:
-        others = (*others[:place], rows_in_order(others[place], queries, geometry), *others[place + 1 :])
+    """Return the result of `compute` for the operands of WIN or NSA; a ring is replaced by a copy of the rows that `queries` see."""
+    window = 0 if len(others) == 1 else 2
+    if others[window].ring:
+        others = (*others[:window], rows_in_order(others[window], queries, geometry), *others[window + 1 :])
     return compute(queries, *others, geometry=geometry, scale=scale)
 
 
 def rows_in_order(ring: Keys, queries: Queries, geometry: BlockGeometry) -> Keys:
-    """Return the `window_size - 1 + max_count` rows of `ring` that `queries` see, in order of position; `first` is that of the first.
+    """Return the `window_size - 1 + max_count` rows of `ring` that `queries` see, in order; `first` is the position of the first row.
 
-    Rows after a sequence's last query hold what the ring holds there; no query sees them.
+    Rows after a sequence's last query hold whatever the ring holds there; no query sees them.
     """
     assert queries.start is not None
     first = (queries.start - (geometry.window_size - 1)).clamp(min=0)

@@ -12,14 +12,14 @@ from nsa_train.machine import Machine, machine_of, processes_of
 NEEDED_BY = {Operation.CMP: {"cmp", "slc"}, Operation.SELECT: {"slc"}, Operation.SLC: {"slc"}, Operation.WIN: {"win"}}
 """The branches that run each operation."""
 STEP_OPERATIONS = (Operation.APPEND,)
-"""What a step of a cache runs beside them: samples do, training does not."""
+"""Operations that a step of a cache runs in addition: samples need them, training does not."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By train.precision: what the attention computes in."""
+"""train.precision -> the dtype that the attention computes in."""
 SAMPLER = Machine(device_type="cpu", name="cpu")
-"""Where `nsa-train sample` computes."""
+"""The machine that `nsa-train sample` computes on."""
 AUTO = "auto"
 NO_BACKEND = "none"
-"""Where no backend serves an operation that is optional."""
+"""Name in messages where no backend serves an optional operation."""
 
 Uses = Mapping[str, tuple[BranchRequest, ...]]
 """Name of a use of an operation in messages -> the requests of that use."""

@@ -38,7 +38,7 @@ class Case:
     logit_scale: float = 1.0
     """Factor on q: large logits overflow a softmax that is stabilised by another row's maximum."""
     window: Literal["whole", "ring", "tail"] = "whole"
-    """What the sliding branch's keys are: the whole sequence, a ring, or the last tokens (`Keys.first`)."""
+    """Form of the sliding branch's keys: the whole sequence, a ring, or the last tokens (`Keys.first`)."""
 
     @property
     def is_step(self) -> bool:
@@ -142,10 +142,10 @@ def _step_of(inputs: Inputs, block_indices: Tensor, geometry: BlockGeometry, sta
     rows = start.long().unsqueeze(1) + torch.arange(STEP_ROWS, device=start.device)
     lengths = (start + count).tolist()
     stores = list(inputs.tensors[1:7])
-    for place, store in enumerate(stores):
-        held = [blocks.num_compressed_blocks(length, geometry) if place < 2 else length for length in lengths]
+    for index, store in enumerate(stores):
+        held = [blocks.num_compressed_blocks(length, geometry) if index < 2 else length for length in lengths]
         future = torch.arange(store.shape[1], device=start.device) >= torch.tensor(held, device=start.device).unsqueeze(1)
-        stores[place] = store.masked_fill(future[..., None, None], float("nan"))
+        stores[index] = store.masked_fill(future[..., None, None], float("nan"))
     chosen = block_indices[batch, rows]
     chosen[torch.arange(STEP_ROWS, device=start.device) >= count.unsqueeze(1)] = -1
     return Inputs.of([inputs.q[batch, rows], *stores, inputs.gates[batch, rows]]), chosen
@@ -159,7 +159,7 @@ def _page_table(case: Case, device: torch.device) -> Tensor:
 
 
 def paged(store: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """Return `(pages, page_size, G, D)` of a store `(B, T, G, D)`; differentiable. What the last pages lack is NaN."""
+    """Return `(pages, page_size, G, D)` of a store `(B, T, G, D)`; differentiable. Rows of the last pages beyond the store are NaN."""
     batch, pages = page_table.shape
     missing = pages * page_size - store.shape[1]
     tail = store.new_full((batch, missing, *store.shape[2:]), float("nan"))

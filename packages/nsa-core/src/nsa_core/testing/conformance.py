@@ -39,7 +39,7 @@ class ConformanceError(NSAError, AssertionError):
 
 @frozen(kw_only=True)
 class ConformanceReport:
-    """What was run and what the backend declined."""
+    """Cases that were run, cases that the backend declined, and failures."""
 
     backend: str
     operation: Operation

@@ -1,4 +1,4 @@
-"""The conformance kit for what a cache and other backends ask for: APPEND and CHOOSE.
+"""The conformance kit for the operations of a cache and of other backends: APPEND and CHOOSE.
 
 APPEND runs through `append_rows`, by name, over the steps of a short conversation; a loop over tokens and blocks says what
 every store holds after each. CHOOSE has no public operation, so the backend is called as other backends call it; its choice
@@ -29,12 +29,12 @@ class Trial(NamedTuple):
     name: str
     request: BranchRequest
     judge: Callable[[], tuple[list[str], Comparable]]
-    """Returns what is wrong, and how many choices scores decided."""
+    """Returns the problems, and how many choices scores decided."""
 
 
 WIDTHS = {"k": 8, "v": 6}
 EMPTY = 7.0
-"""What a row that was never written holds."""
+"""Value of a row that was never written."""
 KINDS = ("all stores", "keys alone choose", "no compressed branch", "rings written last")
 """The last: blocks are emitted first, then a second call writes the rings, as a step does that is longer than a rollback."""
 
@@ -169,7 +169,7 @@ class _Conversation:
 
 
 def _rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Return what depends on each block's position; it stands for RoPE."""
+    """Return x times a factor of each block's position; it stands for RoPE."""
     return x * (1 + positions[..., None, None].to(x.dtype) / 64)
 
 
@@ -179,7 +179,7 @@ def _rows_from(x: Tensor, start: Tensor, widest: int) -> Tensor:
 
 
 class Scores(NamedTuple):
-    """What a choice is made from."""
+    """Operands of a choice."""
 
     scores: Tensor
     factor: Tensor | None

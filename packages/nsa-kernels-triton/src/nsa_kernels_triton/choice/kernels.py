@@ -1,7 +1,7 @@
 """Importance of selection blocks (Eq. 9, 10) and the choice among them (Eq. 11).
 
 Importance goes through a buffer of one chunk of queries. From its own strides u (head-summed weights) block j gets
-A[j] = sum_r min(b, a - r) u_r, and its successor what reaches over, B[j] = sum_r max(0, r + b - a) u_r, with a = l'/d,
+A[j] = sum_r min(b, a - r) u_r, and its successor the share that reaches over, B[j] = sum_r max(0, r + b - a) u_r, with a = l'/d,
 b = l/d. The buffer holds A[j] and B[j - 1]; their sum is the importance of block j. The kernel for 9.0 writes the sum.
 """
 
@@ -16,7 +16,7 @@ from nsa_kernels_triton.tiles import (
     exponential,
     find_sequence,
     load_columns,
-    place_of_program,
+    program_position,
     query_rows,
     shift_of,
     visible_keys,
@@ -41,8 +41,8 @@ def scores_kernel(
 
     Where scores are extreme (`tiles.EXTREME`), a head's largest weights may be any number from 1 on, so that their blocks come first.
 
-    Rows of q first_row .. last_row - 1 (over all sequences) have a place in the buffer (row - first_row, G, num_blocks); what
-    reaches over stands `next_scores` elements behind. A group's heads stand as HEADS rows, the next power of two, so that their sum is a reshape.
+    The buffer is (row - first_row, G, num_blocks), for rows of q first_row .. last_row - 1 (over all sequences); the shares that reach
+    over lie `next_scores` elements behind. A group's heads are HEADS rows, the next power of two, so that their sum is a reshape.
     Where a tile is too small for all of them, or for a block's strides, a launch takes HEADS from FIRST_HEAD on and PADDED_STRIDES from
     FIRST_STRIDE on, and all but the first add to what is there.
     """
@@ -50,7 +50,7 @@ def scores_kernel(
     BLOCK_ROWS: tl.constexpr = BLOCK_QUERIES * HEADS
     BLOCK_KEYS: tl.constexpr = BLOCK_BLOCKS * PADDED_STRIDES
     ADDS: tl.constexpr = FIRST_HEAD + FIRST_STRIDE > 0
-    tile, sequence, group = place_of_program(num_tiles, num_columns)
+    tile, sequence, group = program_position(num_tiles, num_columns)
     tile = first_tile + num_tiles - 1 - tile
     if PACKED:
         sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
@@ -91,7 +91,7 @@ def scores_kernel(
     in_order = ((row // 16 % WARPS * 8 + row % 8) * HIGH + row // (16 * WARPS)) * 2 + row // 8 % 2
     stride = FIRST_STRIDE + in_order % PADDED_STRIDES
     in_tile = in_order // PADDED_STRIDES * STRIDES + stride
-    # of a group's heads, it holds two neighbours and every eighth
+    # it holds two neighbouring heads of a group, and every eighth
     LOW_HEADS: tl.constexpr = min(HEADS, 2)
     LANES: tl.constexpr = min(HEADS // LOW_HEADS, 4)
     HIGH_HEADS: tl.constexpr = HEADS // (LOW_HEADS * LANES)
@@ -146,13 +146,13 @@ def choose_kernel(
     """Write the ascending choice of one row of q and one group, -1 after the last; grid (rows * G,).
 
     The n-th highest score is found bit by bit: scores are sums of exponentials, and the bits of floats >= 0, read as
-    integers, have the order of the floats. Equal scores go to the lower block. What is chosen becomes a bit of a word for 32 blocks,
+    integers, have the order of the floats. Equal scores go to the lower block. A chosen block becomes a bit of a word for 32 blocks,
     from which every slot takes its own: a scan over all blocks and a store for each would be most of the work.
     """
     row = first_row + (tl.program_id(0) // G).to(tl.int64)
     group = tl.program_id(0) % G
     target = indices_ptr + (row * G + group) * NUM_SELECTED
-    # one sequence to a batch element: the position is the row's place there
+    # one sequence to a batch element: the position is the row's index there
     t = (row % num_queries).to(tl.int32) if positions_ptr is None else tl.load(positions_ptr + row)
     own = tl.where(t >= 0, t // SELECTION_SIZE, -1)
     slots = tl.arange(0, SLOTS)
@@ -162,12 +162,12 @@ def choose_kernel(
     blocks = tl.arange(0, BLOCK_BLOCKS)
     is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL)
     source = scores_ptr + ((row - first_row) * G + group) * num_blocks
-    # four at a time; what is no score among them is not looked at. A row has a multiple of 16 places
+    # four at a time; elements that are no scores are not used. A row has a multiple of 16 elements
     mask = blocks // 4 <= own // 4
     scores = tl.load(source + blocks, mask=mask, other=0.0)
     if REACHES:
         scores += tl.where(blocks > 0, tl.load(source + next_scores + blocks, mask=mask, other=0.0), 0.0)
-    # what is no number is highest, whatever its sign
+    # NaN is highest, whatever its sign
     bits = tl.where(is_free, scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
     # where there is a choice, no initial block is local
     wanted = NUM_SELECTED - NUM_INITIAL - NUM_LOCAL
@@ -187,7 +187,7 @@ def choose_kernel(
         threshold = tl.where(found >= wanted, candidate, threshold)
         step = tl.where(found == wanted, -1, step - 1)
     if found != wanted:
-        # of equal scores at the threshold the last ones are too many
+        # the last ones of the equal scores at the threshold are too many
         room = wanted - tl.sum((bits > threshold).to(tl.int32), 0)
         last_tie = 0
         step = BLOCK_BLOCKS // 2
@@ -206,15 +206,15 @@ def choose_kernel(
         some = first_slot + tl.arange(0, SOME)
         rank = some - NUM_INITIAL
         is_passed = ends[None, :] <= rank[:, None]
-        word_place = tl.sum(is_passed.to(tl.int32), 1)
+        word_index = tl.sum(is_passed.to(tl.int32), 1)
         left = rank - tl.max(tl.where(is_passed, ends[None, :], 0), 1)
-        word = tl.sum(tl.where(tl.arange(0, WORDS)[None, :] == word_place[:, None], words[None, :], 0), 1)
+        word = tl.sum(tl.where(tl.arange(0, WORDS)[None, :] == word_index[:, None], words[None, :], 0), 1)
         while tl.max(tl.where(word != 0, left, 0), 0) > 0:
             word = tl.where(left > 0, word & (word - 1), word)
             left -= 1
         # the exponent of a power of two
         lowest_bit = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
-        free = word_place * WORD + (lowest_bit.to(tl.int32, bitcast=True) >> 23) - 127
+        free = word_index * WORD + (lowest_bit.to(tl.int32, bitcast=True) >> 23) - 127
         chosen = tl.where(some < NUM_INITIAL, some, tl.where(some < NUM_SELECTED - NUM_LOCAL, free, own + 1 - NUM_SELECTED + some))
         tl.store(target + some, chosen, mask=some < NUM_SELECTED)
 

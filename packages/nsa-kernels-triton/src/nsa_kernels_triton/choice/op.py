@@ -41,7 +41,7 @@ def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_head
     if factor is not None:
         scores = (scores.float() * factor.float().unsqueeze(-1)).unflatten(1, (num_kv_heads, -1)).sum(2)
     num_rows, num_groups, num_blocks = scores.shape
-    # the kernel reads several places of a row at a time
+    # the kernel reads several elements of a row at a time
     scores = torch.nn.functional.pad(scores.float().nan_to_num(nan=0.0), (0, -num_blocks % 16)).contiguous()
     chosen = scores.new_empty(num_rows, num_groups, geometry.num_selected_blocks, dtype=torch.int32)
     if chosen.numel():
@@ -62,10 +62,10 @@ def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, sc
         positions = rows_of(queries).positions.to(torch.int32).contiguous()
     num_blocks = max(1, blocks.num_selection_blocks(max_tokens(queries, cmp, geometry), geometry))
     has_choice = num_blocks > geometry.num_selected_blocks
-    # the kernels read and write several places of a row at a time
+    # the kernels read and write several elements of a row at a time
     num_blocks = cdiv(num_blocks, 16) * 16
     tiles = kernel_for("scores", q, k_cmp, heads_per_group=q.shape[2] // num_groups, strides=_strides(geometry))
-    # the kernel for 9.0 writes importance as a whole, the portable one what reaches over apart
+    # the kernel for 9.0 writes importance as a whole, the portable one writes the shares that reach over apart
     reaches = geometry.compression_block_size > geometry.compression_stride and not isinstance(tiles, PipelineConfig)
     pieces = 2 if reaches else 1
     chunk = min(total, max(1, SCORE_BYTES // (4 * pieces * num_groups * num_blocks))) if has_choice else total

@@ -20,7 +20,7 @@ from nsa_kernels_triton.streams import on_its_device
 
 
 class Branches(NamedTuple):
-    """Outputs, exact where `exact_out` is, and lse of the three branches: what the backward pass reads beside the choice."""
+    """Outputs, exact where `exact_out` is, and lse of the three branches, which the backward pass reads in addition to the choice."""
 
     out_cmp: Tensor
     lse_cmp: Tensor

@@ -1,6 +1,6 @@
-"""dK and dV of attention over an interval of keys for compute capability 9.0: four warps load, two times four compute.
+"""dK and dV of attention over an interval of keys for compute capability 9.0: a producer warpgroup, two consumer warpgroups.
 
-A program has the multiprocessor to itself. A tile's keys are shared out, and the same rows pass by all of them.
+A program has the multiprocessor to itself. Each consumer warpgroup has half of a tile's keys, and both read the same rows.
 """
 
 from triton.experimental import gluon
@@ -20,8 +20,8 @@ from nsa_kernels_triton.hopper.tiles import (
     load_tile,
     lowered_by,
     mask_of,
-    place_of_program,
     power_of_two,
+    program_position,
     query_rows,
     restrained,
     rounded,
@@ -37,7 +37,7 @@ def _load_rows(
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the rows row_from .. row_end - 1 of a group; rows beyond are zeros."""
+    """Fill the ring buffer with the rows row_from .. row_end - 1 of a group; rows beyond are zeros."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for tile in range(gl.cdiv(row_end - row_from, ROWS)):
         stage = tile % STAGES
@@ -62,7 +62,7 @@ def _seen_rows(
     key0, last_key, position, num_valid, row_from, row_end,
     HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Return of the rows row_from .. row_end - 1 those that see some of the keys key0 .. last_key, and those that see all: their ends."""
+    """Return the ends of the rows, of row_from .. row_end - 1, that see some of the keys key0 .. last_key, and of those that see all."""
     end = position + num_valid
     if IS_WINDOW:
         first = key0
@@ -101,7 +101,7 @@ def _seen_weights(
 
 @gluon.jit
 def _multiply(
-    half: gl.constexpr, smem, places, scale, factor, lowering,
+    half: gl.constexpr, smem, work_item, scale, factor, lowering,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     GATED: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
@@ -109,10 +109,10 @@ def _multiply(
     """Write dK and dV that the rows give to one half of the keys.
 
     A tile of 32 rows of 128 columns, or 64 of 64, leaves registers for dS of one tile while the next one's scores are computed: the
-    product into dK runs beside them. More rows are for keys of one part of columns.
+    product into dK overlaps with them. More rows are for keys of one part of columns.
     """
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty = smem
-    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end = places
+    dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end = work_item
     HALF: gl.constexpr = KEYS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     ACC_K1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, K1, 16])
@@ -257,14 +257,14 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits * columns * G,).
 
-    A tile's keys are shared out to two times four computing warps, by which the same rows pass. EXTREME: as `launch._launch_both` says.
+    A tile's keys are divided between two consumer warpgroups, which read the same rows. EXTREME: as `launch._launch_both` says.
     """
     HG: gl.constexpr = H // G
     HALF: gl.constexpr = KEYS // 2
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     if gl.load(extremes_ptr) != EXTREME:
         return
-    tile, sequence, group = place_of_program(num_tiles * num_splits, num_columns)
+    tile, sequence, group = program_position(num_tiles * num_splits, num_columns)
     # late splits first: they meet every key, the early ones only some
     split = num_splits - 1 - tile // num_tiles
     tile = tile % num_tiles
@@ -306,19 +306,19 @@ def dkdv_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
-        # every loading thread arrives once its copies have landed, and each half once it has read them
+        # every producer thread arrives once its copies have landed, and each half once it has read them
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=2)
 
     # keys that no query sees count as zeros: the end of a store, and surplus blocks, may be NaN
     _first, seen = visible_keys(position + num_valid - 1, IS_WINDOW, SIZE, STRIDE, WINDOW)
     num_seen = gl.minimum(num_keys, seen)
-    key_place = key_row0 * G + group
+    kv_head0 = key_row0 * G + group
     for half in gl.static_range(2):
-        load_tile(k_ptr + key_place * D_K, k1_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, 0, K1, HALF)
+        load_tile(k_ptr + kv_head0 * D_K, k1_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, 0, K1, HALF)
         if K2 > 0:
-            load_tile(k_ptr + key_place * D_K, k2_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K1, K2, HALF)
-        load_tile(v_ptr + key_place * D_V, v_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_V, 0, V1, HALF)
+            load_tile(k_ptr + kv_head0 * D_K, k2_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_K, K1, K2, HALF)
+        load_tile(v_ptr + kv_head0 * D_V, v_smem.index(half), key0 + half * HALF, num_seen, G, 1, D_V, 0, V1, HALF)
     async_copy.commit_group()
 
     row_from = split * split_queries * HG
@@ -332,20 +332,20 @@ def dkdv_kernel(
     head0 = q_row0 * H + group * HG
     smem = (k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, full, empty)
     key_row0 = key_row0 + split.to(gl.int64) * num_key_rows
-    places = (dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end)
+    work_item = (dk_ptr, dv_ptr, key_row0, key0, num_keys, group, position, num_valid, row_from, row_end)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    0, smem, places, scale, factor, lowering,
+                    0, smem, work_item, scale, factor, lowering,
                     G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),
             (
                 _multiply,
                 (
-                    1, smem, places, scale, factor, lowering,
+                    1, smem, work_item, scale, factor, lowering,
                     G, HG, D_K, K1, K2, D_V, V1, GATED, IS_WINDOW, SIZE, STRIDE, WINDOW, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),

@@ -1,4 +1,7 @@
-"""dQ of attention over an interval of keys for compute capability 9.0: four warps load, two or three times four compute on the same keys."""
+"""dQ of attention over an interval of keys for compute capability 9.0: a producer warpgroup, two or three consumer warpgroups.
+
+The consumer warpgroups read the same keys.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,47 +33,47 @@ from nsa_kernels_triton.tiles import WIDEST_REFINED
 
 @gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, rings, places, num_items,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, buffers, sequences, num_items,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
-    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros."""
+    """Fetch the rows of the program's tiles, and fill the ring buffers with their keys and values; those beyond `end` are zeros."""
     (
         q1_smem, q2_smem, dout1_smem, dout2_smem, shift_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
         rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
-    ) = rings  # fmt: skip
+    ) = buffers  # fmt: skip
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     loaded = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail = tile_of(
-            item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+            item, sequences, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
         )
         number = item // gl.num_programs(0)
-        place = number % PLACES
+        row_stage = number % ROW_STAGES
         head0 = q_row0 * H + group * HG
         row_end = num_rows * HG
-        mbarrier.wait(rows_empty.index(place), ((number // PLACES) & 1) ^ 1)
+        mbarrier.wait(rows_empty.index(row_stage), ((number // ROW_STAGES) & 1) ^ 1)
         for part in gl.static_range(PARTS):
             row = row0 + part * PART
-            load_tile(q_ptr + head0 * D_K, q1_smem.index(PARTS * place + part), row, row_end, H, HG, D_K, 0, K1, PART)
+            load_tile(q_ptr + head0 * D_K, q1_smem.index(PARTS * row_stage + part), row, row_end, H, HG, D_K, 0, K1, PART)
             if K2 > 0:
-                load_tile(q_ptr + head0 * D_K, q2_smem.index(PARTS * place + part), row, row_end, H, HG, D_K, K1, K2, PART)
-            load_tile(dout_ptr + head0 * D_V, dout1_smem.index(PARTS * place + part), row, row_end, H, HG, D_V, 0, V1, PART)
+                load_tile(q_ptr + head0 * D_K, q2_smem.index(PARTS * row_stage + part), row, row_end, H, HG, D_K, K1, K2, PART)
+            load_tile(dout_ptr + head0 * D_V, dout1_smem.index(PARTS * row_stage + part), row, row_end, H, HG, D_V, 0, V1, PART)
             if V2 > 0:
-                load_tile(dout_ptr + head0 * D_V, dout2_smem.index(PARTS * place + part), row, row_end, H, HG, D_V, V1, V2, PART)
+                load_tile(dout_ptr + head0 * D_V, dout2_smem.index(PARTS * row_stage + part), row, row_end, H, HG, D_V, V1, V2, PART)
             rows = row + gl.arange(0, PART, LINE)
             heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
             exists = rows < row_end
-            async_copy.async_copy_global_to_shared(shift_smem.index(PARTS * place + part), shift_ptr + heads, mask=exists)
-            async_copy.async_copy_global_to_shared(delta_smem.index(PARTS * place + part), delta_ptr + heads, mask=exists)
-        async_copy.mbarrier_arrive(rows_full.index(place), increment_count=False)
-        key_place = key_row0 * G + group
+            async_copy.async_copy_global_to_shared(shift_smem.index(PARTS * row_stage + part), shift_ptr + heads, mask=exists)
+            async_copy.async_copy_global_to_shared(delta_smem.index(PARTS * row_stage + part), delta_ptr + heads, mask=exists)
+        async_copy.mbarrier_arrive(rows_full.index(row_stage), increment_count=False)
+        kv_head0 = key_row0 * G + group
         for key in range(start, end, KEYS):
             load_keys(
-                k_ptr + key_place * D_K, v_ptr + key_place * D_V, key, end, loaded,
+                k_ptr + kv_head0 * D_K, v_ptr + kv_head0 * D_V, key, end, loaded,
                 k1_smem, k2_smem, v1_smem, v2_smem, k_full, k_empty, v_full, v_empty, G, D_K, K1, K2, D_V, V1, V2, KEYS, STAGES,
             )  # fmt: skip
             loaded += 1
@@ -81,7 +84,7 @@ def _dscores(
     scores, dweights, shift, delta, first, end, key, is_masked, factor, lowering,
     SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, EXTREME: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Return dS of a tile of keys that starts with `key`; EXTREME: of weights as `tiles.restrained`, where a shift may be of any size."""
+    """Return dS of a tile of keys that starts with `key`; EXTREME: weights are as `tiles.restrained`, and a shift may be of any size."""
     weights = gl.exp2(scores * factor - shift[:, None])
     if EXTREME:
         weights = restrained(weights, shift[:, None])
@@ -101,20 +104,20 @@ def _dscores(
 
 @gluon.jit
 def _multiply(
-    part: gl.constexpr, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+    part: gl.constexpr, buffers, sequences, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    PLACES: gl.constexpr, EXTREME: gl.constexpr,
+    ROW_STAGES: gl.constexpr, EXTREME: gl.constexpr,
 ):  # fmt: skip
     """Write dQ of one part of the rows of the program's tiles.
 
-    Of two parts, the product with k runs beside the next keys' scores. Three fill each other's waits, and have no registers for that.
+    With two parts, the product with k overlaps with the next keys' scores. Three parts hide each other's waits, and have no registers for that.
     """
     (
         q1_smem, q2_smem, dout1_smem, dout2_smem, shift_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
         rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
-    ) = rings  # fmt: skip
+    ) = buffers  # fmt: skip
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -128,22 +131,22 @@ def _multiply(
     used = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail = tile_of(
-            item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+            item, sequences, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
         )
         number = item // gl.num_programs(0)
-        place = number % PLACES
-        q1 = q1_smem.index(PARTS * place + part)
-        q2 = q2_smem.index(PARTS * place + part)
-        dout1 = dout1_smem.index(PARTS * place + part)
-        dout2 = dout2_smem.index(PARTS * place + part)
+        row_stage = number % ROW_STAGES
+        q1 = q1_smem.index(PARTS * row_stage + part)
+        q2 = q2_smem.index(PARTS * row_stage + part)
+        dout1 = dout1_smem.index(PARTS * row_stage + part)
+        dout2 = dout2_smem.index(PARTS * row_stage + part)
         row0 += part * PART
         rows = row0 + gl.arange(0, PART, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
         first, end = visible_keys(t, IS_WINDOW, SIZE, STRIDE, WINDOW)
         head0 = q_row0 * H + group * HG
-        mbarrier.wait(rows_full.index(place), (number // PLACES) & 1)
-        shift = gl.where(t < 0, float("inf"), shift_smem.index(PARTS * place + part).load(OF_ROWS))
-        delta = delta_smem.index(PARTS * place + part).load(OF_ROWS)
+        mbarrier.wait(rows_full.index(row_stage), (number // ROW_STAGES) & 1)
+        shift = gl.where(t < 0, float("inf"), shift_smem.index(PARTS * row_stage + part).load(OF_ROWS))
+        delta = delta_smem.index(PARTS * row_stage + part).load(OF_ROWS)
         dq1 = gl.zeros([PART, K1], gl.float32, ACC1)
         dq2 = dq1
         if K2 > 0:
@@ -220,36 +223,36 @@ def _multiply(
         if GATED:
             heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
             share *= gl.load(gate_ptr + heads * 3, mask=t >= 0, other=0.0)
-        # gradients leave through the rows' own place
+        # the epilogue reuses q's shared memory
         barrier()
-        _place(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, dq1, share, t, H, HG, D_K, 0, K1, PART, ACC1, ADD)
+        _store_scaled(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, dq1, share, t, H, HG, D_K, 0, K1, PART, ACC1, ADD)
         if K2 > 0:
-            _place(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, dq2, share, t, H, HG, D_K, K1, K2, PART, ACC2, ADD)
+            _store_scaled(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, dq2, share, t, H, HG, D_K, K1, K2, PART, ACC2, ADD)
         barrier()
         store_tile(dq_ptr + head0 * D_K, q1, row0, num_rows * HG, H, HG, D_K, 0, K1, PART)
         if K2 > 0:
             store_tile(dq_ptr + head0 * D_K, q2, row0, num_rows * HG, H, HG, D_K, K1, K2, PART)
         barrier()
-        mbarrier.arrive(rows_empty.index(place), count=1)
+        mbarrier.arrive(rows_empty.index(row_stage), count=1)
 
 
 @gluon.jit
-def _place(
+def _store_scaled(
     dq_ptr, smem, row0, row_end, values, share, t,
     H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
     ACC: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Put `values` times their rows' share into shared memory. ADD: with what stands where they go."""
+    """Put `values` times their rows' share into shared memory. ADD: add the values of dQ first."""
     share = gl.convert_layout(share, gl.SliceLayout(1, ACC))
-    # what a row holds that does not count, at t = -1, may be NaN
+    # a row that does not count, at t = -1, may hold NaN
     counts = gl.convert_layout(t, gl.SliceLayout(1, ACC)) >= 0
     values = gl.where(counts[:, None], values * share[:, None], 0.0)
     if ADD:
         rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
         columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
-        places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
+        offsets = ((rows // HG).to(gl.int64) * H + rows % HG) * D
         mask = mask_of(rows < row_end, columns, D - FIRST, WIDTH)
-        values += gl.load(dq_ptr + FIRST + places[:, None] + columns[None, :], mask=mask, other=0.0).to(gl.float32)
+        values += gl.load(dq_ptr + FIRST + offsets[:, None] + columns[None, :], mask=mask, other=0.0).to(gl.float32)
     smem.store(values.to(smem.dtype))
 
 
@@ -262,7 +265,7 @@ def dq_kernel(
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    PLACES: gl.constexpr, EXTREME: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
+    ROW_STAGES: gl.constexpr, EXTREME: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dQ as `interval.kernels.dq_kernel` does where lse has no gradient; a program takes every num_programs-th of the tiles.
 
@@ -282,32 +285,32 @@ def dq_kernel(
     V2_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART, max(V2, 16)], dtype)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q1_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, K1], K1_SHARED)
+    q1_smem = gl.allocate_shared_memory(dtype, [PARTS * ROW_STAGES, PART, K1], K1_SHARED)
     k1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K1], K1_SHARED)
     q2_smem = q1_smem
     k2_smem = k1_smem
     if K2 > 0:
-        q2_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, K2], K2_SHARED)
+        q2_smem = gl.allocate_shared_memory(dtype, [PARTS * ROW_STAGES, PART, K2], K2_SHARED)
         k2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, K2], K2_SHARED)
-    dout1_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, V1], V1_SHARED)
+    dout1_smem = gl.allocate_shared_memory(dtype, [PARTS * ROW_STAGES, PART, V1], V1_SHARED)
     v1_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V1], V1_SHARED)
     dout2_smem = dout1_smem
     v2_smem = v1_smem
     if V2 > 0:
-        dout2_smem = gl.allocate_shared_memory(dtype, [PARTS * PLACES, PART, V2], V2_SHARED)
+        dout2_smem = gl.allocate_shared_memory(dtype, [PARTS * ROW_STAGES, PART, V2], V2_SHARED)
         v2_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, V2], V2_SHARED)
-    shift_smem = gl.allocate_shared_memory(gl.float32, [PARTS * PLACES, PART], FLAT)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [PARTS * PLACES, PART], FLAT)
-    rows_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
-    rows_empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BARRIER)
+    shift_smem = gl.allocate_shared_memory(gl.float32, [PARTS * ROW_STAGES, PART], FLAT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [PARTS * ROW_STAGES, PART], FLAT)
+    rows_full = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], BARRIER)
+    rows_empty = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # every loading thread arrives once its copies have landed, and each part once it has read them
-    for place in gl.static_range(PLACES):
-        mbarrier.init(rows_full.index(place), count=128)
-        mbarrier.init(rows_empty.index(place), count=PARTS)
+    # every producer thread arrives once its copies have landed, and each part once it has read them
+    for row_stage in gl.static_range(ROW_STAGES):
+        mbarrier.init(rows_full.index(row_stage), count=128)
+        mbarrier.init(rows_empty.index(row_stage), count=PARTS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(v_full.index(stage), count=128)
@@ -315,11 +318,11 @@ def dq_kernel(
         mbarrier.init(v_empty.index(stage), count=PARTS)
     fence_async_shared()
     barrier()
-    rings = (
+    buffers = (
         q1_smem, q2_smem, dout1_smem, dout2_smem, shift_smem, delta_smem, k1_smem, k2_smem, v1_smem, v2_smem,
         rows_full, rows_empty, k_full, k_empty, v_full, v_empty,
     )  # fmt: skip
-    places = (
+    sequences = (
         cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
         num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
     )  # fmt: skip
@@ -329,32 +332,32 @@ def dq_kernel(
                 (
                     _multiply,
                     (
-                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
-                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        0, buffers, sequences, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, ROW_STAGES,
                         EXTREME,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
-                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        1, buffers, sequences, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, ROW_STAGES,
                         EXTREME,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        2, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
-                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        2, buffers, sequences, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, ROW_STAGES,
                         EXTREME,
                     ),
                 ),
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, rings, places, num_items,
-                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, buffers, sequences, num_items,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, ROW_STAGES,
                     ),
                 ),
             ],
@@ -367,24 +370,24 @@ def dq_kernel(
                 (
                     _multiply,
                     (
-                        0, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
-                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        0, buffers, sequences, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, ROW_STAGES,
                         EXTREME,
                     ),
                 ),
                 (
                     _multiply,
                     (
-                        1, rings, places, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
-                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        1, buffers, sequences, num_items, gate_ptr, dq_ptr, scale, factor, lowering,
+                        H, G, D_K, K1, K2, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, GATED, ADD, PARTS, ROWS, KEYS, STAGES, ROW_STAGES,
                         EXTREME,
                     ),
                 ),
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, rings, places, num_items,
-                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, PLACES,
+                        q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, buffers, sequences, num_items,
+                        H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES, ROW_STAGES,
                     ),
                 ),
             ],

@@ -1,6 +1,6 @@
-"""Forward of attention over an interval of keys for compute capability 9.0: four warps load, two or three times four compute.
+"""Forward of attention over an interval of keys for compute capability 9.0: a producer warpgroup, two or three consumer warpgroups.
 
-A program has the multiprocessor to itself. A tile's rows are shared out, 64 to each four warps, and all of them read the same keys.
+A program has the multiprocessor to itself. Each consumer warpgroup has 64 rows of a tile, and all of them read the same keys.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ from nsa_kernels_triton.hopper.tiles import (
     layout_of,
     load_keys,
     load_tile,
-    place_of,
+    locate_tile,
     start_scores,
     store_tile,
     visible_keys,
@@ -35,20 +35,20 @@ SAFE_SUM = gl.constexpr(2.0**64)
 
 @gluon.jit
 def tile_of(
-    item, places,
+    item, sequences,
     HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Return of tile number `item`: its group, rows and the keys start .. end - 1 that any of them sees.
+    """Return the group and rows of tile number `item`, and the keys start .. end - 1 that any of them sees.
 
-    `places` are the kernel's arguments from cu_seqlens_ptr to search_steps but for num_items. The longest rows come first. Every row
+    `sequences` are the kernel's arguments from cu_seqlens_ptr to search_steps but for num_items. The longest rows come first. Every row
     sees the keys middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
     """
     (
         cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
         num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
-    ) = places  # fmt: skip
-    is_tile, group, tile, q_row0, num_rows, num_valid, position, key_row0 = place_of(
+    ) = sequences  # fmt: skip
+    is_tile, group, tile, q_row0, num_rows, num_valid, position, key_row0 = locate_tile(
         item, 0, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
         num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED, CACHED,
     )  # fmt: skip
@@ -65,16 +65,16 @@ def tile_of(
 
 @gluon.jit
 def _wanted_tile(
-    item, places, overflows_ptr, num_items, early, HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr,
+    item, sequences, overflows_ptr, num_items, early, HG: gl.constexpr, IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr,
     WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     REDO: gl.constexpr, SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Return what `tile_of` does, and how many keys are left out after the first NUM_INITIAL blocks.
+    """Return the results of `tile_of`, and how many keys are left out after the first NUM_INITIAL blocks.
 
-    Without rows and keys for a tile that is not to be done again.
+    REDO: a tile that is not to be done again has no rows and keys.
     """
     group, q_row0, key_row0, row0, num_rows, num_valid, position, start, end, middle, tail = tile_of(
-        item, places, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
+        item, sequences, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, ROWS, KEYS
     )
     left_out = 0
     if SHARED:
@@ -90,31 +90,31 @@ def _wanted_tile(
 
 
 @gluon.jit
-def _key_of(place, left_out, NUM_INITIAL: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):
-    """Return the key at a place among those that are not left out."""
-    key = place
+def _key_of(index, left_out, NUM_INITIAL: gl.constexpr, KEYS: gl.constexpr, SHARED: gl.constexpr):
+    """Return the key number `index` of those that are not left out."""
+    key = index
     if SHARED:
-        key = place + gl.where(place < NUM_INITIAL * KEYS, 0, left_out)
+        key = index + gl.where(index < NUM_INITIAL * KEYS, 0, left_out)
     return key
 
 
 @gluon.jit
 def _load(
-    q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
+    q_ptr, k_ptr, v_ptr, buffers, sequences, overflows_ptr, num_items, early,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Fetch what the tiles of the program need, and what those need that are to be done again."""
+    """Fetch rows and keys of the program's tiles, and again those of the tiles that are to be done again."""
     loaded = _load_tiles(
-        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early, gl.to_tensor(0), gl.to_tensor(0),
+        q_ptr, k_ptr, v_ptr, buffers, sequences, overflows_ptr, num_items, early, gl.to_tensor(0), gl.to_tensor(0),
         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
         False, SHARED, NUM_INITIAL, NUM_LOCAL,
     )  # fmt: skip
-    first_number, num_again = _tiles_of_second_pass(rings[12], overflows_ptr, num_items, PARTS)
+    first_number, num_again = _tiles_of_second_pass(buffers[12], overflows_ptr, num_items, PARTS)
     _load_tiles(
-        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_again, early, first_number, loaded,
+        q_ptr, k_ptr, v_ptr, buffers, sequences, overflows_ptr, num_again, early, first_number, loaded,
         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
         True, SHARED, NUM_INITIAL, NUM_LOCAL,
     )  # fmt: skip
@@ -143,37 +143,37 @@ def _any_overflow(overflows_ptr, num_items, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(
-    q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early, first_number, loaded,
+    q_ptr, k_ptr, v_ptr, buffers, sequences, overflows_ptr, num_items, early, first_number, loaded,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, REDO: gl.constexpr,
     SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the rows of the program's tiles, and fill the rings with their keys and values; those beyond `end` are zeros.
+    """Fetch the rows of the program's tiles, and fill the ring buffers with their keys and values; those beyond `end` are zeros.
 
     `first_number` tiles of rows and `loaded` tiles of keys came before; return how many of keys have come in all.
     """
-    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = rings
+    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = buffers
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, key_row0, row0, num_rows, _valid, _position, start, end, _middle, _tail, left_out = _wanted_tile(
-            item, places, overflows_ptr, num_items, early, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS,
+            item, sequences, overflows_ptr, num_items, early, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS,
             REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
         )  # fmt: skip
         number = first_number + item // gl.num_programs(0)
-        place = number % 2
+        q_stage = number % 2
         q_tile = q_ptr + (q_row0 * H + group * HG) * D_K
-        mbarrier.wait(q_empty.index(place), ((number // 2) & 1) ^ 1)
+        mbarrier.wait(q_empty.index(q_stage), ((number // 2) & 1) ^ 1)
         for part in gl.static_range(PARTS):
-            load_tile(q_tile, q1_smem.index(PARTS * place + part), row0 + part * PART, num_rows * HG, H, HG, D_K, 0, K1, PART)
+            load_tile(q_tile, q1_smem.index(PARTS * q_stage + part), row0 + part * PART, num_rows * HG, H, HG, D_K, 0, K1, PART)
             if K2 > 0:
-                load_tile(q_tile, q2_smem.index(PARTS * place + part), row0 + part * PART, num_rows * HG, H, HG, D_K, K1, K2, PART)
-        async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
+                load_tile(q_tile, q2_smem.index(PARTS * q_stage + part), row0 + part * PART, num_rows * HG, H, HG, D_K, K1, K2, PART)
+        async_copy.mbarrier_arrive(q_full.index(q_stage), increment_count=False)
         k_tile = k_ptr + (key_row0 * G + group) * D_K
         v_tile = v_ptr + (key_row0 * G + group) * D_V
-        for key_place in range(start, end - left_out, KEYS):
-            key = _key_of(key_place, left_out, NUM_INITIAL, KEYS, SHARED)
+        for key_index in range(start, end - left_out, KEYS):
+            key = _key_of(key_index, left_out, NUM_INITIAL, KEYS, SHARED)
             load_keys(
                 k_tile, v_tile, key, end, loaded, k1_smem, k2_smem, v1_smem, v2_smem, k_full, k_empty, v_full, v_empty,
                 G, D_K, K1, K2, D_V, V1, V2, KEYS, STAGES,
@@ -195,9 +195,9 @@ def _weights(
     scores, shift, first, end, chosen, key, is_masked, is_first, factor,
     SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, OPTIMISTIC: gl.constexpr, REDO: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Return the weights of a tile of keys, the rows' new shifts, and what the sums so far are to be multiplied by.
+    """Return the weights of a tile of keys, the rows' new shifts, and the factor for the sums so far.
 
-    A shift is what a row's scores are lowered by before they become weights: its maximum so far. OPTIMISTIC: the maximum of the
+    A shift is subtracted from a row's scores before they become weights: its maximum so far. OPTIMISTIC: the maximum of the
     first tile in which the row sees a key, which `is_first` may be for some row; the sums so far stay as they are. REDO: scores and
     shifts are without the factor, which multiplies their difference: the rounding of a score may change a weight too much.
     """
@@ -240,13 +240,13 @@ def _thread_sums(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def _thread_tops(weights, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """Return the bits of (ROWS, 4), the largest weights of the same columns; of integers three are compared at a time."""
+    """Return the bits of (ROWS, 4), the largest weights of the same columns; one instruction compares three integers."""
     return gl.max(gl.max(bits_of(weights).reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def _attend(
-    part: gl.constexpr, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+    part: gl.constexpr, buffers, sequences, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, OPTIMISTIC: gl.constexpr,
@@ -254,14 +254,14 @@ def _attend(
 ):  # fmt: skip
     """Write out and lse of one part of the rows of the program's tiles."""
     used = _attend_to_tiles(
-        part, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor, gl.to_tensor(0), gl.to_tensor(0),
+        part, buffers, sequences, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor, gl.to_tensor(0), gl.to_tensor(0),
         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
         OPTIMISTIC, False, SHARED, NUM_INITIAL, NUM_LOCAL,
     )  # fmt: skip
-    mbarrier.arrive(rings[12].index(0), count=1)
-    first_number, num_again = _tiles_of_second_pass(rings[12], overflows_ptr, num_items, PARTS)
+    mbarrier.arrive(buffers[12].index(0), count=1)
+    first_number, num_again = _tiles_of_second_pass(buffers[12], overflows_ptr, num_items, PARTS)
     _attend_to_tiles(
-        part, rings, places, overflows_ptr, num_again, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
+        part, buffers, sequences, overflows_ptr, num_again, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
         False, True, SHARED, NUM_INITIAL, NUM_LOCAL,
     )  # fmt: skip
@@ -269,7 +269,7 @@ def _attend(
 
 @gluon.jit
 def _attend_to_tiles(
-    part: gl.constexpr, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
+    part: gl.constexpr, buffers, sequences, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor, first_number, used,
     H: gl.constexpr, G: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr, V2: gl.constexpr,
     IS_WINDOW: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, OPTIMISTIC: gl.constexpr, REDO: gl.constexpr,
@@ -280,7 +280,7 @@ def _attend_to_tiles(
     Unless REDO, write as well whether a sum of weights or a shift became too large; REDO: only rows of which that was so. `first_number`
     tiles of rows and `used` tiles of keys came before; return how many of keys have come in all.
     """
-    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = rings
+    q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = buffers
     HG: gl.constexpr = H // G
     PART: gl.constexpr = ROWS // PARTS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -293,14 +293,14 @@ def _attend_to_tiles(
     dtype: gl.constexpr = q1_smem.dtype
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, q_row0, _key_row0, row0, num_rows, num_valid, position, start, last_end, middle, tail, left_out = _wanted_tile(
-            item, places, overflows_ptr, num_items, early, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS,
+            item, sequences, overflows_ptr, num_items, early, HG, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS,
             REDO, SHARED, NUM_INITIAL, NUM_LOCAL,
         )  # fmt: skip
         is_early = position + row0 // HG < early
         number = first_number + item // gl.num_programs(0)
-        place = number % 2
-        q1 = q1_smem.index(PARTS * place + part)
-        q2 = q2_smem.index(PARTS * place + part)
+        q_stage = number % 2
+        q1 = q1_smem.index(PARTS * q_stage + part)
+        q2 = q2_smem.index(PARTS * q_stage + part)
         row0 += part * PART
         rows = row0 + gl.arange(0, PART, OF_ROWS)
         t = gl.where(rows // HG < num_valid, position + rows // HG, -1)
@@ -319,7 +319,7 @@ def _attend_to_tiles(
             acc2 = gl.zeros([PART, V2], gl.float32, ACC2)
         zeros = gl.zeros([PART, KEYS], gl.float32, SCORES)
         num_key_tiles = gl.cdiv(last_end - left_out - start, KEYS)
-        mbarrier.wait(q_full.index(place), (number // 2) & 1)
+        mbarrier.wait(q_full.index(q_stage), (number // 2) & 1)
         if num_key_tiles > 0:
             left1 = q1
             left2 = q2
@@ -404,7 +404,7 @@ def _attend_to_tiles(
         if SHARED:
             # no weight is left of extreme scores that were rounded up
             sees_any = sees_any & ((row_sum != 0) | ((gl.abs(shift) >= EXTREME) & (shift != float("-inf"))))
-        # what a row holds that sees nothing may be NaN
+        # a row that sees nothing may hold NaN
         inverse = gl.where(sees_any, 1.0 / divisor, 0.0)
         heads = head0 + (rows // HG).to(gl.int64) * H + rows % HG
         if REDO:
@@ -436,7 +436,7 @@ def _attend_to_tiles(
         if V2 > 0:
             store_tile(out_ptr + head0 * D_V, out2_smem, row0, num_rows * HG, H, HG, D_V, V1, V2, PART, some)
         barrier()
-        mbarrier.arrive(q_empty.index(place), count=1)
+        mbarrier.arrive(q_empty.index(q_stage), count=1)
     return used
 
 
@@ -464,10 +464,10 @@ def forward_kernel(
 ):  # fmt: skip
     """Write out and lse as `interval.kernels.forward_kernel` does, or of SHARED blocks; a program takes every num_programs-th of the tiles.
 
-    A tile's rows are shared out to PARTS times four computing warps, which read the same keys; the next tile's rows and keys
-    arrive while they finish.
+    A tile's rows are divided among PARTS consumer warpgroups, which read the same keys; the next tile's rows and keys arrive while
+    they finish.
 
-    Softmax by running maxima spends a third of its instructions on the maxima and on what a new one asks for. OPTIMISTIC: a row
+    Softmax by running maxima spends a third of its instructions on the maxima and on rescaling by new ones. OPTIMISTIC: a row
     keeps the maximum of its first keys, which serves as long as no later score is far above it. Outputs are right where a sum of
     weights stays below `SAFE_SUM` and no score is EXTREME. int32 (PARTS, num_items) at `overflows_ptr` is 1 for every part of a tile
     with a row that is wrong. After its last tile a program computes such tiles again, by running maxima, and writes those of their
@@ -503,10 +503,10 @@ def forward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     passed = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     mbarrier.init(passed.index(0), count=PARTS)
-    # every loading thread arrives once its copies have landed, and each part once it has read them
-    for place in gl.static_range(2):
-        mbarrier.init(q_full.index(place), count=128)
-        mbarrier.init(q_empty.index(place), count=PARTS)
+    # every producer thread arrives once its copies have landed, and each part once it has read them
+    for q_stage in gl.static_range(2):
+        mbarrier.init(q_full.index(q_stage), count=128)
+        mbarrier.init(q_empty.index(q_stage), count=PARTS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(v_full.index(stage), count=128)
@@ -514,8 +514,8 @@ def forward_kernel(
         mbarrier.init(v_empty.index(stage), count=PARTS)
     fence_async_shared()
     barrier()
-    rings = (q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, passed)
-    places = (
+    buffers = (q1_smem, q2_smem, k1_smem, k2_smem, v1_smem, v2_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, passed)
+    sequences = (
         cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
         num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps,
     )  # fmt: skip
@@ -525,7 +525,7 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        0, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        0, buffers, sequences, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
                         OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
@@ -533,7 +533,7 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        1, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        1, buffers, sequences, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
                         OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
@@ -541,7 +541,7 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        2, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        2, buffers, sequences, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
                         OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
@@ -549,7 +549,7 @@ def forward_kernel(
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
+                        q_ptr, k_ptr, v_ptr, buffers, sequences, overflows_ptr, num_items, early,
                         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
                         SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
@@ -564,7 +564,7 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        0, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        0, buffers, sequences, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
                         OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
@@ -572,7 +572,7 @@ def forward_kernel(
                 (
                     _attend,
                     (
-                        1, rings, places, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
+                        1, buffers, sequences, overflows_ptr, num_items, early, out_ptr, lse_ptr, chosen_ptr, factor,
                         H, G, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
                         OPTIMISTIC, SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),
@@ -580,7 +580,7 @@ def forward_kernel(
                 (
                     _load,
                     (
-                        q_ptr, k_ptr, v_ptr, rings, places, overflows_ptr, num_items, early,
+                        q_ptr, k_ptr, v_ptr, buffers, sequences, overflows_ptr, num_items, early,
                         H, G, D_K, K1, K2, D_V, V1, V2, IS_WINDOW, SIZE, STRIDE, WINDOW, PACKED, CACHED, PARTS, ROWS, KEYS, STAGES,
                         SHARED, NUM_INITIAL, NUM_LOCAL,
                     ),

@@ -11,20 +11,20 @@ from nsa_kernels_triton.numerics import score_factor
 from nsa_kernels_triton.pipelines import PipelineConfig, pipeline_parts
 
 REGISTERS = {2: 128, 3: 80}
-"""Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
+"""Registers of a thread when a program starts, by the number of programs of eight warps that fill a multiprocessor."""
 REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
-"""The same where one program does, by its parts: four warps compute each, and four more load."""
+"""The same where one program fills it, by its number of parts: a consumer warpgroup for each, and one producer warpgroup."""
 UNBOUNDED = 2**30
 """A window that begins with its sequence."""
 WIDEST_TWICE = 64
-"""Head dimensions of q up to which two tiles of the rows of q and dO fit beside the ring buffers."""
+"""Head dimensions of q up to which two tiles of the rows of q and dO fit into shared memory with the ring buffers."""
 
 
 class SharedBlocks(NamedTuple):
-    """Which blocks the rows of a tile attend to together."""
+    """The blocks that the rows of a tile attend to together."""
 
     chosen: Tensor
-    """int64 (B, S, G): of early rows, the bits of the blocks that they chose."""
+    """int64 (B, S, G): the bits of the blocks that each early row chose."""
     num_initial: int
     num_local: int
     early: int
@@ -97,7 +97,7 @@ def interval_dq(x: Operands, dq: Tensor, constants: dict[str, Any], limit: int |
         x.scale, score_factor(q, x.scale),
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED", "ADD")},
         **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=x.gates is not None,
-        PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
+        ROW_STAGES=2 if q.shape[3] <= WIDEST_TWICE else 1,
         PARTS=pipeline.num_parts, **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
@@ -165,7 +165,7 @@ def selected_backward(num_items: int, x: Operands, rest: tuple[Any, ...], consta
     from nsa_kernels_triton.hopper import selected_kernels, wide_kernels
 
     sizes = _selected_constants(constants)
-    # heads of q in two parts
+    # a head of q comes in two parts
     is_wide = sizes["K2"] > 0
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     _launch_both(
@@ -216,7 +216,7 @@ def _options(pipeline: PipelineConfig) -> dict[str, int]:
 
 
 def options_of_one(pipeline: PipelineConfig) -> dict[str, int]:
-    """Return the options of a program that fills a multiprocessor: registers of a computing thread, and of each when it starts."""
+    """Return the options of a program that fills a multiprocessor: registers of a consumer thread, and of each thread when it starts."""
     registers = REGISTERS_OF_ONE[pipeline.num_parts]
     return {
         "PART_REGISTERS": ((pipeline.num_parts + 1) * registers - pipeline.loader_registers) // pipeline.num_parts,

@@ -1,4 +1,4 @@
-"""Importance of blocks for compute capability 9.0: four warps load, four times four compute, with their rows of q in registers.
+"""Importance of blocks for compute capability 9.0: a producer warpgroup, four consumer warpgroups with rows of q in registers.
 
 Exponentials take as long as the products: many warps, few registers each, so that some multiply while others sum. Sums need
 few exchanges: a thread of a product's result holds all strides of a block.
@@ -17,8 +17,8 @@ from nsa_kernels_triton.hopper.tiles import (
     float_of,
     hand_over,
     layout_of,
+    locate_tile,
     mask_of,
-    place_of,
     shift_of,
     start_scores,
     visible_keys,
@@ -33,11 +33,11 @@ def _tile_of(
     SIZE: gl.constexpr, STRIDE: gl.constexpr, SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr,
     PACKED: gl.constexpr, CACHED: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Return of tile number `item`: group, first row of q and of k, queries, position of query 0, visible keys, blocks to score.
+    """Return the tile number `item`: group, first row of q and of k, queries, position of query 0, visible keys, blocks to score.
 
     The longest rows come first. No block is scored where no query has a choice.
     """
-    is_tile, group, tile, q_row0, _num_rows, num_valid, position, key_row0 = place_of(
+    is_tile, group, tile, q_row0, _num_rows, num_valid, position, key_row0 = locate_tile(
         item, first_tile, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
         num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED, CACHED,
     )  # fmt: skip
@@ -55,15 +55,15 @@ def _load_rows(
     ptr, smem, query0, last_query,
     H: gl.constexpr, HG: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying WIDTH columns of ROWS rows: the heads of a group, HEADS to a query. What does not exist is zero."""
+    """Start copying WIDTH columns of ROWS rows: the heads of a group, HEADS to a query. Elements that do not exist are zero."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
     queries = query0 + rows // HEADS
-    places = (queries.to(gl.int64) * H + rows % HEADS) * D
+    offsets = (queries.to(gl.int64) * H + rows % HEADS) * D
     exists = (queries <= last_query) & (rows % HEADS < HG)
     mask = mask_of(exists, columns, D - FIRST, WIDTH)
-    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + places[:, None] + columns[None, :], mask=mask)
+    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + offsets[:, None] + columns[None, :], mask=mask)
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def _load_strides(
     G: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr,
     STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying WIDTH columns of the keys of blocks, in the order of `_key_order`. What does not exist is zero."""
+    """Start copying WIDTH columns of the keys of blocks, in the order of `_key_order`. Elements that do not exist are zero."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = gl.arange(0, KEYS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
@@ -90,9 +90,9 @@ def _load_strides(
     stride = in_order % PADDED_STRIDES
     keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
     exists = (stride < STRIDES) & (keys < end)
-    places = keys.to(gl.int64) * (G * D)
+    offsets = keys.to(gl.int64) * (G * D)
     mask = mask_of(exists, columns, D - FIRST, WIDTH)
-    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + places[:, None] + columns[None, :], mask=mask)
+    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + offsets[:, None] + columns[None, :], mask=mask)
 
 
 @gluon.jit
@@ -105,7 +105,7 @@ def _load(
     SELECTION_SIZE: gl.constexpr, NUM_SELECTED: gl.constexpr, NUM_LOCAL: gl.constexpr, PACKED: gl.constexpr, CACHED: gl.constexpr,
     HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the rows of the program's tiles, and fill the ring with their keys; those beyond `end` are zeros."""
+    """Fetch the rows of the program's tiles, and fill the ring buffer with their keys; those beyond `end` are zeros."""
     HG: gl.constexpr = H // G
     BLOCKS: gl.constexpr = KEYS // PADDED_STRIDES
     loaded = 0
@@ -168,9 +168,9 @@ def _sum_heads(values):
 def _store(
     scores, shift, ends, reached, block, tail, scores_ptr, first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
     G: gl.constexpr, STRIDES: gl.constexpr, PADDED_STRIDES: gl.constexpr, REACH: gl.constexpr,
-    PART: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, PLACES: gl.constexpr,
+    PART: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Write the importance of a tile's blocks. `reached` holds what the tile before gives to the first one; return that of this tile.
+    """Write the importance of a tile's blocks. `reached` holds the share of the tile before in the first block; return that in the next tile's.
 
     Every query sees all keys of the blocks up to `tail`, which is negative where some row's scores are extreme.
     """
@@ -186,7 +186,7 @@ def _store(
         exponents = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), exponents, float("-inf"))
     # behind the masks, so that the assembler can sum some weights while others are computed
     weights = gl.exp2(exponents)
-    # of the 16 heads of a query, a thread holds two, eight apart
+    # a thread holds two of the 16 heads of a query, eight apart
     shares = gl.sum(weights.reshape([PART // 16, 2, 8, KEYS]), 1)
     shares = shares.reshape([PART // 16, 8, BLOCKS // 4, PADDED_STRIDES // 2, 4, 2]).permute((0, 1, 2, 4, 3, 5))
     shares = shares.reshape([PART // 16, 8, BLOCKS, PADDED_STRIDES])
@@ -204,22 +204,22 @@ def _store(
         sums = gl.join(sums, gl.sum(reaching, 3)).permute((0, 1, 3, 2)).reshape([PART // 16, 8, WIDTH])
     # rows that hold the same four columns
     SHARERS: gl.constexpr = max(1, 32 // WIDTH)
-    sums = gl.convert_layout(_sum_heads(sums).reshape([PART // 16, 8 * COLUMNS]), PLACES)
-    column = gl.arange(0, 8 * COLUMNS, gl.SliceLayout(0, PLACES))
-    # blocks in order, behind them what reaches over from each
-    place = column // (SHARERS * COLUMNS) * COLUMNS + column % COLUMNS
+    sums = gl.convert_layout(_sum_heads(sums).reshape([PART // 16, 8 * COLUMNS]), SUMS)
+    column = gl.arange(0, 8 * COLUMNS, gl.SliceLayout(0, SUMS))
+    # blocks in order, then the share that reaches over from each
+    slot = column // (SHARERS * COLUMNS) * COLUMNS + column % COLUMNS
     if REACH > 1:
-        # a block's predecessor reaches over; from the last one, the first place takes what the next tile's first block is to get
-        source = gl.where(place == 0, 2 * BLOCKS - 1, (BLOCKS + place - 1) % (2 * BLOCKS))
+        # a block's predecessor reaches over; the first slot takes the share of the next tile's first block
+        source = gl.where(slot == 0, 2 * BLOCKS - 1, (BLOCKS + slot - 1) % (2 * BLOCKS))
         source = source // COLUMNS * (SHARERS * COLUMNS) + source % COLUMNS
-        reaching = gl.gather(sums, source[None, :] + gl.zeros([PART // 16, 8 * COLUMNS], gl.int32, PLACES), 1)
-        sums = sums + gl.where((place == 0)[None, :], reached, reaching)
+        reaching = gl.gather(sums, source[None, :] + gl.zeros([PART // 16, 8 * COLUMNS], gl.int32, SUMS), 1)
+        sums = sums + gl.where((slot == 0)[None, :], reached, reaching)
         reached = reaching
-    queries = first_query + gl.arange(0, PART // 16, gl.SliceLayout(1, PLACES))
+    queries = first_query + gl.arange(0, PART // 16, gl.SliceLayout(1, SUMS))
     rows = q_row0 + queries
-    blocks = block + place
+    blocks = block + slot
     keeps = (queries <= last_query) & (rows >= first_row) & (rows < last_row)
-    is_score = (column // COLUMNS % SHARERS == 0) & (place < BLOCKS) & (blocks < num_blocks)
+    is_score = (column // COLUMNS % SHARERS == 0) & (slot < BLOCKS) & (blocks < num_blocks)
     gl.store(
         scores_ptr + (((rows - first_row) * G + group) * num_blocks)[:, None] + blocks[None, :],
         sums,
@@ -245,10 +245,10 @@ def _score(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    # the sums of a query, and of them what `_sum_heads` leaves in each of a warp's eight rows
+    # the sums of a query, and how many of them `_sum_heads` leaves in each of a warp's eight rows
     WIDTH: gl.constexpr = BLOCKS * (2 if REACH > 1 else 1)
     COLUMNS: gl.constexpr = max(4, WIDTH // 8)
-    PLACES: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 4], [1, 32], [4, 1], [1, 0])
+    SUMS: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 4], [1, 32], [4, 1], [1, 0])
     gl.static_assert(STAGES > 1)
     used = gl.to_tensor(0)
     number = 0
@@ -282,13 +282,13 @@ def _score(
             if K2 > 0:
                 q2 = q2_smem.index(part).load(LEFT)
             mbarrier.arrive(q_empty.index(0), count=1)
-            reached = gl.zeros([PART // 16, 8 * COLUMNS], gl.float32, PLACES)
+            reached = gl.zeros([PART // 16, 8 * COLUMNS], gl.float32, SUMS)
             for tile in range(num_key_tiles):
-                place = (used + tile).to(gl.uint32)
-                stage = (place % STAGES).to(gl.int32)
-                mbarrier.wait(k_full.index(stage), (place // STAGES & 1).to(gl.int32))
+                key_tile = (used + tile).to(gl.uint32)
+                stage = (key_tile % STAGES).to(gl.int32)
+                mbarrier.wait(k_full.index(stage), (key_tile // STAGES & 1).to(gl.int32))
                 # quarters start their products in turn: those that start together wait longer for them
-                mbarrier.wait(turns.index(part), (place & 1).to(gl.int32) ^ (1 if part == 0 else 0))
+                mbarrier.wait(turns.index(part), (key_tile & 1).to(gl.int32) ^ (1 if part == 0 else 0))
                 scores = start_scores(q1, q2, k1_smem.index(stage), k2_smem.index(stage), zeros, K2)
                 mbarrier.arrive(turns.index((part + 1) % 4), count=1)
                 scores = warpgroup_mma_wait(0, deps=[scores])
@@ -297,7 +297,7 @@ def _score(
                 reached = _store(
                     scores, shift, ends, reached, block, tail, scores_ptr,
                     first_query, q_row0, last_query, first_row, last_row, group, num_blocks, factor,
-                    G, STRIDES, PADDED_STRIDES, REACH, PART, KEYS, WIDTH, COLUMNS, SCORES, PLACES,
+                    G, STRIDES, PADDED_STRIDES, REACH, PART, KEYS, WIDTH, COLUMNS, SCORES, SUMS,
                 )  # fmt: skip
             used += num_key_tiles
 
@@ -317,7 +317,7 @@ def scores_kernel(
 ):  # fmt: skip
     """Write importance (rows, G, num_blocks) as a whole, HEADS being 16; a program takes every num_programs-th of the tiles of rows.
 
-    A tile's rows are shared out to four times four computing warps, by which the same keys pass.
+    A tile's rows are divided among four consumer warpgroups, which read the same keys.
     """
     PART: gl.constexpr = ROWS // 4
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -336,7 +336,7 @@ def scores_kernel(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    # rows: every loading thread arrives once its copies have landed; keys: `hand_over` does for all; each quarter once it has read them
+    # rows: every producer thread arrives once its copies have landed; keys: `hand_over` does for all; each quarter once it has read them
     mbarrier.init(q_full.index(0), count=128)
     mbarrier.init(q_empty.index(0), count=4)
     for stage in gl.static_range(STAGES):

@@ -1,9 +1,9 @@
-"""Forward and backward of attention over chosen blocks for compute capability 9.0: loading warps gather rows while others compute.
+"""Forward and backward of attention over chosen blocks for compute capability 9.0: producer warps gather rows while consumer warps compute.
 
-A program has four warps that compute and four that load, two or three programs to a multiprocessor. The loading warps gather
-the rows of q, backward also of dO, of an item (`selected.index_kernels`) into a ring of tiles. Backward, the computing warps
+A program has one producer and one consumer warpgroup; two or three programs share a multiprocessor. The producer warps gather
+the rows of q, backward also of dO, of an item (`selected.index_kernels`) into a ring buffer of tiles. Backward, the consumer warps
 hold the block's dK and dV, and everything is transposed, (keys, rows), so that weights come out of one product as the next
-one's first operand. Forward, the columns of v are shuffled on their way in, so that results leave 16 bytes a thread.
+one's first operand. Forward, the columns of v are shuffled as they are loaded, so that a thread stores results of 16 bytes.
 """
 
 from triton.experimental import gluon
@@ -35,7 +35,7 @@ from nsa_kernels_triton.hopper.tiles import (
 
 @gluon.jit
 def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL: gl.constexpr, KEYS: gl.constexpr):
-    """Return of the program's item: group, first entry, end, place of its dK, dV, first and last key row, and whether some query sees less."""
+    """Return the group of the program's item, first entry, end, index of its split-K partial, first and last key row, and whether it is masked."""
     item = items_ptr + gl.program_id(0) * 4
     index = gl.load(item)
     start = gl.load(item + 1)
@@ -49,7 +49,7 @@ def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_T
 
 @gluon.constexpr_function
 def tile_of(width, lane_columns):
-    """Return the layout of tiles of rows whose copies share their places: `lane_columns` lanes to a row, whatever its width."""
+    """Return the layout of tiles of rows whose copies share their row indices: `lane_columns` lanes to a row, whatever its width."""
     return gl.BlockedLayout([1, width // lane_columns], [32 // lane_columns, lane_columns], [4, 1], [1, 0])
 
 
@@ -66,7 +66,7 @@ def _gather_tile(
     H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
     ROWS: gl.constexpr, LANES: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the columns FIRST .. FIRST + WIDTH - 1 of a tile's rows, whose entries are given. What does not exist is zero."""
+    """Start copying the columns FIRST .. FIRST + WIDTH - 1 of a tile's rows, whose entries are given. Elements that do not exist are zero."""
     TILE: gl.constexpr = tile_of(WIDTH, LANES)
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
@@ -82,7 +82,7 @@ def gather(
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the tiles of an item. Rows beyond the last are zeros. FENCED: fence before a tile is announced."""
+    """Fill the ring buffer with the tiles of an item. Rows beyond the last are zeros. FENCED: fence before a tile is announced."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
@@ -91,7 +91,7 @@ def gather(
     entry_t = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, OF_TILE)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
-        # the next tile's places are on their way while this one's stage is waited for
+        # the next tile's entries are loaded while this one waits for a stage
         next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
         next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
@@ -144,7 +144,7 @@ def weights_of(
 @gluon.jit
 def _multiply(
     k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
-    full, empty, dq_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    full, empty, dq_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr, key_row0, last_key, group, partial_index, num_rows, is_masked, scale, factor,
     lowering, dk_scale,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
@@ -181,15 +181,15 @@ def _multiply(
         # the next tile's scores are computed while this one's results leave
         scores = start_next(tile + 1, num_tiles, k_smem, k_smem, q_smem, q_smem, full, zeros, 0, STAGES, True)
         barrier()
-        # the tile of q has been read: partial dQ leaves through it
+        # the epilogue of partial dQ reuses the tile of q, which has been read
         q.permute((1, 0)).store((dq * scale).to(dtype))
         barrier()
         store_parts(dq_ptr, q, entry_smem.index(stage), tile, num_rows, G, HG, D_K, 0, K1, SLOTS_TOTAL, ROWS)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk * dk_scale, G, D_K, 0, K1, KEYS, ACC_K)
-    add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, 0, V1, KEYS, ACC_V)
+    add_or_store(dk_ptr, dk_partial_ptr, key_row0, last_key, group, partial_index, dk * dk_scale, G, D_K, 0, K1, KEYS, ACC_K)
+    add_or_store(dv_ptr, dv_partial_ptr, key_row0, last_key, group, partial_index, dv, G, D_V, 0, V1, KEYS, ACC_V)
 
 
 @gluon.jit
@@ -198,7 +198,7 @@ def store_parts(
     G: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Write the columns FIRST .. FIRST + WIDTH - 1, as far as there are any, of a tile's partial results to their places (rows, G, slots, H/G, D)."""
+    """Write the columns FIRST .. FIRST + WIDTH - 1, as far as there are any, of a tile's partial results to (rows, G, slots, H/G, D)."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     entry = entry_smem.load(gl.SliceLayout(1, TILE))
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
@@ -210,28 +210,28 @@ def store_parts(
 
 @gluon.jit
 def add_or_store(
-    sum_ptr, extra_ptr, key_row0, last_key, group, place, values,
+    sum_ptr, partial_ptr, key_row0, last_key, group, partial_index, values,
     G: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of a list's first item to the running sum; keep those of a later one apart."""
+    """Add the gradients of a list's first item to the running sum; store those of a later item as a split-K partial."""
     in_piece = gl.arange(0, KEYS, gl.SliceLayout(1, ACC))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
-    if place < 0:
+    if partial_index < 0:
         mask = mask_of(key_row0 + in_piece <= last_key, columns, D - FIRST, WIDTH)
         keys = (key_row0 + in_piece).to(gl.int64) * G + group
         target = sum_ptr + FIRST + keys[:, None] * D + columns[None, :]
         gl.store(target, gl.load(target, mask=mask, other=0.0) + values, mask=mask)
     else:
-        # all of it: to keys that none of the item's queries sees it gives 0
-        numbers = place.to(gl.int64) * KEYS + in_piece
-        target = extra_ptr + FIRST + numbers[:, None] * D + columns[None, :]
+        # the whole tile: the gradient of a key that none of the item's queries sees is 0
+        numbers = partial_index.to(gl.int64) * KEYS + in_piece
+        target = partial_ptr + FIRST + numbers[:, None] * D + columns[None, :]
         gl.store(target, values, mask=mask_of(in_piece >= 0, columns, D - FIRST, WIDTH))
 
 
 @CachedLaunch
 @gluon.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
@@ -246,7 +246,7 @@ def backward_kernel(
     if (gl.program_id(0) >= gl.load(num_items_ptr)) | (gl.load(extremes_ptr) != EXTREME):
         return
     own_ptr = rows_ptr + num_rows + first_row
-    group, start, end, place, key_row0, last_key, is_masked = load_item(
+    group, start, end, partial_index, key_row0, last_key, is_masked = load_item(
         items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
     )
 
@@ -268,7 +268,7 @@ def backward_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
-        # `hand_over` arrives once for all loading threads
+        # `hand_over` arrives once for all producer threads
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
 
@@ -278,9 +278,9 @@ def backward_kernel(
         lowering = power_of_two(-lowered_by(extremes_ptr))
         dk_scale *= power_of_two(lowered_by(extremes_ptr))
     num_keys = last_key + 1 - key_row0
-    key_place = key_row0.to(gl.int64) * G + group
-    load_tile(k_ptr + key_place * D_K, k_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
-    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
+    kv_head0 = key_row0.to(gl.int64) * G + group
+    load_tile(k_ptr + kv_head0 * D_K, k_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
+    load_tile(v_ptr + kv_head0 * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
@@ -295,8 +295,8 @@ def backward_kernel(
                 _multiply,
                 (
                     k_smem, v_smem, q_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem,
-                    full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
+                    full, empty, dq_parts_ptr + group * (SLOTS_TOTAL * HG * D_K), dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
+                    key_row0, last_key, group, partial_index, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
                     G, HG, D_K, K1, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),
@@ -318,7 +318,7 @@ def backward_kernel(
 def _load_shuffled_values(ptr, smem, num_keys, G: gl.constexpr, D_V: gl.constexpr, FIRST: gl.constexpr, KEYS: gl.constexpr):
     """Start copying 64 columns of values from FIRST on, in an order in which a thread of the product's result holds eight neighbours.
 
-    Column 8 j + 2 c + e of 32 comes from column 8 c + 2 j + e. What does not exist is zero.
+    Column 8 j + 2 c + e of 32 comes from column 8 c + 2 j + e. Elements that do not exist are zero.
     """
     TILE: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     rows = gl.arange(0, KEYS, gl.SliceLayout(1, TILE))
@@ -354,7 +354,7 @@ def _gather_queries(
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the keys and values of an item, and fill the ring with its tiles of queries. Rows beyond the last are zeros."""
+    """Fetch the keys and values of an item, and fill the ring buffer with its tiles of queries. Rows beyond the last are zeros."""
     HG: gl.constexpr = H // G
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     load_tile(k_ptr, k1_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
@@ -370,7 +370,7 @@ def _gather_queries(
     entry_t = _load_entries(entries_ptr, 0, num_rows, HG, ROWS, OF_TILE)
     for tile in range(gl.cdiv(num_rows, ROWS)):
         stage = tile % STAGES
-        # the next tile's places are on their way while this one's stage is waited for
+        # the next tile's entries are loaded while this one waits for a stage
         next_entry = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, LINE)
         next_entry_t = _load_entries(entries_ptr, tile + 1, num_rows, HG, ROWS, OF_TILE)
         mbarrier.wait(empty.index(stage), ((tile // STAGES) & 1) ^ 1)
@@ -430,7 +430,7 @@ def _attend(
             acc2 = warpgroup_mma(left, v_smem.index(1), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
         if D_V > 128:
             acc3 = warpgroup_mma(left, v_smem.index(2), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
-        # the next tile's scores are computed while this one's results leave; after the last tile, those of an old stage, in vain
+        # the next tile's scores are computed while this one's results leave; after the last tile, with an old stage, and discarded
         following = (tile + 1) % STAGES
         mbarrier.wait(full.index(following), ((tile + 1) // STAGES) & 1, pred=tile + 1 < num_tiles)
         fence_async_shared()
@@ -470,7 +470,7 @@ def forward_kernel(
     if gl.program_id(0) >= gl.load(num_items_ptr):
         return
     own_ptr = rows_ptr + num_rows + first_row
-    group, start, end, _place, key_row0, last_key, is_masked = load_item(
+    group, start, end, _partial_index, key_row0, last_key, is_masked = load_item(
         items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
     )
     K1_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, K1], dtype)
@@ -496,7 +496,7 @@ def forward_kernel(
     keys_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     mbarrier.init(keys_full.index(0), count=128)
     num_keys = last_key + 1 - key_row0
-    key_place = key_row0.to(gl.int64) * G + group
+    kv_head0 = key_row0.to(gl.int64) * G + group
     barrier()
     head0 = first_row.to(gl.int64) * H + group * HG
     num_item_rows = (end - start) * HG
@@ -514,7 +514,7 @@ def forward_kernel(
             (
                 _gather_queries,
                 (
-                    q_ptr + head0 * D_K, k_ptr + key_place * D_K, v_ptr + key_place * D_V, entries_ptr, own_ptr,
+                    q_ptr + head0 * D_K, k_ptr + kv_head0 * D_K, v_ptr + kv_head0 * D_V, entries_ptr, own_ptr,
                     q1_smem, q2_smem, k1_smem, k2_smem, v_smem, own_smem, entry_smem, full, empty, keys_full, start, num_item_rows, num_keys,
                     H, G, D_K, K1, K2, D_V, SLOTS_TOTAL, ROWS, KEYS, STAGES,
                 ),

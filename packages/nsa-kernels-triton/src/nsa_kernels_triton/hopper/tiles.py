@@ -1,4 +1,4 @@
-"""What the kernels for compute capability 9.0 share: portable device functions, and how tiles come to shared memory."""
+"""Device functions that the kernels for compute capability 9.0 share: portable ones, and copies of tiles to shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +14,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 find_sequence = gluon.jit(tiles.find_sequence.fn)
 query_rows = gluon.jit(tiles.query_rows.fn)
 visible_keys = gluon.jit(tiles.visible_keys.fn)
-place_of_program = gluon.jit(tiles.place_of_program.fn)
+program_position = gluon.jit(tiles.program_position.fn)
 coarser = gluon.jit(tiles.coarser.fn)
 shift_of = gluon.jit(tiles.shift_of.fn)
 restrained = gluon.jit(tiles.restrained.fn)
@@ -52,9 +52,9 @@ def load_tile(
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
-    places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
+    offsets = ((rows // HG).to(gl.int64) * H + rows % HG) * D
     mask = mask_of(rows < last_row, columns, D - FIRST, WIDTH)
-    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + places[:, None] + columns[None, :], mask=mask)
+    async_copy.async_copy_global_to_shared(smem, ptr + FIRST + offsets[:, None] + columns[None, :], mask=mask)
 
 
 @gluon.jit
@@ -62,28 +62,28 @@ def store_tile(
     ptr, smem, row, last_row,
     H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, wanted=None,
 ):  # fmt: skip
-    """Write what `load_tile` loads, from shared memory; rows from `last_row` on and columns from D on are not written.
+    """Write a tile of `load_tile` from shared memory; rows from `last_row` on and columns from D on are not written.
 
-    Nor are rows that are not `wanted`, if that is given.
+    If `wanted` is given, only its rows are written.
     """
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, TILE))
-    places = ((rows // HG).to(gl.int64) * H + rows % HG) * D
+    offsets = ((rows // HG).to(gl.int64) * H + rows % HG) * D
     mask = mask_of(rows < last_row, columns, D - FIRST, WIDTH)
     if wanted is not None:
         mask = mask & gl.convert_layout(wanted, gl.SliceLayout(1, TILE))[:, None]
-    gl.store(ptr + FIRST + places[:, None] + columns[None, :], smem.load(TILE), mask=mask)
+    gl.store(ptr + FIRST + offsets[:, None] + columns[None, :], smem.load(TILE), mask=mask)
 
 
 @gluon.jit
-def place_of(
+def locate_tile(
     item, first_tile, cu_seqlens_ptr, cu_keys_ptr, cu_tiles_ptr, query_start_ptr, query_count_ptr,
     num_sequences, num_queries, num_keys, num_tiles, num_columns, search_steps, PACKED: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
-    """Return of tile number `item` whether it exists, its group and its number in its sequence, the longest rows first.
+    """Return whether tile number `item` exists, its group and its number in its sequence; the longest rows come first.
 
-    And of that sequence the first row, the rows, those that count, the first position, and the first key row.
+    Then, for that sequence: its first row, its rows, how many of them count, the first position, and the first key row.
     """
     tile = first_tile + num_tiles - 1 - item % num_tiles
     sequence = item // num_tiles % num_columns
@@ -109,7 +109,7 @@ def load_keys(
     G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     V2: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the keys key .. key + KEYS - 1 and their values as tile `loaded` of the rings; those from `end` on are zeros."""
+    """Fetch the keys key .. key + KEYS - 1 and their values as tile `loaded` of the ring buffers; those from `end` on are zeros."""
     stage = loaded % STAGES
     phase = ((loaded // STAGES) & 1) ^ 1
     mbarrier.wait(k_empty.index(stage), phase)
@@ -126,10 +126,10 @@ def load_keys(
 
 @gluon.jit
 def hand_over(full, PENDING: gl.constexpr):
-    """Tell computing warps that copies are there, all but the last PENDING groups.
+    """Commit a stage to the consumer warps: all copies but the last PENDING groups have landed.
 
     Products read through another proxy than the copies write through. The fence between the two, which compiles to a barrier for
-    all memory operations of a thread, stands here and not before every product of warps that also store results.
+    all memory operations of a thread, is here and not before every product, because the consumer warps also store results.
     """
     async_copy.wait_group(PENDING)
     # a thread waits for its own copies, and one arrives for all
@@ -149,7 +149,7 @@ def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
 
 @gluon.jit
 def start_next(tile, end_tile, k1, k2, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr):
-    """Start the products of keys with a tile of rows; beyond the last, with those of an old stage, in vain. FENCED: `full` came behind a fence."""
+    """Start the products of keys with a tile of rows; beyond the last, with an old stage, and discarded. FENCED: a fence precedes `full`."""
     stage = tile % STAGES
     mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < end_tile)
     if not FENCED:

@@ -1,6 +1,6 @@
-"""Backward of attention over chosen blocks for compute capability 9.0 and wide heads: four warps load, twice four compute.
+"""Backward of attention over chosen blocks for compute capability 9.0 and wide heads: a producer warpgroup, two consumer warpgroups.
 
-One group of computing warps holds dV and makes the first columns of partial dQ, the other dK and the rest of them. Both compute
+One consumer warpgroup holds dV and makes the first columns of partial dQ, the other dK and the rest of them. Both compute
 weights and their gradients rather than exchange them: neither ever waits for the other.
 """
 
@@ -22,7 +22,7 @@ from nsa_kernels_triton.hopper.tiles import barrier, load_tile, lowered_by, powe
 @gluon.jit
 def _multiply_values(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
-    full, empty, dq_ptr, dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    full, empty, dq_ptr, dv_ptr, dv_partial_ptr, key_row0, last_key, group, partial_index, num_rows, is_masked, scale, factor,
     lowering,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
@@ -69,13 +69,13 @@ def _multiply_values(
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    add_or_store(dv_ptr, dv_extra_ptr, key_row0, last_key, group, place, dv, G, D_V, 0, V1, KEYS, ACC)
+    add_or_store(dv_ptr, dv_partial_ptr, key_row0, last_key, group, partial_index, dv, G, D_V, 0, V1, KEYS, ACC)
 
 
 @gluon.jit
 def _multiply_keys(
     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem, ds_smem, dq_smem,
-    full, empty, dq_ptr, dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, num_rows, is_masked, scale, factor,
+    full, empty, dq_ptr, dk_ptr, dk_partial_ptr, key_row0, last_key, group, partial_index, num_rows, is_masked, scale, factor,
     lowering, dk_scale,
     G: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
@@ -114,20 +114,20 @@ def _multiply_keys(
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     warpgroup_mma_wait(0, deps=[scores])
-    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk1 * dk_scale, G, D_K, 0, K1, KEYS, ACC_1)
-    add_or_store(dk_ptr, dk_extra_ptr, key_row0, last_key, group, place, dk2 * dk_scale, G, D_K, K1, K2, KEYS, ACC_2)
+    add_or_store(dk_ptr, dk_partial_ptr, key_row0, last_key, group, partial_index, dk1 * dk_scale, G, D_K, 0, K1, KEYS, ACC_1)
+    add_or_store(dk_ptr, dk_partial_ptr, key_row0, last_key, group, partial_index, dk2 * dk_scale, G, D_K, K1, K2, KEYS, ACC_2)
 
 
 @CachedLaunch
 @gluon.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gate_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: gl.constexpr, G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write what `selected_kernels.backward_kernel` does, where a head of q has two parts; grid (bound on items,).
+    """Write the results of `selected_kernels.backward_kernel` where a head of q has two parts; grid (bound on items,).
 
     EXTREME: as `launch._launch_both` says.
     """
@@ -136,7 +136,7 @@ def backward_kernel(
     if (gl.program_id(0) >= gl.load(num_items_ptr)) | (gl.load(extremes_ptr) != EXTREME):
         return
     own_ptr = rows_ptr + num_rows + first_row
-    group, start, end, place, key_row0, last_key, is_masked = load_item(
+    group, start, end, partial_index, key_row0, last_key, is_masked = load_item(
         items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_TOTAL, KEYS
     )
 
@@ -163,7 +163,7 @@ def backward_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
-        # every loading thread arrives once its copies have landed, and each half once it has read them
+        # every producer thread arrives once its copies have landed, and each half once it has read them
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=2)
 
@@ -173,10 +173,10 @@ def backward_kernel(
         lowering = power_of_two(-lowered_by(extremes_ptr))
         dk_scale *= power_of_two(lowered_by(extremes_ptr))
     num_keys = last_key + 1 - key_row0
-    key_place = key_row0.to(gl.int64) * G + group
-    load_tile(k_ptr + key_place * D_K, k1_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
-    load_tile(k_ptr + key_place * D_K, k2_smem, 0, num_keys, G, 1, D_K, K1, K2, KEYS)
-    load_tile(v_ptr + key_place * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
+    kv_head0 = key_row0.to(gl.int64) * G + group
+    load_tile(k_ptr + kv_head0 * D_K, k1_smem, 0, num_keys, G, 1, D_K, 0, K1, KEYS)
+    load_tile(k_ptr + kv_head0 * D_K, k2_smem, 0, num_keys, G, 1, D_K, K1, K2, KEYS)
+    load_tile(v_ptr + kv_head0 * D_V, v_smem, 0, num_keys, G, 1, D_V, 0, V1, KEYS)
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
@@ -192,8 +192,8 @@ def backward_kernel(
                 _multiply_keys,
                 (
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem,
-                    ds_smem.index(0), dq2_smem, full, empty, dq_ptr, dk_ptr, dk_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
+                    ds_smem.index(0), dq2_smem, full, empty, dq_ptr, dk_ptr, dk_partial_ptr,
+                    key_row0, last_key, group, partial_index, num_item_rows, is_masked, scale, factor, lowering, dk_scale,
                     G, HG, D_K, K1, K2, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),
@@ -201,8 +201,8 @@ def backward_kernel(
                 _multiply_values,
                 (
                     k1_smem, k2_smem, v_smem, q1_smem, q2_smem, dout_smem, shift_smem, delta_smem, gate_smem, own_smem, entry_smem,
-                    ds_smem.index(1), dq1_smem, full, empty, dq_ptr, dv_ptr, dv_extra_ptr,
-                    key_row0, last_key, group, place, num_item_rows, is_masked, scale, factor, lowering,
+                    ds_smem.index(1), dq1_smem, full, empty, dq_ptr, dv_ptr, dv_partial_ptr,
+                    key_row0, last_key, group, partial_index, num_item_rows, is_masked, scale, factor, lowering,
                     G, HG, D_K, K1, K2, D_V, V1, SLOTS_TOTAL, GATED, ROWS, KEYS, STAGES, EXTREME,
                 ),
             ),

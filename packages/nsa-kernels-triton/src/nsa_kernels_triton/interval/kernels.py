@@ -20,8 +20,8 @@ from nsa_kernels_triton.tiles import (
     load_columns,
     log_sum,
     lowered_by,
-    place_of_program,
     power_of_two,
+    program_position,
     query_rows,
     refined_delta,
     restrained,
@@ -122,7 +122,7 @@ def forward_kernel(
     The grid is (tiles * columns * G,); a column is a sequence, or all packed ones.
     """
     HG: tl.constexpr = H // G
-    tile, sequence, group = place_of_program(num_tiles, num_columns)
+    tile, sequence, group = program_position(num_tiles, num_columns)
     tile = num_tiles - 1 - tile
     if PACKED:
         sequence = find_sequence(tile, cu_tiles_ptr, num_sequences, search_steps)
@@ -172,7 +172,7 @@ def forward_kernel(
     largest = tl.where(sees_any, row_max, 0.0)
     row_factor = coarser(largest * factor, factor, coarse_factor)
     inverse = 1.0 / tl.where(sees_any, divisor_of(row_sum, largest, row_factor, v_ptr.dtype.element_ty, EXACT), 1.0)
-    # what a row holds that sees nothing may be NaN
+    # a row that sees nothing may hold NaN
     acc1 = tl.where(sees_any[:, None], acc1 * inverse[:, None], 0.0)
     store_columns(out_ptr, heads * D_V, exists, acc1, 0, V1, D_V)
     if exact_ptr is not None:
@@ -234,10 +234,10 @@ def dq_kernel(
 ):  # fmt: skip
     """Write dQ of one tile of rows; grid as in the forward.
 
-    GATE >= 0: the branch's output was scaled by gates[..., GATE]. ADD: dQ is added to what stands there.
+    GATE >= 0: the branch's output was scaled by gates[..., GATE]. ADD: dQ is added to the values there.
     """
     HG: tl.constexpr = H // G
-    tile, sequence, group = place_of_program(num_tiles, num_columns)
+    tile, sequence, group = program_position(num_tiles, num_columns)
     tile = num_tiles - 1 - tile
     is_extreme = tl.load(extremes_ptr) != 0
     lowering = 1.0
@@ -300,7 +300,7 @@ def dq_kernel(
             acc1, acc2, q1, q2, dout1, dout2, shift, delta, dlse, k_ptr, v_ptr, k_row0, group, key, first, end, last_end,
             factor, tail, lowering, G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
         )  # fmt: skip
-    # what a row holds that does not count may be NaN
+    # a row that does not count may hold NaN
     counts = (t >= 0)[:, None]
     acc1 = tl.where(counts, acc1 * (scale * gate)[:, None], 0.0)
     if ADD:
@@ -328,7 +328,7 @@ def _dkdv_step(
     rows = row + tl.arange(0, BLOCK_ROWS)
     exists = rows < last_row
     if BLOCK_ROWS % HG == 0:
-        # rows start at a query's first head: what changes from tile to tile is one number
+        # rows start at a query's first head: one number changes from tile to tile
         lanes = tl.arange(0, BLOCK_ROWS)
         heads = lanes // HG * H + lanes % HG
         skipped = wide(row // HG) * H
@@ -395,7 +395,7 @@ def dkdv_kernel(
     their sum has one order. A split without a query writes zeros.
     """
     HG: tl.constexpr = H // G
-    tile, sequence, group = place_of_program(num_tiles * num_splits, num_columns)
+    tile, sequence, group = program_position(num_tiles * num_splits, num_columns)
     # late splits first: they meet every key, the early ones only some
     split = num_splits - 1 - tile // num_tiles
     tile = tile % num_tiles
@@ -604,7 +604,7 @@ def _add_splits(splits_ptr, sum_ptr, num_columns, splits, BLOCK: tl.constexpr):
 @CachedLaunch
 @triton.jit
 def value_sizes_kernel(v_ptr, extremes_ptr, num_rows, D_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Note the largest squared norm of a row of values at `extremes_ptr` + 2; it tells how far dS must be lowered for float16."""
+    """Note the largest squared norm of a row of values at `extremes_ptr` + 2; it decides how far dS must be lowered for float16."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     v = load_columns(v_ptr, rows * D_V, rows < num_rows, 0, WIDTH, D_V, True).to(tl.float32)
     note_largest(extremes_ptr + 2, tl.sum(v * v, 1))

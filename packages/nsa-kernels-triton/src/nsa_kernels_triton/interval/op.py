@@ -206,9 +206,9 @@ def _backward_constants(x: Operands) -> dict[str, Any]:
 
 
 def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place. dk and dv are made on the second stream: `join_stream` before they are used.
+    """Return dq, dk, dv. dQ is added to `dq`, if that is given. dk and dv are made on the second stream: `join_stream` before they are used.
 
-    Nothing is, where `x.is_empty`.
+    Where `x.is_empty`, nothing is launched.
     """
     if x.is_empty:
         return torch.zeros_like(x.q) if dq is None else dq, torch.zeros_like(x.k), torch.zeros_like(x.v)
@@ -220,7 +220,7 @@ def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Ten
 
 
 def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int) -> None:
-    """Add to dq, and write to dk and dv, float32, what the first `limit` queries of each sequence give, a window as wide as that.
+    """Add to dq, and write to dk and dv, float32, the gradients from the first `limit` queries of each sequence, in a window as wide as that.
 
     Tiles of rows end at `limit`: it is a multiple of the first of `tile_sizes`. Later keys are left alone.
     """

@@ -23,7 +23,7 @@ COUNTED_WORDS = 1024
 CUT_ITEMS = 1024
 """Items, at most, of a program that cuts lists into them."""
 LISTED_BYTES = 2**25
-"""What the tables and lists of several chunks may take together: one launch makes them all, if that is not too much."""
+"""Bytes, at most, of the tables and lists that one launch makes for several chunks."""
 FORWARD_ITEM_ROWS = 2048
 """Rows (queries times heads of a group) of one work item: a block that every query chose is cut into many.
 
@@ -52,7 +52,7 @@ def pieces_of(geometry: BlockGeometry, block_keys: int) -> Pieces:
 
 
 class Index(NamedTuple):
-    """What the kernels of a whole call share."""
+    """The tensors and sizes that all kernels of a call share."""
 
     block_indices: Tensor
     rows: Tensor
@@ -61,7 +61,7 @@ class Index(NamedTuple):
     """int32 (num_pieces,): the first key row of each piece that a row may have chosen."""
     pieces: Pieces
     num_pieces: int
-    """Of all sequences."""
+    """Pieces of all sequences."""
     num_groups: int
     slots: int
     """Pieces that a query may choose."""
@@ -69,14 +69,14 @@ class Index(NamedTuple):
     """Rows of q in a chunk, a power of two."""
     item_queries: int
     first_position: int
-    """Of the queries whose lists are made; earlier ones are attended to in another way."""
+    """Position of the first query whose lists are made; earlier queries are attended to in another way."""
     is_cached: bool
     sequence_rows: int
-    """Of each sequence, where all have as many rows and start with their first token; 0 elsewhere."""
+    """Rows of each sequence, where all have as many and start with their first token; 0 elsewhere."""
     left_out: tuple[int, int]
     """Blocks at the start of a sequence, and up to a query's own, that are attended to in another way."""
     bits: Tensor | None
-    """int64 (B * S, G): of the queries before the first position, the bits of the blocks that they chose."""
+    """int64 (B * S, G): the bits of the blocks that each query before the first position chose."""
 
     @property
     def item_slots(self) -> int:
@@ -114,7 +114,7 @@ class Chunk(NamedTuple):
     first_row: int
     last_row: int
     num_pieces: int
-    """That have a list: those that some row may see."""
+    """Pieces that have a list: those that some row may see."""
     ends: Tensor
     """int32 (3, lists), running totals: entries, items, items beyond the first of their list."""
     entries: Tensor
@@ -123,7 +123,7 @@ class Chunk(NamedTuple):
     num_items: Tensor
     """int32 (1,): how many of them exist."""
     present: Tensor
-    """int8 (rows, G, slots): 1 where the partial result of a slot is written; of rows before `last_row`."""
+    """int8 (rows, G, slots): 1 where the partial result of a slot is written, for rows before `last_row`."""
 
 
 def index_of(

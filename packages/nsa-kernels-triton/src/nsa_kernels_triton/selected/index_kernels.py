@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
-from nsa_kernels_triton.tiles import count_bits, find_sequence, place_of_program
+from nsa_kernels_triton.tiles import count_bits, find_sequence, program_position
 
 WORD_ROWS = tl.constexpr(32)
 """Queries whose choice of one piece is a word of bits."""
@@ -25,13 +25,13 @@ def describe_rows_kernel(
     SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, PACKED: tl.constexpr, CACHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write of every row of q, int32 (3, rows): its position (-1: does not count), its token's key row, its sequence's first piece.
+    """Write int32 (3, rows) of the rows of q: each one's position (-1: does not count), its token's key row, its sequence's first piece.
 
     Without a cache every token has a row, and that of a piece's first token writes the piece's first key row.
     With `bits_ptr`, int64 (rows, G), the bits of the blocks that a row before `first_position` chose as well, all below 64 and none
     of them twice; grid (cdiv(rows, BLOCK) * G,), without it (cdiv(rows, BLOCK),).
     """
-    number, group, _ = place_of_program(tl.cdiv(num_rows, BLOCK), G)
+    number, group, _ = program_position(tl.cdiv(num_rows, BLOCK), G)
     row = number * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
     if PACKED:
@@ -63,11 +63,11 @@ def describe_rows_kernel(
     if bits_ptr is not None:
         is_early = exists & (position >= 0) & (position < first_position)
         slots = tl.arange(0, SLOTS)[None, :]
-        place = row.to(tl.int64) * G + group
-        block = tl.load(indices_ptr + place[:, None] * NUM_SELECTED + slots, mask=is_early[:, None] & (slots < NUM_SELECTED), other=-1)
+        offset = row.to(tl.int64) * G + group
+        block = tl.load(indices_ptr + offset[:, None] * NUM_SELECTED + slots, mask=is_early[:, None] & (slots < NUM_SELECTED), other=-1)
         is_bit = (block >= 0) & (block < 64)
         bits = tl.where(is_bit, tl.full([BLOCK, SLOTS], 1, tl.int64) << tl.where(is_bit, block, 0).to(tl.int64), 0)
-        tl.store(bits_ptr + place, tl.sum(bits, 1), mask=is_early)
+        tl.store(bits_ptr + offset, tl.sum(bits, 1), mask=is_early)
 
 
 @CachedLaunch
@@ -80,11 +80,11 @@ def mark_kernel(
 ):  # fmt: skip
     """Set the bit (group, piece, row - first row) of every piece that a row chose; grid (words with rows * G * chunks,).
 
-    Write which slots (row - first row, G, slots) of the choice count: not those outside 0 .. own, of a block that stands there twice
-    only the first, and none of rows whose position is below `first_position`. Nor do the first NUM_INITIAL blocks count, and the
-    last NUM_LOCAL up to the own. With a cache, write the first key row of such pieces, too.
+    Write which slots (row - first row, G, slots) of the choice count. Blocks outside 0 .. own do not count, a block that is chosen twice
+    counts once, by its first slot, and no row counts whose position is below `first_position`. The first NUM_INITIAL blocks do not
+    count, and the last NUM_LOCAL up to the own do not. With a cache, write the first key row of the pieces that count, too.
     """
-    word, group, chunk = place_of_program(num_words, G)
+    word, group, chunk = program_position(num_words, G)
     first_row += chunk * (WORDS * WORD_ROWS)
     chunk = chunk.to(tl.int64)
     marks_ptr += chunk * (G * num_pieces * WORDS)
@@ -113,8 +113,8 @@ def mark_kernel(
         start = block * SELECTION_SIZE + part * PIECE_SIZE
         is_present = is_block & (start <= position[:, None])
         piece = piece0[:, None] + block * PIECES + part
-        place = (group.to(tl.int64) * num_pieces + piece) * WORDS + word
-        tl.atomic_or(marks_ptr + place, bit, mask=is_present, sem="relaxed")
+        offset = (group.to(tl.int64) * num_pieces + piece) * WORDS + word
+        tl.atomic_or(marks_ptr + offset, bit, mask=is_present, sem="relaxed")
         if CACHED:
             tl.store(key_rows_ptr + piece, first_key_row[:, None] + start, mask=is_present)
         target = present_ptr + (local * G + group)[:, None] * (NUM_SELECTED * PIECES) + slots[None, :] * PIECES + part
@@ -126,7 +126,7 @@ def mark_kernel(
 def count_kernel(
     marks_ptr, ranks_ptr, counts_ptr, num_lists, ITEM_QUERIES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write of every word how many bits its list has before it, and of every list int32 (3, lists): queries, items, items beyond the first.
+    """Write how many bits of its list come before each word, and int32 (3, lists): queries, items, items beyond the first of each list.
 
     Grid (cdiv(lists, BLOCK) * chunks,).
     """
@@ -138,9 +138,9 @@ def count_kernel(
     counts_ptr += chunk * num_lists * 3
     lists = number * BLOCK + tl.arange(0, BLOCK)
     exists = lists < num_lists
-    places = lists.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    bits = count_bits(tl.load(marks_ptr + places, mask=exists[:, None], other=0))
-    tl.store(ranks_ptr + places, tl.cumsum(bits, 1) - bits, mask=exists[:, None])
+    offsets = lists.to(tl.int64)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    bits = count_bits(tl.load(marks_ptr + offsets, mask=exists[:, None], other=0))
+    tl.store(ranks_ptr + offsets, tl.cumsum(bits, 1) - bits, mask=exists[:, None])
     count = tl.sum(bits, 1)
     items = tl.cdiv(count, ITEM_QUERIES)
     tl.store(counts_ptr + lists, count, mask=exists)
@@ -156,10 +156,10 @@ def list_kernel(
 ):  # fmt: skip
     """Write the queries of the lists in ascending order; grid (words with rows * G * chunks,).
 
-    An entry is (row - first row) * slots + slot, where the slot is the piece's place in the row's choice.
+    An entry is (row - first row) * slots + slot, where the slot is the piece's index in the row's choice.
     """
     SLOTS_TOTAL: tl.constexpr = NUM_SELECTED * PIECES
-    word, group, chunk = place_of_program(num_words, G)
+    word, group, chunk = program_position(num_words, G)
     first_row += chunk * (WORDS * WORD_ROWS)
     chunk = chunk.to(tl.int64)
     marks_ptr += chunk * (G * num_pieces * WORDS)
@@ -180,9 +180,9 @@ def list_kernel(
         slot = (local * G + group)[:, None] * SLOTS_TOTAL + slots * PIECES + part
         is_present = tl.load(present_ptr + slot, mask=in_choice, other=0) == 1
         index = group * num_pieces + piece0[:, None] + block * PIECES + part
-        place = index.to(tl.int64) * WORDS + word
-        before = count_bits(tl.load(marks_ptr + place, mask=is_present, other=0) & below)
-        rank = tl.load(ranks_ptr + place, mask=is_present, other=0) + before
+        offset = index.to(tl.int64) * WORDS + word
+        before = count_bits(tl.load(marks_ptr + offset, mask=is_present, other=0) & below)
+        rank = tl.load(ranks_ptr + offset, mask=is_present, other=0) + before
         start = tl.load(ends_ptr + index - 1, mask=is_present & (index > 0), other=0)
         tl.store(entries_ptr + start + rank, local[:, None] * SLOTS_TOTAL + slots * PIECES + part, mask=is_present)
 
@@ -190,10 +190,10 @@ def list_kernel(
 @CachedLaunch
 @triton.jit
 def cut_kernel(ends_ptr, items_ptr, num_lists, num_items, ITEM_QUERIES: tl.constexpr, ITEM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the work items of the lists, which have places for `num_items` of a chunk; grid (cdiv(lists, BLOCK) * chunks,).
+    """Write the work items of the lists, at most `num_items` of a chunk; grid (cdiv(lists, BLOCK) * chunks,).
 
-    An item is int32 (4,): list, first entry, last entry + 1, and where its dK, dV go: -1 for the list's first item, else a
-    place of their own.
+    An item is int32 (4,): list, first entry, last entry + 1, and the index of its split-K partial of dK and dV; -1 for the list's
+    first item, whose gradients are added to the sum.
     """
     blocks = tl.cdiv(num_lists, BLOCK)
     number = tl.program_id(0) % blocks
@@ -204,14 +204,14 @@ def cut_kernel(ends_ptr, items_ptr, num_lists, num_items, ITEM_QUERIES: tl.const
     exists = lists < num_lists
     has_previous = exists & (lists > 0)
     end = tl.load(ends_ptr + lists, mask=exists, other=0)[:, None]
-    place = tl.load(ends_ptr + lists - 1, mask=has_previous, other=0)[:, None]
+    start = tl.load(ends_ptr + lists - 1, mask=has_previous, other=0)[:, None]
     item_end = tl.load(ends_ptr + num_lists + lists, mask=exists, other=0)[:, None]
     item = tl.load(ends_ptr + num_lists + lists - 1, mask=has_previous, other=0)[:, None]
-    extra = tl.load(ends_ptr + 2 * num_lists + lists - 1, mask=has_previous, other=0)[:, None]
+    first_partial = tl.load(ends_ptr + 2 * num_lists + lists - 1, mask=has_previous, other=0)[:, None]
     numbers = tl.arange(0, ITEM_SLOTS)[None, :]
     is_item = item + numbers < item_end
     target = items_ptr + (item + numbers) * 4
     tl.store(target, lists[:, None], mask=is_item)
-    tl.store(target + 1, place + numbers * ITEM_QUERIES, mask=is_item)
-    tl.store(target + 2, tl.minimum(place + (numbers + 1) * ITEM_QUERIES, end), mask=is_item)
-    tl.store(target + 3, tl.where(numbers == 0, -1, extra + numbers - 1), mask=is_item)
+    tl.store(target + 1, start + numbers * ITEM_QUERIES, mask=is_item)
+    tl.store(target + 2, tl.minimum(start + (numbers + 1) * ITEM_QUERIES, end), mask=is_item)
+    tl.store(target + 3, tl.where(numbers == 0, -1, first_partial + numbers - 1), mask=is_item)

@@ -34,7 +34,7 @@ def _load_item(
     items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
     SLOTS_TOTAL: tl.constexpr, SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return of an item: group, first entry, end, place of its dK, dV, its key rows, and which of them some row may see."""
+    """Return an item's group, first entry, end, index of its split-K partial, key rows, and which of these some row may see."""
     target = items_ptr + tl.program_id(0) * 4
     index = tl.load(target)
     start = tl.load(target + 1)
@@ -63,7 +63,7 @@ def forward_kernel(
     HG: tl.constexpr = H // G
     if tl.program_id(0) >= tl.load(num_items_ptr):
         return
-    group, start, end, _place, key_rows, key_mask = _load_item(
+    group, start, end, _partial_index, key_rows, key_mask = _load_item(
         items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
         SLOTS_TOTAL, SELECTION_SIZE, PIECES, PIECE_SIZE, KEYS,
     )  # fmt: skip
@@ -131,8 +131,8 @@ def merge_kernel(
 ):  # fmt: skip
     """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well.
 
-    SHARED: what stands at `out_ptr` and `lse_ptr` is one more partial output of every row. Else the outputs of rows whose position is
-    below `first_position` stand there as they are to be; without `out_ptr` there are none. Merged outputs are kept there if KEEPS.
+    SHARED: `out_ptr` and `lse_ptr` hold one more partial output of every row. Otherwise they hold the final outputs of the rows whose
+    position is below `first_position`; without `out_ptr` there are none. KEEPS: merged outputs are stored there.
     """
     HG: tl.constexpr = H // G
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -158,7 +158,7 @@ def merge_kernel(
     if SHARED:
         total = tl.exp(own - shift)
         acc = load_columns(out_ptr, target * D_V, counts, 0, WIDTH, D_V, True).to(tl.float32) * total[:, None]
-        # the rows' own places are written below
+        # the kernel writes these elements below
         tl.debug_barrier()
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
@@ -195,23 +195,25 @@ def merge_kernel(
 
 
 @triton.jit
-def _add_or_store(sum_ptr, extra_ptr, keys, key_mask, place, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr):
-    """Add the gradients of a list's first item to the running sum; keep those of a later one apart."""
+def _add_or_store(
+    sum_ptr, partial_ptr, keys, key_mask, partial_index, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr
+):
+    """Add the gradients of a list's first item to the running sum; store those of a later item as a split-K partial."""
     columns = FIRST + tl.arange(0, WIDTH)
     mask = key_mask[:, None] & (columns < NUM_COLUMNS)[None, :]
-    if place < 0:
+    if partial_index < 0:
         target = sum_ptr + keys[:, None] * NUM_COLUMNS + columns[None, :]
         tl.store(target, tl.load(target, mask=mask, other=0.0) + values, mask=mask)
     else:
-        # all of it: to keys that none of the item's queries sees it gives 0
-        numbers = place.to(tl.int64) * values.shape[0] + tl.arange(0, values.shape[0])
-        tl.store(extra_ptr + numbers[:, None] * NUM_COLUMNS + columns[None, :], values, mask=(columns < NUM_COLUMNS)[None, :])
+        # the whole tile: the gradient of a key that none of the item's queries sees is 0
+        numbers = partial_index.to(tl.int64) * values.shape[0] + tl.arange(0, values.shape[0])
+        tl.store(partial_ptr + numbers[:, None] * NUM_COLUMNS + columns[None, :], values, mask=(columns < NUM_COLUMNS)[None, :])
 
 
 @CachedLaunch
 @triton.jit
 def backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gates_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, extremes_ptr, gates_ptr, dq_parts_ptr, dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr,
     items_ptr, num_items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, scale, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
@@ -222,7 +224,7 @@ def backward_kernel(
     HG: tl.constexpr = H // G
     if tl.program_id(0) >= tl.load(num_items_ptr):
         return
-    group, start, end, place, key_rows, key_mask = _load_item(
+    group, start, end, partial_index, key_rows, key_mask = _load_item(
         items_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces,
         SLOTS_TOTAL, SELECTION_SIZE, PIECES, PIECE_SIZE, KEYS,
     )  # fmt: skip
@@ -303,35 +305,35 @@ def backward_kernel(
             dq2 = dot(dscores, k2, tl.zeros([BLOCK_ROWS, K2], tl.float32))
             store_columns(dq_parts_ptr, target * D_K, exists, dq2 * scale, K1, K2, D_K)
             dk2 = dot(tl.trans(dscores), q2, dk2)
-    _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk1 * dk_scale, 0, K1, D_K)
-    _add_or_store(dv_ptr, dv_extra_ptr, keys, key_mask, place, dv1, 0, V1, D_V)
+    _add_or_store(dk_ptr, dk_partial_ptr, keys, key_mask, partial_index, dk1 * dk_scale, 0, K1, D_K)
+    _add_or_store(dv_ptr, dv_partial_ptr, keys, key_mask, partial_index, dv1, 0, V1, D_V)
     if K2 > 0:
-        _add_or_store(dk_ptr, dk_extra_ptr, keys, key_mask, place, dk2 * dk_scale, K1, K2, D_K)
+        _add_or_store(dk_ptr, dk_partial_ptr, keys, key_mask, partial_index, dk2 * dk_scale, K1, K2, D_K)
     if V2 > 0:
-        _add_or_store(dv_ptr, dv_extra_ptr, keys, key_mask, place, dv2, V1, V2, D_V)
+        _add_or_store(dv_ptr, dv_partial_ptr, keys, key_mask, partial_index, dv2, V1, V2, D_V)
 
 
 @triton.jit
-def _add_extras(sum_ptr, extra_ptr, in_piece, keys, key_mask, first, last, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
-    """Add the extras first .. last - 1 of one list, in their order."""
+def _add_partials(sum_ptr, partial_ptr, in_piece, keys, key_mask, first, last, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
+    """Add the split-K partials first .. last - 1 of one list, in their order."""
     columns = tl.arange(0, WIDTH)
     mask = key_mask[:, None] & (columns < D)[None, :]
     target = sum_ptr + keys[:, None] * D + columns[None, :]
     acc = tl.load(target, mask=mask, other=0.0)
     for number in tl.range(first, last, loop_unroll_factor=8):
-        acc += tl.load(extra_ptr + (wide(number) * KEYS + in_piece)[:, None] * D + columns[None, :], mask=mask, other=0.0)
+        acc += tl.load(partial_ptr + (wide(number) * KEYS + in_piece)[:, None] * D + columns[None, :], mask=mask, other=0.0)
     tl.store(target, acc, mask=mask)
 
 
 @CachedLaunch
 @triton.jit
-def add_extras_kernel(
-    dk_ptr, dv_ptr, dk_extra_ptr, dv_extra_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, num_lists,
+def add_partials_kernel(
+    dk_ptr, dv_ptr, dk_partial_ptr, dv_partial_ptr, ends_ptr, entries_ptr, rows_ptr, key_rows_ptr, first_row, num_rows, num_pieces, num_lists,
     G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr, SLOTS_TOTAL: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE_SIZE: tl.constexpr, KEYS: tl.constexpr,
     LISTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Add to the sums what the later items of lists kept apart, in their order; grid (cdiv(lists, LISTS), parts of a piece, 2)."""
+    """Add the split-K partials of dK and dV to the sums, in their order; grid (cdiv(lists, LISTS), parts of a piece, 2)."""
     for number in tl.range(0, LISTS):
         index = tl.program_id(0) * LISTS + number
         exists = index < num_lists
@@ -347,9 +349,9 @@ def add_extras_kernel(
             last_key = tl.load(rows_ptr + num_rows + first_row + last_entry // SLOTS_TOTAL)
             key_mask = _is_in_piece(piece, in_piece, SELECTION_SIZE, PIECES, PIECE_SIZE) & (key_rows <= last_key)
             if tl.program_id(2) == 0:
-                _add_extras(dk_ptr, dk_extra_ptr, in_piece, keys, key_mask, first, last, D_K, WIDTH_K, KEYS)
+                _add_partials(dk_ptr, dk_partial_ptr, in_piece, keys, key_mask, first, last, D_K, WIDTH_K, KEYS)
             else:
-                _add_extras(dv_ptr, dv_extra_ptr, in_piece, keys, key_mask, first, last, D_V, WIDTH_V, KEYS)
+                _add_partials(dv_ptr, dv_partial_ptr, in_piece, keys, key_mask, first, last, D_V, WIDTH_V, KEYS)
 
 
 @CachedLaunch
@@ -358,7 +360,7 @@ def merge_dq_kernel(
     parts_ptr, present_ptr, dq_ptr, extremes_ptr, first_row, last_row,
     G: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, ADD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ, the sum of partial ones, of rows (query, group), WIDTH = H/G D_k wide, COLUMNS at a time. ADD: to what stands there."""
+    """Write dQ, the sum of partial ones, of rows (query, group), WIDTH = H/G D_k wide, COLUMNS at a time. ADD: to the values there."""
     PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     rows = (tl.program_id(0) // PARTS).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
@@ -368,8 +370,8 @@ def merge_dq_kernel(
     acc = tl.zeros([BLOCK_ROWS, COLUMNS], tl.float32)
     for slot in tl.range(0, SLOTS_TOTAL):
         is_present = tl.load(present_ptr + source + slot, mask=exists, other=0) == 1
-        places = ((source + slot) * WIDTH)[:, None] + columns[None, :]
-        acc += tl.load(parts_ptr + places, mask=is_present[:, None] & is_column, other=0.0).to(tl.float32)
+        offsets = ((source + slot) * WIDTH)[:, None] + columns[None, :]
+        acc += tl.load(parts_ptr + offsets, mask=is_present[:, None] & is_column, other=0.0).to(tl.float32)
     if dq_ptr.dtype.element_ty == tl.float16:
         acc *= power_of_two(lowered_by(extremes_ptr))
     target = dq_ptr + ((wide(first_row) * G + rows) * WIDTH)[:, None] + columns[None, :]

@@ -93,7 +93,7 @@ PROGRAMS_WANTED = 512
 def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> int:
     """Return how many queries at the start of each sequence are attended to densely: those that choose all of their blocks.
 
-    What one of them sees is a window from its sequence's first token. 0 with a cache, whose queries stand anywhere, and where
+    Each of them sees a window that reaches its sequence's first token. 0 with a cache, whose queries stand anywhere, and where
     too few sequences begin for it to pay.
     """
     if sequences.is_cached:
@@ -141,8 +141,8 @@ def forward(
     """Return out, lse, the exact out and, with `others`, the gated sum of the three branches (else an empty tensor).
 
     With `others` the choice is ours (Eq. 11): queries with no more blocks than may be chosen have chosen all of them, and all have
-    chosen the first blocks and the last. Where the sum is all that is wanted, `keeps_out` False spares what out and exact out take:
-    they may be empty then, or hold a part of what they would.
+    chosen the first blocks and the last. Where only the sum is wanted, `keeps_out` False saves the memory of out and exact out:
+    they may be empty then, or incomplete.
     """
     if scale < 0:
         # a kernel may scale a maximum, which a negative factor would make the least
@@ -158,7 +158,7 @@ def forward(
         left_out = (geometry.num_initial_blocks, geometry.num_local_blocks)
     elif others is not None:
         early = early_queries(q, k, v, geometry, sequences)
-    # what is attended to elsewhere the merge reads from its place
+    # the merge reads the results of early queries, or of shared blocks, from `out` and `lse`
     shape = (*q.shape[:3], v.shape[3])
     out = q.new_empty(shape if keeps_out or shared_pipeline or early else 0)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -207,9 +207,9 @@ def forward(
     return out, lse, exact, total
 
 
-EXTRA_KEYS = 16
-"""Keys of a program that adds what lists' later items kept apart: eight of these at a time fit its registers."""
-EXTRA_LISTS = 8
+PARTIAL_KEYS = 16
+"""Keys of a program that adds split-K partials: eight of them at a time fit its registers."""
+PARTIAL_LISTS = 8
 """Lists of such a program; most of them have one item."""
 
 
@@ -245,13 +245,13 @@ def backward(x: Operands, block_indices: Tensor, dq: Tensor | None, tiles: Confi
     width = q.shape[2] // k.shape[2] * q.shape[3]
     columns = max(16, min(1024, width & -width))
     gate = {"GATE": x.gate}
-    num_extras = index.chunk_rows * index.num_groups * index.slots // index.item_queries
-    dk_extra = dk.new_empty(num_extras * index.pieces.keys, q.shape[3])
-    dv_extra = dv.new_empty(num_extras * index.pieces.keys, v.shape[3])
+    num_partials = index.chunk_rows * index.num_groups * index.slots // index.item_queries
+    dk_partial = dk.new_empty(num_partials * index.pieces.keys, q.shape[3])
+    dv_partial = dv.new_empty(num_partials * index.pieces.keys, v.shape[3])
     for chunk in chunks(index, geometry):
-        place = (chunk.first_row, index.num_rows, chunk.num_pieces)
-        results = (parts, dk, dv, dk_extra, dv_extra)
-        numbers = (*_lists(chunk), index.rows, index.key_rows, *place, scale, score_factor(q, scale))
+        extent = (chunk.first_row, index.num_rows, chunk.num_pieces)
+        results = (parts, dk, dv, dk_partial, dv_partial)
+        numbers = (*_lists(chunk), index.rows, index.key_rows, *extent, scale, score_factor(q, scale))
         if isinstance(tiles, PipelineConfig):
             hopper.selected_backward(chunk.items.shape[0], x, (*results, *numbers), constants, tiles)
         else:
@@ -261,10 +261,10 @@ def backward(x: Operands, block_indices: Tensor, dq: Tensor | None, tiles: Confi
             )  # fmt: skip
         num_lists = chunk.ends.shape[1]
         with fork_stream(q):
-            kernels.add_extras_kernel[(cdiv(num_lists, EXTRA_LISTS), cdiv(index.pieces.keys, EXTRA_KEYS), 2)](
-                dk, dv, dk_extra, dv_extra, chunk.ends, chunk.entries, index.rows, index.key_rows, *place, num_lists,
+            kernels.add_partials_kernel[(cdiv(num_lists, PARTIAL_LISTS), cdiv(index.pieces.keys, PARTIAL_KEYS), 2)](
+                dk, dv, dk_partial, dv_partial, chunk.ends, chunk.entries, index.rows, index.key_rows, *extent, num_lists,
                 G=k.shape[2], D_K=q.shape[3], D_V=v.shape[3], WIDTH_K=next_power_of_2(q.shape[3]), WIDTH_V=next_power_of_2(v.shape[3]),
-                SLOTS_TOTAL=index.slots, **_piece_constants(index), LISTS=EXTRA_LISTS, PART=min(index.pieces.keys, EXTRA_KEYS),
+                SLOTS_TOTAL=index.slots, **_piece_constants(index), LISTS=PARTIAL_LISTS, PART=min(index.pieces.keys, PARTIAL_KEYS),
             )  # fmt: skip
         num_rows = (chunk.last_row - chunk.first_row) * k.shape[2]
         kernels.merge_dq_kernel[(cdiv(num_rows, MERGED // columns) * cdiv(width, columns),)](
