@@ -144,7 +144,7 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch: str, size: fl
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU always does so; the test above is this one there")
 @pytest.mark.usefixtures("fused_products")
-@pytest.mark.parametrize("branch", PLACES)
+@pytest.mark.parametrize("branch", OPERANDS)
 def test_products_that_are_rounded_once_leave_peaked_rows_exact(branch: str) -> None:
     # the largest weight of a row is then 1 up to 2^-7, and bfloat16 rounds it by half of that
     shape = Shape(num_queries=40, num_heads=4, num_kv_heads=1, head_dim_qk=64, head_dim_v=64)

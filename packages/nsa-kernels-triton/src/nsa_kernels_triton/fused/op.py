@@ -19,7 +19,7 @@ from nsa_kernels_triton.selected import op as selected
 from nsa_kernels_triton.streams import on_its_device
 
 
-class Branches(NamedTuple):
+class SavedBranches(NamedTuple):
     """Outputs, exact where `exact_out` is, and lse of the three branches, which the backward pass reads in addition to the choice."""
 
     out_cmp: Tensor
@@ -30,7 +30,7 @@ class Branches(NamedTuple):
     lse_win: Tensor
 
     @classmethod
-    def like(cls, queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry) -> "Branches":
+    def like(cls, queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry) -> "SavedBranches":
         """Return them, uninitialised."""
         q = queries.q
 
@@ -58,10 +58,10 @@ def _attend(
     out_slc, lse_slc, exact_slc, total = selected.forward(q, slc.k, slc.v, block_indices, geometry, scale, tokens, others, needs_grad)
     if not needs_grad:
         # no two outputs of an op may be the same
-        return total, block_indices, *(q.new_empty(0) for _ in Branches._fields)
+        return total, block_indices, *(q.new_empty(0) for _ in SavedBranches._fields)
     if exact_cmp.numel():
         out_cmp, out_slc, out_win = exact_cmp, exact_slc, exact_win
-    return total, block_indices, *Branches(out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win)
+    return total, block_indices, *SavedBranches(out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win)
 
 
 @on_its_device
@@ -78,7 +78,7 @@ def _differentiate(
     scale: float,
 ) -> tuple[Tensor, ...]:
     block_indices, *kept = results
-    saved = Branches(*kept)
+    saved = SavedBranches(*kept)
     blocks, tokens, window = (Sequences.of(queries, keys) for keys in (cmp, slc, win))
     dout, q, gates = grads[0].contiguous(), queries.q.contiguous(), gates.contiguous()
     (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = ((x.k.contiguous(), x.v.contiguous()) for x in (cmp, slc, win))
@@ -97,5 +97,5 @@ def _differentiate(
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 
-nsa_attention = attention_op("nsa_triton::nsa", _attend, _differentiate, operation=Operation.NSA, saves=Branches)
+nsa_attention = attention_op("nsa_triton::nsa", _attend, _differentiate, operation=Operation.NSA, saves=SavedBranches)
 """The gated sum of the three branches `(B, S, H, D_v)` (Eq. 5), and the choice."""
