@@ -134,7 +134,7 @@ def refined_delta(weights, dweights, delta, dlse, shift, is_end, EXACT: tl.const
 
 @triton.jit
 def lowered_by(extremes_ptr):
-    """Return the number of powers of two by which dS must be lowered for float16 to hold it; see `launch.no_extremes`."""
+    """Return the number of powers of two by which dS must be lowered for float16 to hold it; see `numerics.no_extremes`."""
     # squares are below 2^(exponent - 126); |dS| <= 2 |dO| |v| + |dlse|, and a weight may exceed 1 by roundings
     square = (tl.load(extremes_ptr + 1) >> 23) + (tl.load(extremes_ptr + 2) >> 23) - 252
     bound = tl.maximum((square + 1) // 2 + 1, (tl.load(extremes_ptr + 3) >> 23) - 126) + 1
