@@ -16,9 +16,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_core import BlockGeometry, Operation
-from nsa_core.backends.base import Placement
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.blocks import num_compressed_blocks
-from nsa_kernels_triton import policy
+from nsa_kernels_triton import device
 from nsa_kernels_triton.plugin import TritonBackend
 
 LENGTH = 1100
@@ -87,41 +87,39 @@ def run_case(
     """Run `operations` without gradients, and forward and backward, in one case."""
     num_heads, num_kv_heads, length = sizes.get("num_heads", 6), sizes.get("num_kv_heads", 2), sizes.get("length", LENGTH)
     geometry = sizes.get("geometry", BlockGeometry())
-    placement = Placement(max_query_count=length, max_key_count=length)
+    bounds = block_bounds = start = count = None
     num_blocks = num_compressed_blocks(length, geometry)
     if layout == "packed":
         bounds, block_bounds = (torch.tensor([0, end] + [end] * (length > 1), dtype=torch.int32) for end in (length, num_blocks))
-        placement = placement._replace(cu_seqlens=bounds, cu_blocks=block_bounds)
     elif layout == "cached":
         start, count = torch.zeros(1, dtype=torch.int32), torch.full((1,), length, dtype=torch.int32)
-        placement = placement._replace(query_start=start, query_count=count)
 
     def normal(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
-    def pair(rows: int) -> tuple[Tensor, Tensor]:
-        return normal(1, rows, num_kv_heads, head_dim_qk), normal(1, rows, num_kv_heads, head_dim_v)
+    def pair(rows: int, bounds: Tensor | None) -> Keys:
+        return Keys(normal(1, rows, num_kv_heads, head_dim_qk), normal(1, rows, num_kv_heads, head_dim_v), rows, bounds)
 
     q = normal(1, length, num_heads, head_dim_qk)
-    cmp, slc, win = pair(num_blocks), pair(length), pair(length)
+    queries = Queries(q, length, bounds, start, count)
+    cmp, slc, win = pair(num_blocks, block_bounds), pair(length, bounds), pair(length, bounds)
     indices = torch.zeros(1, length, num_kv_heads, geometry.num_selected_blocks, dtype=torch.int32)
-    tensors = {
-        Operation.CMP: (q, *cmp),
-        Operation.SELECT: (q.detach(), cmp[0].detach(), torch.zeros(q.shape[:3])),
-        Operation.SLC: (q, *slc, indices),
-        Operation.WIN: (q, *win),
-        Operation.NSA: (q, *cmp, *slc, *win, normal(1, length, num_heads, 3)),
+    others: dict[Operation, tuple[Any, ...]] = {
+        Operation.CMP: (cmp,),
+        Operation.SELECT: (cmp, torch.zeros(q.shape[:3])),
+        Operation.SLC: (slc, indices),
+        Operation.WIN: (win,),
+        Operation.NSA: (cmp, slc, win, normal(1, length, num_heads, 3)),
     }
     for operation in map(Operation, operations):
-        operands = tensors[operation]
         backend = TritonBackend(operation=operation)
         with torch.no_grad():
-            backend(*operands, geometry=geometry, scale=0.1, placement=placement)
-        found = backend(*operands, geometry=geometry, scale=0.1, placement=placement)
+            backend(queries, *others[operation], geometry=geometry, scale=0.1)
+        found = backend(queries, *others[operation], geometry=geometry, scale=0.1)
         if operation in (Operation.CMP, Operation.SLC, Operation.WIN):
             (found.out.sum() + found.lse.sum()).backward()
         if operation is Operation.NSA:
-            found.sum().backward()
+            found.out.sum().backward()
 
 
 def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *names: str) -> None:
@@ -129,10 +127,7 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
     major, _, minor = capability.partition(".")
     target = (int(major), int(minor))
     driver.set_active(Target(target))
-    tiles = policy.tiles
-    policy.tiles = lambda kind, _capability, *sizes: tiles(kind, target, *sizes)
-    ring = policy.ring
-    policy.ring = lambda kind, _capability, *sizes: ring(kind, target, *sizes)
+    device.capability_of = lambda x: target
     compiler = Compiler()
     compiler.install()
     for name in names or CASES:

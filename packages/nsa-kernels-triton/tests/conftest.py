@@ -58,15 +58,15 @@ def check_late_stream(monkeypatch, simulator):
 
     It returns how many launches that were.
     """
-    from nsa_kernels_triton import launch
+    from nsa_kernels_triton import streams
     from nsa_kernels_triton.cached_launch import CachedLaunch
 
     def check(evaluate):
         in_order = evaluate()
         stream = beside_this_file("late_stream").LateStream()
         for module in [module for name, module in sys.modules.items() if name.startswith("nsa_kernels_triton.")]:
-            for name in ("beside", "join"):
-                if getattr(module, name, None) is getattr(launch, name) and module is not launch:
+            for name in ("fork_stream", "join_stream"):
+                if getattr(module, name, None) is getattr(streams, name) and module is not streams:
                     monkeypatch.setattr(module, name, getattr(stream, name))
         for kind in (CachedLaunch, simulator.Simulated):
             monkeypatch.setattr(kind, "__getitem__", stream.launcher(kind.__getitem__))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LateStream:
-    """Stands in for `beside` and `join`; what torch itself does beside is done at once.
+    """Stands in for `fork_stream` and `join_stream`; what torch itself does beside is done at once.
 
     Tensors that are given back before the join are missed then, but for the stream's own scratch, which is gone after it.
     """
@@ -26,13 +26,13 @@ class LateStream:
         self.num_late = 0
 
     @contextmanager
-    def beside(self, _x: Tensor) -> Iterator[None]:
+    def fork_stream(self, _x: Tensor) -> Iterator[None]:
         self.is_open = self.is_current = True
         with self.scratch:
             yield
         self.is_current = False
 
-    def join(self, _x: Tensor) -> None:
+    def join_stream(self, _x: Tensor) -> None:
         assert self.is_open, "no stream that was captured may wait for one that was not"
         self.is_open = False
         self.num_late += len(self.waiting)

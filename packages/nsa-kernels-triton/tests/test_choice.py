@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nsa_core import BlockGeometry, Operation
+from nsa_core.reference.choose import choose
+from nsa_kernels_triton.choice import kernels
 from nsa_kernels_triton.launch import next_power_of_2
-from nsa_kernels_triton.select import kernels
+from nsa_kernels_triton.plugin import TritonBackend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE = 16
@@ -82,3 +85,18 @@ def test_the_highest_scores_are_chosen_and_the_lower_of_equal_blocks(
     whole = torch.where(torch.arange(num_blocks, device=DEVICE) > 0, rest + reaching, rest)
     expected = sorted_choice(whole, owns, *numbers)
     assert chosen(rest, reaching, positions, *numbers)[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("has_factor", [False, True], ids=["groups", "heads and factors"])
+@pytest.mark.parametrize("num_blocks", [3, 7, 33, 100])
+@pytest.mark.parametrize("kind", SCORES)
+def test_the_operation_chooses_as_the_reference_does(kind: str, num_blocks: int, has_factor: bool) -> None:
+    geometry = BlockGeometry(16, 8, BLOCK_SIZE, num_selected_blocks=6, num_initial_blocks=1, num_local_blocks=2)
+    generator = torch.Generator().manual_seed(num_blocks)
+    own = torch.tensor([-1, 0, 2, 5, 6, num_blocks // 2, num_blocks - 1]).clamp(max=num_blocks - 1)
+    positions = torch.where(own < 0, -1, own * BLOCK_SIZE + 5).to(DEVICE)
+    scores = SCORES[kind](torch.rand(len(own), 4 if has_factor else 2, num_blocks, generator=generator)).to(DEVICE)
+    # powers of two, so that sums of equal scores stay equal
+    factor = torch.tensor([0.5, 1.0, 2.0, 0.25], device=DEVICE).expand(len(own), -1) if has_factor else None
+    found = TritonBackend(operation=Operation.CHOOSE)(scores, factor, positions, 2, geometry=geometry)
+    assert torch.equal(found, choose(scores, factor, positions, 2, geometry=geometry))

@@ -11,6 +11,8 @@ from nsa_core.testing.conformance import check_backend
 from nsa_kernels_triton.plugin import TritonBackend
 
 pytestmark = pytest.mark.usefixtures("nan_buffers")
+ATTENTION = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
+"""CHOOSE has its test in test_choice.py."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -49,7 +51,7 @@ class Some:
         return self.backend(*tensors, **options)
 
 
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", ATTENTION)
 def test_every_operation_conforms_to_the_oracle(operation: Operation) -> None:
     report = check_backend(Some(TritonBackend(operation=operation)), device=DEVICE)
     print(report)
@@ -58,9 +60,9 @@ def test_every_operation_conforms_to_the_oracle(operation: Operation) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", ATTENTION)
 def test_every_operation_conforms_in_every_case(operation: Operation) -> None:
     report = check_backend(TritonBackend(operation=operation), device=DEVICE)
     print(report)
     assert len(report.passed) >= 70
-    assert all("layout paged" in case or "float64" in case for case in report.declined)
+    assert all("float64" in case for case in report.declined)

@@ -26,14 +26,14 @@ from nsa_core import (
     selected_attention,
     sliding_window_attention,
 )
-from nsa_core.backends.base import Placement
 from nsa_core.blocks import num_compressed_blocks
 from nsa_core.selection import pool_importance
 from nsa_core.testing import masks
 from nsa_core.testing.inputs import Inputs, Shape, make_inputs
 from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
-from nsa_kernels_triton.launch import Sequences, second_stream
+from nsa_kernels_triton.launch import Sequences
 from nsa_kernels_triton.selected import op as selected
+from nsa_kernels_triton.streams import second_stream
 
 pytestmark = [pytest.mark.hardware(capability=(8, 0)), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 
@@ -249,7 +249,7 @@ def test_a_hundred_packed_sequences_equal_the_reference(dtype: torch.dtype, head
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim_qk": head_dim, "head_dim_v": head_dim}
     inputs = inputs_of(dtype=dtype, lengths=lengths, surplus_blocks=3, **sizes)
     # so many that early queries are attended to densely
-    sequences = Sequences(Placement(0, 2100, inputs.cu_seqlens), 1, sum(lengths), inputs.cu_seqlens)
+    sequences = Sequences(1, sum(lengths), inputs.cu_seqlens, inputs.cu_seqlens)
     assert selected.early_queries(inputs.q, inputs.k_slc, inputs.v_slc, GEOMETRY, sequences)
     options = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": 2100}
     reference = composed(chosen_blocks(inputs, **options), **options)

@@ -1,6 +1,7 @@
 """Numbers at the ends of what the dtypes hold: huge scores, huge values, rows without a gradient, NaN."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ from attrs import evolve
 from torch import Tensor
 
 from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.reference import naive
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.tolerances import allowed_error, max_error
+from nsa_kernels_triton.interval import op as interval
+from nsa_kernels_triton.selected import op as selected
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,13 +107,9 @@ def backward_of(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeo
     out, lse = function(q, k, v, *extra, geometry=geometry, backend="triton")
     lse = torch.where(lse.isfinite(), lse - roundings * 2.0**-23 * lse.abs(), lse)
     dout = 1 + (torch.arange(out.numel(), device=out.device) % 2).to(out).view(out.shape)
-    sizes, scale = list(geometry.as_tuple()), q.shape[3] ** -0.5
-    if branch == "slc":
-        return list(
-            torch.ops.nsa_triton.selected_attention_backward(dout, None, out, lse, q, k, v, indices, sizes, scale, None, None, None)
-        )
-    placed = (branch == "win", sizes, scale, None, None, None, None)
-    return list(torch.ops.nsa_triton.interval_attention_backward(dout, None, out, lse, q, k, v, *placed))
+    backward = selected.differentiate if branch == "slc" else partial(interval.differentiate, is_window=branch == "win")
+    operands = (Queries(q, q.shape[1]), Keys(k, v, k.shape[1]), *extra)
+    return list(backward((dout, None), (out, lse, lse.new_empty(0)), *operands, geometry=geometry, scale=q.shape[3] ** -0.5))
 
 
 def assert_gradients_forgive_roundings(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, size: float) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import nsa_kernels_triton
 from nsa_core import BlockGeometry, nsa_attention, sliding_window_attention
-from nsa_kernels_triton import policy
+from nsa_kernels_triton import device, pipelines
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*against policy.*"),
@@ -42,10 +42,8 @@ def grids(monkeypatch):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Let CPU tensors take the way that they take on a GPU of compute capability 9.0."""
-    tiles, ring = policy.tiles, policy.ring
-    monkeypatch.setattr(policy, "has_gluon", lambda: True)
-    monkeypatch.setattr(policy, "tiles", lambda kind, _capability, *sizes: tiles(kind, (9, 0), *sizes))
-    monkeypatch.setattr(policy, "ring", lambda kind, _capability, *sizes: ring(kind, (9, 0), *sizes))
+    monkeypatch.setattr(pipelines, "has_gluon", lambda: True)
+    monkeypatch.setattr(device, "capability_of", lambda x: (9, 0))
 
 
 def train(geometry, batch=1, length=3, heads=1, groups=1, head_dims=(16, 16), is_packed=False, dtype=torch.bfloat16):
@@ -101,10 +99,8 @@ def test_no_kernel_escapes_these_tests(grids, monkeypatch):
     from nsa_kernels_triton.cached_launch import CachedLaunch
 
     train(SMALL_BLOCKS, 2, 64, dtype=torch.float16)
-    tiles, ring = policy.tiles, policy.ring
-    monkeypatch.setattr(policy, "has_gluon", lambda: True)
-    monkeypatch.setattr(policy, "tiles", lambda kind, _capability, *sizes: tiles(kind, (9, 0), *sizes))
-    monkeypatch.setattr(policy, "ring", lambda kind, _capability, *sizes: ring(kind, (9, 0), *sizes))
+    monkeypatch.setattr(pipelines, "has_gluon", lambda: True)
+    monkeypatch.setattr(device, "capability_of", lambda x: (9, 0))
     for head_dims in ((128, 128), (192, 128)):
         train(BlockGeometry(32, 16, 64, 1, 0, 1, 64), 2, 200, heads=16, head_dims=head_dims)
     names = [module.name for module in pkgutil.walk_packages(nsa_kernels_triton.__path__, "nsa_kernels_triton.")]

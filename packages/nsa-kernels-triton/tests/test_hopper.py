@@ -12,10 +12,11 @@ from nsa_core.testing import properties
 from nsa_core.testing.inputs import Shape, make_inputs, random_block_indices
 from nsa_core.testing.properties import Where
 from nsa_core.testing.tolerances import allowed_error, max_error
-from nsa_kernels_triton import launch, policy
+from nsa_kernels_triton import device, implementations, numerics, pipelines, tile_table
+from nsa_kernels_triton.choice import op as choice
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.select import op as select
+from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.selected import index
 from nsa_kernels_triton.selected import op as selected
 
@@ -48,17 +49,19 @@ GEOMETRY = BlockGeometry(
 @pytest.fixture
 def simulated(monkeypatch, simulator):
     """Let CPU tensors in float32 take the way that bfloat16 takes on a GPU of compute capability 9.0; return the kernels."""
-    tiles, ring = policy.tiles, policy.ring
+    config_of = implementations.config_of
 
-    def short_ring(kind, _capability, head_dim_qk, head_dim_v, _itemsize):
-        found = ring(kind, (9, 0), head_dim_qk, head_dim_v, 2)
+    def short_pipeline(request):
+        found = config_of(request._replace(itemsize=2))
         # so short that every place is used again, and no shorter than a kernel can do with
-        return found and evolve(found, num_stages=3 if kind == "selected_backward" else 2)
+        stages = 3 if request.kind == "selected_backward" else 2
+        return evolve(found, num_stages=stages) if isinstance(found, PipelineConfig) else found
 
-    monkeypatch.setattr(policy, "has_gluon", lambda: True)
-    monkeypatch.setattr(policy, "tiles", lambda kind, _capability, dk, dv, _itemsize: tiles(kind, (9, 0), dk, dv, 2))
-    monkeypatch.setattr(policy, "ring", short_ring)
-    for module in (launch, interval, select, selected):
+    monkeypatch.setattr(pipelines, "has_gluon", lambda: True)
+    monkeypatch.setattr(device, "capability_of", lambda x: (9, 0))
+    for module in (implementations, selected):
+        monkeypatch.setattr(module, "config_of", short_pipeline)
+    for module in (numerics, interval, choice, selected):
         # these kernels compute in base 2
         monkeypatch.setattr(module, "is_exact", lambda q: False)
     monkeypatch.setattr(hopper, "num_multiprocessors", lambda q: 3)
@@ -116,8 +119,8 @@ def test_outputs_and_all_gradients_equal_the_oracle(shape, simulated):
     if shape.head_dim_v > 128:
         other |= {("wide_kernels", "backward_kernel"), ("dkdv_kernels", "dkdv_kernel")}
     # the scores of few heads, or of narrow ones, are the portable kernel's
-    has_ring = shape.head_dim_qk > 64 and shape.num_heads > 8
-    assert idle == (other if has_ring else other | {("scores_kernels", "scores_kernel")})
+    has_pipeline = shape.head_dim_qk > 64 and shape.num_heads > 8
+    assert idle == (other if has_pipeline else other | {("scores_kernels", "scores_kernel")})
 
 
 @pytest.mark.usefixtures("simulated")
@@ -230,7 +233,7 @@ FINE = BlockGeometry(16, 4, 16, 3, 1, 1, 50)
     ids=["many tiles", "chunks", "three strides", "no overlap", "four sums to a row", "two"],
 )  # fmt: skip
 def test_the_choice_is_that_of_the_portable_scores(shape, score_bytes, simulated, monkeypatch):
-    monkeypatch.setattr(select, "SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(choice, "SCORE_BYTES", score_bytes)
     inputs = make_inputs(shape, torch.float32)
     lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=shape.geometry, backend="sdpa").lse
 
@@ -239,7 +242,7 @@ def test_the_choice_is_that_of_the_portable_scores(shape, score_bytes, simulated
 
     found = choose()
     assert simulated["scores_kernels", "scores_kernel"].num_launches
-    monkeypatch.setattr(select, "ring_for", lambda *_: None)
+    monkeypatch.setattr(choice, "kernel_for", lambda kind, q, *_, **__: tile_table.tiles(kind, (9, 0), q.shape[3], q.shape[3], 2))
     # sums in another order may swap what is nearly equal
     assert (found != choose()).any(-1).sum() <= 1
 
@@ -458,7 +461,7 @@ def test_rows_of_extreme_scores_are_done_again(attend, simulated):
 def test_nan_reaches_the_rows_that_the_table_says(head_dims, extremes):
     shape = shape_of(200, head_dims, (16, 1))
     inputs, token, block = make_inputs(shape, torch.float32), 141, 7
-    length, row_tile = shape.num_queries, policy.ring("window_forward", (9, 0), *head_dims, 2).block_rows
+    length, row_tile = shape.num_queries, pipelines.pipeline("window_forward", *head_dims).block_rows
     lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=GEOMETRY, backend="sdpa").lse
     chosen = select_blocks(inputs.q, inputs.k_cmp, lse, geometry=GEOMETRY, backend="sdpa")[0, :, 0]
     chose = set((chosen == token // GEOMETRY.selection_block_size).any(-1).nonzero().flatten().tolist())

@@ -19,7 +19,7 @@ from nsa_core import (
     sliding_window_attention,
 )
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
-from nsa_kernels_triton import launch
+from nsa_kernels_triton import implementations
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.selected import op as selected
 
@@ -104,7 +104,7 @@ def test_without_gradients_the_whole_operation_keeps_nothing(head_dim_v: int, ea
             (out,) = call("nsa", tensors, shape)
         ((op, args),) = recorder.calls
         with torch.no_grad():
-            total, *saved = op(*args)
+            total, _chosen, *saved = op(*args)
         assert torch.equal(out, total)
         kept[name] = (total, [x.numel() for x in saved])
     assert min(kept["trains"][1]) > 0
@@ -163,7 +163,7 @@ def test_autocast_runs_the_kernels_in_its_dtype() -> None:
     with torch.autocast(DEVICE, torch.bfloat16), Recorder() as recorder:
         out = call("nsa", inputs, DENSE)[0]
     [(_, args)] = recorder.calls
-    assert [x.dtype for x in args[:8]] == [torch.bfloat16] * 7 + [torch.float32]
+    assert [x.dtype for x in args if isinstance(x, Tensor)] == [torch.bfloat16] * 7 + [torch.float32]
     assert out.dtype == torch.bfloat16
     out.float().square().sum().backward()
     for x in inputs.tensors:
@@ -218,6 +218,6 @@ def test_a_pass_without_gradients_feeds_one_with() -> None:
 @pytest.mark.parametrize("heads_per_group", [1, 2, 3, 6, 16, 24, 32])
 def test_the_rows_of_early_queries_fill_tiles_and_no_fewer_queries_do(heads_per_group: int) -> None:
     q, k = torch.zeros(1, 8, 2 * heads_per_group, 16), torch.zeros(1, 8, 2, 16)
-    rows = launch.tiles_for("interval_dq", q, 16, 16).block_rows
+    rows = implementations.kernel_for("interval_dq", q, q).block_rows
     queries = interval.tile_sizes(q, k, k)[0]
     assert [x for x in range(1, queries + 1) if x * heads_per_group % rows == 0] == [queries]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nsa_core import compressed_attention, nsa_attention, selected_attention, sliding_window_attention
+from nsa_core.backends.base import Queries
 from nsa_core.testing.inputs import SMALL, Shape, make_inputs, random_block_indices
-from nsa_kernels_triton import launch
+from nsa_kernels_triton import streams
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.selected import index
 from nsa_kernels_triton.selected import op as selected
@@ -50,7 +51,7 @@ def gpu(monkeypatch):
             self.current = before
 
     found = GPU()
-    monkeypatch.setattr(launch, "_SECOND_STREAMS", {})
+    monkeypatch.setattr(streams, "_SECOND_STREAMS", {})
     monkeypatch.setattr(torch.cuda, "Stream", found.make)
     monkeypatch.setattr(torch.cuda, "stream", found.use)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: found.current)
@@ -59,11 +60,11 @@ def gpu(monkeypatch):
 
 
 def test_the_second_stream_waits_for_the_current_one_and_a_join_the_other_way_round(gpu):
-    with launch.beside(gpu.x):
+    with streams.fork_stream(gpu.x):
         assert gpu.current.name == "second 1"
         assert gpu.waits == ["second 1 for first"]
     assert gpu.current.name == "first"
-    launch.join(gpu.x)
+    streams.join_stream(gpu.x)
     assert gpu.waits == ["second 1 for first", "first for second 1"]
 
 
@@ -71,45 +72,45 @@ def test_every_stream_has_a_second_one_of_its_own(gpu):
     for name in ("another", "first"):
         gpu.current = Stream(gpu.waits, name)
         for _ in range(2):
-            with launch.beside(gpu.x):
+            with streams.fork_stream(gpu.x):
                 pass
     assert gpu.waits == ["second 1 for another"] * 2 + ["second 2 for first"] * 2
 
 
 def test_an_op_that_fails_joins(gpu):
-    @launch.on_its_device
-    def fails(x):
-        with launch.beside(x):
+    @streams.on_its_device
+    def fails(queries):
+        with streams.fork_stream(queries.q):
             pass
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        fails(gpu.x)
+        fails(Queries(gpu.x, 1))
     assert gpu.waits == ["second 1 for first"] * 2 + ["first for second 1"]
 
 
 def test_an_op_that_fails_before_anything_ran_beside_may_be_captured(gpu):
-    @launch.on_its_device
-    def fails(x):
+    @streams.on_its_device
+    def fails(queries):
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        fails(gpu.x)
+        fails(Queries(gpu.x, 1))
     # what a stream under capture waits for must wait for it first
     assert gpu.waits == ["second 1 for first", "first for second 1"]
 
 
 def test_an_op_that_does_not_fail_waits_for_nothing_by_itself(gpu):
-    launch.on_its_device(lambda x: None)(gpu.x)
+    streams.on_its_device(lambda queries: None)(Queries(gpu.x, 1))
     assert gpu.waits == []
 
 
 def test_on_a_cpu_there_is_one_order():
     x = torch.zeros(1)
-    with launch.beside(x):
+    with streams.fork_stream(x):
         x += 1
-    launch.join(x)
-    assert launch.on_its_device(lambda y: y + 1)(x).item() == 2
+    streams.join_stream(x)
+    assert streams.on_its_device(lambda queries: queries.q + 1)(Queries(x, 1)).item() == 2
 
 
 HEADS = {"num_heads": 2, "num_kv_heads": 2}

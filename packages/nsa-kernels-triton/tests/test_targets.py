@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from nsa_core import Operation
-from nsa_kernels_triton.policy import has_gluon, shared_memory_bytes
+from nsa_kernels_triton.device import shared_memory_bytes
+from nsa_kernels_triton.pipelines import has_gluon
 
 PROGRAM = Path(__file__).parent / "compile_kernels.py"
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]

@@ -10,13 +10,13 @@ from attrs import evolve
 from torch import Tensor
 
 from nsa_core import BlockGeometry, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
-from nsa_core.backends.base import Operation, Placement
+from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.reference import naive
 from nsa_core.testing import properties
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs, random_block_indices
 from nsa_core.testing.properties import Where
 from nsa_core.testing.tolerances import NEAR_TIE, allowed_error, max_error
-from nsa_kernels_triton import policy
+from nsa_kernels_triton import implementations, tile_table
 from nsa_kernels_triton.plugin import TritonBackend
 from nsa_kernels_triton.selected import op as selected
 from nsa_kernels_triton.selected.index import Chunk, chunks
@@ -123,7 +123,9 @@ def test_a_compressed_block_that_lies_across_tiles_counts_for_both_selection_blo
 @pytest.mark.parametrize(("num_heads", "tile"), [(16, 64), (1, 128), (3, 128), (16, 128)])
 def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # a matrix unit's tile holds them in an order of its own
-    monkeypatch.setattr(policy, "INTERPRETED", policy.Tiles(16, tile, 4, 1))
+    monkeypatch.setattr(tile_table, "INTERPRETED", tile_table.Tiles(16, tile, 4, 1))
+    # asked anew
+    monkeypatch.setattr(implementations, "config_of", implementations.config_of.__wrapped__)
     geometry = BlockGeometry(4, 2, 8, 4, 1, 1, 8)
     assert_choice(Shape(geometry=geometry, num_queries=170, num_heads=num_heads, num_kv_heads=1), 130)
 
@@ -206,12 +208,11 @@ def test_indices_outside_the_past_count_as_absent() -> None:
     own = torch.arange(37, device=DEVICE)[:, None, None] // 8
     strange = torch.tensor([1000, -7, 2**31 - 1, 5], dtype=torch.int32, device=DEVICE)
     wild = torch.where((indices == -1) & ((strange > own) | (strange < 0)), strange, wild)
-    placement = Placement(max_query_count=37, max_key_count=37)
     backend = TritonBackend(operation=Operation.SLC)
 
     def run(chosen: Tensor) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
-        out, lse = backend(*leaves, chosen, geometry=SMALL, scale=0.3, placement=placement)
+        out, lse = backend(Queries(leaves[0], 37), Keys(*leaves[1:], 37), chosen, geometry=SMALL, scale=0.3)
         return [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
 
     assert not torch.equal(wild, indices)
@@ -244,23 +245,25 @@ def test_a_block_that_stands_twice_counts_once() -> None:
 def attend_and_differentiate(inputs: Inputs, indices: Tensor, geometry: BlockGeometry) -> list[Tensor]:
     """Return out and the gradients of q, k and v, past what refuses odd choices."""
     leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k_slc, inputs.v_slc)]
-    out = selected.selected_attention(*leaves, indices, geometry, 0.3, Placement(0, 0)).out
+    length = indices.shape[1]
+    operands = Queries(leaves[0], length), Keys(*leaves[1:], length), indices
+    out = selected.selected_attention(*operands, geometry=geometry, scale=0.3).out
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
 @pytest.fixture
 def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut work as finely as only huge inputs are cut: chunks of 32 rows, items of 16 or 3, scores of a few, splits of 8 queries."""
+    from nsa_kernels_triton.choice import op as choice
     from nsa_kernels_triton.interval import op as interval
-    from nsa_kernels_triton.select import op as select
     from nsa_kernels_triton.selected import index
 
     monkeypatch.setattr(index, "CHUNK_BYTES", 1)
     monkeypatch.setattr(selected, "FORWARD_ITEM_ROWS", 16)
     # so few that a list's items end at different keys of its block
     monkeypatch.setattr(selected, "BACKWARD_ITEM_ROWS", 3)
-    monkeypatch.setattr(select, "SCORE_BYTES", 500)
-    monkeypatch.setattr(select, "SEARCHED_BLOCKS", 1)
+    monkeypatch.setattr(choice, "SCORE_BYTES", 500)
+    monkeypatch.setattr(choice, "SEARCHED_BLOCKS", 1)
     monkeypatch.setattr(interval, "MIN_SPLIT_QUERIES", 8)
 
 

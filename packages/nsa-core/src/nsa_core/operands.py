@@ -196,6 +196,8 @@ def _check_fields(queries: Queries, x: Keys, ending: str, geometry: BlockGeometr
     if x.first is None or queries.start is None or not checks.can_read(x.first) or not x.first.numel():
         return
     first, start = x.first, queries.start
+    if bool((first < 0).any()):
+        raise InputError(f"k{ending} begins at positions {first.tolist()} (the first token of a sequence is at 0); give its keys from 0 on")
     if bool((first > (start - geometry.window_size + 1).clamp(min=0)).any()):
         raise InputError(
             f"k{ending} begins at positions {first.tolist()} for queries from {start.tolist()} on (a query sees window_size="

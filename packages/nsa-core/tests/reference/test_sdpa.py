@@ -24,6 +24,7 @@ from nsa_core import (
     sliding_window_attention,
 )
 from nsa_core import operands as edge
+from nsa_core.backends import ops
 from nsa_core.backends.base import Keys, Queries
 from nsa_core.compression import build_compressor
 from nsa_core.errors import InputError
@@ -90,8 +91,9 @@ def operands(branch: str, shape: Shape, device: str = "cpu") -> tuple[Any, ...]:
 
 
 def flat(*operands: Any) -> list[Any]:
-    """Return the fields of operands one after another, as the custom op takes them."""
-    return [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
+    """Return operands as the custom op takes them."""
+    tensors, placed, numbers = ops._flattened(operands)
+    return [*tensors, placed, numbers]
 
 
 @pytest.mark.parametrize("shape", [Shape(num_queries=21), Shape(lengths=(9, 0, 12))], ids=["dense", "packed"])

@@ -1,13 +1,16 @@
 """The Triton kernels as backends of nsa_core; found by entry point, imports no triton until one is called."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from attrs import frozen
 
-from nsa_core import BlockGeometry, BranchRequest, Capability, Operation, Placement, Reason
+from nsa_core import BranchRequest, Capability, Operation, Reason
+from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
-from nsa_kernels_triton import policy
+from nsa_kernels_triton import implementations, routing
+from nsa_kernels_triton.window import with_window_in_order
 
 
 @frozen(kw_only=True)
@@ -16,33 +19,38 @@ class TritonBackend:
 
     operation: Operation
     name: str = "triton"
-    capability: Capability = policy.CAPABILITY
+    capability: Capability = routing.CAPABILITY
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return every reason against the kernels for `request`."""
-        return policy.reasons_against(request)
+        return routing.reasons_against(request)
 
     def preference(self, request: BranchRequest) -> int:
         """Return how much the kernels are wanted: above the reference on a GPU."""
-        return policy.preference(request)
+        return routing.preference(request)
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
         """Return notes on how the kernels serve `request`."""
-        return policy.notes_on(request)
+        return implementations.notes_on(request)
 
-    def __call__(self, *tensors: Any, geometry: BlockGeometry, scale: float, placement: Placement) -> Any:
-        """Compute the operation on the tensors that `Operation` lists for it."""
-        return _compute_of(self.operation)(*tensors, geometry, scale, placement)
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
+        """Compute the operation on the operands that its protocol in `nsa_core.backends.base` lists."""
+        compute = _compute_of(self.operation)
+        if self.operation is Operation.CHOOSE:
+            return compute(*operands, **keywords)
+        if self.operation in (Operation.WIN, Operation.NSA):
+            compute = partial(with_window_in_order, compute)
+        return over_rows(compute, *operands, **keywords)
 
 
-def _compute_of(operation: Operation) -> Any:
+def _compute_of(operation: Operation) -> Callable[..., Any]:
     """Return the function of `operation`, whose module loads triton. Import statements, for a traced graph follows no other import."""
     if operation is Operation.CMP:
         from nsa_kernels_triton.interval.op import compressed_attention
 
         return compressed_attention
     if operation is Operation.SELECT:
-        from nsa_kernels_triton.select.op import select_blocks
+        from nsa_kernels_triton.choice.op import select_blocks
 
         return select_blocks
     if operation is Operation.SLC:
@@ -53,6 +61,10 @@ def _compute_of(operation: Operation) -> Any:
         from nsa_kernels_triton.interval.op import sliding_window_attention
 
         return sliding_window_attention
+    if operation is Operation.CHOOSE:
+        from nsa_kernels_triton.choice.op import choose
+
+        return choose
     from nsa_kernels_triton.fused.op import nsa_attention
 
     return nsa_attention
@@ -60,5 +72,5 @@ def _compute_of(operation: Operation) -> Any:
 
 @hookimpl
 def nsa_branch_backends() -> Sequence[TritonBackend]:
-    """Return the Triton kernels of every operation, and of all of Eq. 5 in one."""
-    return [TritonBackend(operation=operation) for operation in Operation]
+    """Return the Triton kernels of every operation that reads a cache or none; they write no cache."""
+    return [TritonBackend(operation=operation) for operation in Operation if operation is not Operation.APPEND]

@@ -17,6 +17,8 @@ def gather_pages(store: Tensor, page_table: Tensor) -> Tensor:
 
 def keys_in_rows(keys: Keys, dtype: torch.dtype) -> Keys:
     """Return `keys` with a row per token or block and sequence, in `dtype`: pages are gathered, FP8 numbers times their scales."""
+    if keys.page_table is None and keys.k_scale is None:
+        return keys
 
     def in_rows(store: Tensor, scale: Tensor | None) -> Tensor:
         if keys.page_table is not None:

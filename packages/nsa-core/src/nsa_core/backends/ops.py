@@ -5,7 +5,6 @@ The declaration makes schema, fake, autograd and the flattening of `Queries` and
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,13 +21,12 @@ OPERANDS: dict[Operation, tuple[type, ...]] = {
     Operation.NSA: (Queries, Keys, Keys, Keys, Tensor),
 }
 """The operands of each operation that can be declared."""
-_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", bool: "bool"}
-_FIELDS: dict[type, tuple[str, ...]] = {
-    Tensor: ("Tensor",),
-    **{kind: tuple(_SCHEMA[hint] for hint in kind.__annotations__.values()) for kind in (Queries, Keys)},
+_TRAINED: dict[type, int] = {Tensor: 1, Queries: 1, Keys: 2}
+"""How many fields of an operand, the first ones, are tensors that are always there; of Queries and Keys they carry a gradient."""
+_OTHERS: dict[type, tuple[bool, ...]] = {Tensor: ()} | {
+    kind: tuple(hint not in (int, bool) for hint in list(kind.__annotations__.values())[_TRAINED[kind] :]) for kind in (Queries, Keys)
 }
-_DIFFERENTIABLE: dict[type, int] = {Queries: 1, Keys: 2}
-"""How many fields, the first ones, carry a gradient."""
+"""Of the other fields: True for an optional tensor, False for a number."""
 
 geometry_of = cache(BlockGeometry)
 """The geometry of the numbers of `BlockGeometry.as_tuple`; to make one is to check it."""
@@ -53,14 +51,15 @@ def attention_op(
             Where `needs_grad` is False, any tensors will do for those. No tensor that it returns may alias an operand.
         backward: `backward(grads, results, *operands, geometry=, scale=)` returns the gradients of q, of each Keys' k and v, and
             for NSA of the gates. `grads` is (dout, dlse), either of them None where no gradient comes, or for NSA (dout,);
-            `results` is what `forward` returned. None: the operation carries no gradient.
+            `results` is what `forward` returned, for NSA without out. None: the operation carries no gradient.
         operation: the operation that the functions compute.
         saves: a NamedTuple of what `backward` reads beside the results, with a classmethod `like(*operands, geometry=)` that
             returns uninitialised tensors of the same shapes.
     """
     kinds = OPERANDS[operation]
-    types = list(chain(*(_FIELDS[kind] for kind in kinds)))
-    inputs = ", ".join(f"{hint} x{place}" for place, hint in enumerate(types))
+    # torch fills in an op's inputs in time quadratic in their number, so what is seldom there, and numbers, are lists
+    num_tensors = sum(_TRAINED[kind] for kind in kinds)
+    inputs = ", ".join([*(f"Tensor x{place}" for place in range(num_tensors)), "Tensor[] placed, SymInt[] numbers"])
     num_results = 1 if operation is Operation.SELECT else 2
     num_outputs = num_results + (len(saves._fields) if saves else 0)
 
@@ -85,12 +84,12 @@ def attention_op(
         _declare_backward(op, f"{name}_backward", backward, operation, inputs, num_outputs)
 
     def apply(*operands: Any, geometry: BlockGeometry, scale: float) -> Any:
-        flat = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
+        tensors, placed, numbers = _flattened(operands)
         if backward is None:
-            flat, needs_grad = [x.detach() if isinstance(x, Tensor) else x for x in flat], False
+            tensors, needs_grad = [x.detach() for x in tensors], False
         else:
-            needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
-        found = op(*flat, list(geometry.as_tuple()), scale, needs_grad)
+            needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        found = op(*tensors, placed, numbers, list(geometry.as_tuple()), scale, needs_grad)
         if num_outputs == 1:
             return found
         return (FusedOutput if operation is Operation.NSA else BranchOutput)(found[0], found[1])
@@ -102,53 +101,82 @@ def _declare_backward(op: Any, name: str, backward: Callable[..., Any], operatio
     """Declare the op of the backward pass, and make it the derivative of `op`."""
     kinds = OPERANDS[operation]
     num_grads = 1 if operation is Operation.NSA else 2
-    # the place of each operand's first field among the flat inputs, and the places of those that carry a gradient
-    starts = [sum(len(_FIELDS[kind]) for kind in kinds[:place]) for place in range(len(kinds))]
-    trained = [start + i for start, kind in zip(starts, kinds, strict=True) for i in range(_DIFFERENTIABLE.get(kind, 0))]
-    trained += [starts[-1]] if operation is Operation.NSA else []
+    num_tensors = sum(_TRAINED[kind] for kind in kinds)
+    # the gated sum is not kept for the backward pass; the other tensor of SLC is block_indices
+    num_dropped = 1 if operation is Operation.NSA else 0
+    num_trained = num_tensors - (operation is Operation.SLC)
 
     def run_backward(*arguments: Any) -> Any:
         grads, results, (*flat, geometry, scale) = arguments[:num_grads], arguments[num_grads], arguments[num_grads + 1 :]
         return tuple(backward(grads, results, *_grouped(kinds, flat), geometry=geometry_of(*geometry), scale=scale))
 
     grads = ", ".join(f"Tensor? d{place}" for place in range(num_grads))
-    schema = f"({grads}, Tensor[] results, {inputs}, int[] geometry, float scale) -> ({', '.join(['Tensor'] * len(trained))})"
+    schema = f"({grads}, Tensor[] results, {inputs}, int[] geometry, float scale) -> ({', '.join(['Tensor'] * num_trained)})"
     backward_op = torch.library.custom_op(name, run_backward, mutates_args=(), schema=schema)
 
     @backward_op.register_fake
     def fake(*arguments: Any) -> Any:
-        return tuple(arguments[num_grads + 1 + place].new_empty(arguments[num_grads + 1 + place].shape) for place in trained)
+        return tuple(x.new_empty(x.shape) for x in arguments[num_grads + 1 : num_grads + 1 + num_trained])
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *flat, ctx.geometry, ctx.scale, _needs_grad = inputs
+        *tensors, placed, ctx.numbers, ctx.geometry, ctx.scale, _needs_grad = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[num_grads:])
-        ctx.tensor_places = [place for place, x in enumerate(flat) if isinstance(x, Tensor)]
-        ctx.constants = [None if isinstance(x, Tensor) else x for x in flat]
-        ctx.save_for_backward(*output, *(flat[place] for place in ctx.tensor_places))
+        ctx.save_for_backward(*output[num_dropped:], *tensors, *placed)
 
-    def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None] * (len(ctx.constants) + 3)
+    def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        # read once: checkpointing hands out every saved tensor a single time
+        saved, num_kept = ctx.saved_tensors, num_outputs - num_dropped
+        tensors, placed = saved[num_kept : num_kept + num_tensors], list(saved[num_kept + num_tensors :])
+        found: list[Any] = [None] * num_tensors
         if any(grad is not None for grad in grads[:num_grads]):
-            # read once: checkpointing hands out every saved tensor a single time
-            saved, flat = ctx.saved_tensors, list(ctx.constants)
-            for place, x in zip(ctx.tensor_places, saved[num_outputs:], strict=True):
-                flat[place] = x
-            computed = backward_op(*grads[:num_grads], list(saved[:num_outputs]), *flat, ctx.geometry, ctx.scale)
-            for place, gradient in zip(trained, computed, strict=True):
-                found[place] = gradient
-        return tuple(found)
+            results = list(saved[:num_kept])
+            computed = backward_op(*grads[:num_grads], results, *tensors, placed, ctx.numbers, ctx.geometry, ctx.scale)
+            found[:num_trained] = computed
+        return *found, [None] * len(placed), None, None, None, None
 
     op.register_autograd(differentiate, setup_context=keep)
 
 
+def _flattened(operands: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Return the tensors that are always there, the optional ones that are there, and numbers: which these are, bit by bit, and the rest."""
+    tensors: list[Tensor] = []
+    placed: list[Tensor] = []
+    numbers, bit = [0], 1
+    for operand in operands:
+        if not isinstance(operand, tuple):
+            tensors.append(operand)
+            continue
+        kind = type(operand)
+        count = _TRAINED[kind]
+        tensors += operand[:count]
+        for x, is_tensor in zip(operand[count:], _OTHERS[kind], strict=True):
+            if not is_tensor:
+                # a list that has symbols takes no bool
+                numbers.append(int(x) if isinstance(x, bool) else x)
+                continue
+            if x is not None:
+                placed.append(x)
+                numbers[0] |= bit
+            bit *= 2
+    return tensors, placed, numbers
+
+
 def _grouped(kinds: tuple[type, ...], flat: Sequence[Any]) -> list[Any]:
-    """Return the operands whose fields lie one after another in `flat`."""
-    found, place = [], 0
+    """Return the operands of what `_flattened` made of them, as an op's inputs."""
+    *tensors, placed, numbers = flat
+    rest, optionals, counts = iter(tensors), iter(placed), iter(numbers)
+    are_there = next(counts)
+    found = []
     for kind in kinds:
-        size = len(_FIELDS[kind])
-        found.append(flat[place] if kind is Tensor else kind(*flat[place : place + size]))
-        place += size
+        fields = [next(rest) for _ in range(_TRAINED[kind])]
+        for is_tensor in _OTHERS[kind]:
+            if not is_tensor:
+                fields.append(next(counts))
+                continue
+            fields.append(next(optionals) if are_there % 2 else None)
+            are_there //= 2
+        found.append(fields[0] if kind is Tensor else kind(*fields))
     return found
 
 

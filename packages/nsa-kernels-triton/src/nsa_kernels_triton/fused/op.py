@@ -1,183 +1,101 @@
-"""The custom op of the whole operation. Nothing of size (B, S, H, D) is made but the branches' outputs and the gated sum."""
+"""The whole operation. Nothing of size (B, S, H, D) is made but the branches' outputs and the gated sum."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_core.backends.base import Placement
+from nsa_core.backends.base import Keys, Operation, Queries
+from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
+from nsa_kernels_triton.choice import op as choice
+from nsa_kernels_triton.implementations import kernel_for
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import Sequences, exact_out, geometry_of, on_its_device, ring_for
-from nsa_kernels_triton.select import op as select
+from nsa_kernels_triton.launch import Operands, Sequences
+from nsa_kernels_triton.numerics import exact_out
+from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.selected import op as selected
-
-NUM_SAVED = 7
-"""Outputs beside the sum that the backward pass reads."""
+from nsa_kernels_triton.streams import on_its_device
 
 
-def nsa_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    geometry: BlockGeometry,
-    scale: float,
-    placement: Placement,
-) -> Tensor:
-    """Return the gated sum of the three branches `(B, S, H, D_v)` (Eq. 5)."""
-    placed = (placement.cu_seqlens, placement.cu_blocks, placement.query_start, placement.query_count, placement.max_key_count)
-    stores = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *stores, gates))
-    out: Tensor = triton_nsa_attention(q, *stores, gates, list(geometry.as_tuple()), scale, *placed, trains)[0]
-    return out
+class Branches(NamedTuple):
+    """Outputs, exact where `exact_out` is, and lse of the three branches: what the backward pass reads beside the choice."""
+
+    out_cmp: Tensor
+    lse_cmp: Tensor
+    out_slc: Tensor
+    lse_slc: Tensor
+    out_win: Tensor
+    lse_win: Tensor
+
+    @classmethod
+    def like(cls, queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry) -> "Branches":
+        """Return them, uninitialised."""
+        q = queries.q
+
+        def out() -> Tensor:
+            exact = exact_out(q, cmp.v)
+            return exact if exact.numel() else q.new_empty(*q.shape[:3], cmp.v.shape[3])
+
+        def lse() -> Tensor:
+            return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+        return cls(out(), lse(), out(), lse(), out(), lse())
 
 
-@torch.library.custom_op("nsa_triton::nsa_attention", mutates_args=())
 @on_its_device
-def triton_nsa_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    cu_blocks: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-    max_key_count: int,
-    trains: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gated sum, and what the backward pass needs: out and lse of cmp, slc and win, block_indices.
-
-    Where nothing `trains` that is empty.
-    """
-    sizes = geometry_of(*geometry)
-    blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
-    q, gates = q.contiguous(), gates.contiguous()
-    out_cmp, lse_cmp, exact_cmp = interval.forward(q, k_cmp, v_cmp, False, sizes, scale, blocks)
-    block_indices = select.choose(q, k_cmp, lse_cmp, sizes, scale, blocks)
-    out_win, lse_win, exact_win = interval.forward(q, k_win, v_win, True, sizes, scale, tokens)
+def _attend(
+    queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool
+) -> tuple[Tensor, ...]:
+    blocks, tokens, window = (Sequences.of(queries, keys) for keys in (cmp, slc, win))
+    q, gates = queries.q.contiguous(), gates.contiguous()
+    queries = queries._replace(q=q)
+    out_cmp, lse_cmp, exact_cmp = interval.forward(q, cmp.k, cmp.v, False, geometry, scale, blocks)
+    block_indices = choice.select(queries, cmp, lse_cmp, geometry, scale, blocks)
+    out_win, lse_win, exact_win = interval.forward(q, win.k, win.v, True, geometry, scale, window)
     others = selected.Others(out_cmp, out_win, gates)
-    out_slc, lse_slc, exact_slc, total = selected.forward(q, k_slc, v_slc, block_indices, sizes, scale, tokens, others, trains)
-    if not trains:
-        return total, *_nothing(q)  # type: ignore[return-value]
+    out_slc, lse_slc, exact_slc, total = selected.forward(q, slc.k, slc.v, block_indices, geometry, scale, tokens, others, needs_grad)
+    if not needs_grad:
+        # no two outputs of an op may be the same
+        return total, block_indices, *(q.new_empty(0) for _ in Branches._fields)
     if exact_cmp.numel():
         out_cmp, out_slc, out_win = exact_cmp, exact_slc, exact_win
-    return total, out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win, block_indices
+    return total, block_indices, *Branches(out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win)
 
 
-def _nothing(q: Tensor) -> tuple[Tensor, ...]:
-    """Return an empty tensor in place of each that the backward pass reads; no two outputs of an op may be the same."""
-    return tuple(q.new_empty(0) for _ in range(NUM_SAVED))
-
-
-@triton_nsa_attention.register_fake
-def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    num_selected, trains = rest[5][3], rest[-1]
-
-    total = q.new_empty(*q.shape[:3], v_cmp.shape[3])
-    if not trains:
-        return total, *_nothing(q)
-
-    def out() -> Tensor:
-        exact = exact_out(q, v_cmp)
-        return exact if exact.numel() else torch.empty_like(total)
-
-    def lse() -> Tensor:
-        return q.new_empty(q.shape[:3], dtype=torch.float32)
-
-    block_indices = q.new_empty(*q.shape[:2], k_cmp.shape[2], num_selected, dtype=torch.int32)
-    return total, out(), lse(), out(), lse(), out(), lse(), block_indices
-
-
-@torch.library.custom_op("nsa_triton::nsa_attention_backward", mutates_args=())
 @on_its_device
-def triton_nsa_attention_backward(
-    dout: Tensor,
-    saved: list[Tensor],
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
+def _differentiate(
+    grads: tuple[Tensor],
+    results: Sequence[Tensor],
+    queries: Queries,
+    cmp: Keys,
+    slc: Keys,
+    win: Keys,
     gates: Tensor,
-    geometry: list[int],
+    *,
+    geometry: BlockGeometry,
     scale: float,
-    cu_seqlens: Tensor | None,
-    cu_blocks: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-    max_key_count: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, the six stores and the gates; `saved` is what the forward pass returned after the sum."""
-    out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win, block_indices = saved
-    sizes = geometry_of(*geometry)
-    blocks, tokens = _sequences(q, cu_seqlens, cu_blocks, query_start, query_count, max_key_count)
-    dout, q, gates = dout.contiguous(), q.contiguous(), gates.contiguous()
-    k_cmp, v_cmp, k_win, v_win = (x.contiguous() for x in (k_cmp, v_cmp, k_win, v_win))
-    v_slc = v_slc.contiguous()
-    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
+) -> tuple[Tensor, ...]:
+    block_indices, *kept = results
+    saved = Branches(*kept)
+    blocks, tokens, window = (Sequences.of(queries, keys) for keys in (cmp, slc, win))
+    dout, q, gates = grads[0].contiguous(), queries.q.contiguous(), gates.contiguous()
+    (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = ((x.k.contiguous(), x.v.contiguous()) for x in (cmp, slc, win))
+    outs, lses = (saved.out_cmp, saved.out_slc, saved.out_win), (saved.lse_cmp, saved.lse_slc, saved.lse_win)
     deltas, shifts, extremes, dgates = interval.branch_deltas(dout, outs, lses, gates, (v_cmp, v_slc, v_win))
-    if ring_for("selected_backward", q, v_cmp) is not None:
+    tiles = selected.backward_kernel(q, k_slc, v_slc, dout, geometry)
+    if isinstance(kernel_for("interval_dkdv", q, v_cmp, k_cmp, dout), PipelineConfig):
         # once for all branches: loads to shared memory take at least four bytes
         gates = gates.float()
-    cmp = interval.Operands(dout, deltas[0], None, shifts[0], extremes[0], q, k_cmp, v_cmp, gates, 0, False, sizes, scale, blocks)
-    win = interval.Operands(dout, deltas[2], None, shifts[2], extremes[2], q, k_win, v_win, gates, 2, True, sizes, scale, tokens)
-    dq, dk_cmp, dv_cmp = interval.backward(cmp)
-    dq, dk_win, dv_win = interval.backward(win, dq)
-    dq, dk_slc, dv_slc = selected.backward(
-        dout, deltas[1], shifts[1], extremes[1], q, k_slc, v_slc, block_indices, gates, dq, sizes, scale, tokens
-    )
+    of_cmp = Operands(dout, deltas[0], None, shifts[0], extremes[0], q, k_cmp, v_cmp, gates, 0, False, geometry, scale, blocks)
+    of_win = Operands(dout, deltas[2], None, shifts[2], extremes[2], q, k_win, v_win, gates, 2, True, geometry, scale, window)
+    of_slc = Operands(dout, deltas[1], None, shifts[1], extremes[1], q, k_slc, v_slc, gates, 1, False, geometry, scale, tokens)
+    dq, dk_cmp, dv_cmp = interval.backward(of_cmp)
+    dq, dk_win, dv_win = interval.backward(of_win, dq)
+    dq, dk_slc, dv_slc = selected.backward(of_slc, block_indices, dq, tiles)
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 
-@triton_nsa_attention_backward.register_fake
-def _(dout: Tensor, saved: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in rest[:8])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, geometry, scale, cu_seqlens, cu_blocks, query_start, query_count, max_key_count, _trains = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:], *tensors, cu_seqlens, cu_blocks, query_start, query_count)
-    ctx.constants = (geometry, scale, max_key_count)
-
-
-def _backward(ctx: Any, dout: Tensor | None, *_unused: None) -> tuple[Tensor | None, ...]:
-    geometry, scale, max_key_count = ctx.constants
-    # read once: checkpointing hands every saved tensor out a single time
-    everything = ctx.saved_tensors
-    saved, tensors, placed = everything[:NUM_SAVED], everything[NUM_SAVED:-4], everything[-4:]
-    if dout is None:
-        return (None,) * 16
-    gradients = triton_nsa_attention_backward(dout, list(saved), *tensors, geometry, scale, *placed, max_key_count)
-    return *gradients, *[None] * 8
-
-
-triton_nsa_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _sequences(
-    q: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_blocks: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-    max_key_count: int,
-) -> tuple[Sequences, Sequences]:
-    """Return where rows and compressed blocks lie, and where rows and tokens lie."""
-    placement = Placement(0, max_key_count, cu_seqlens, cu_blocks, query_start, query_count)
-    return Sequences(placement, q.shape[0], q.shape[1], cu_blocks), Sequences(placement, q.shape[0], q.shape[1], cu_seqlens)
+nsa_attention = attention_op("nsa_triton::nsa", _attend, _differentiate, operation=Operation.NSA, saves=Branches)
+"""The gated sum of the three branches `(B, S, H, D_v)` (Eq. 5), and the choice."""

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_kernels_triton.launch import Sequences, Tiling, num_multiprocessors, score_factor
-from nsa_kernels_triton.policy import Ring, ring_parts
+from nsa_kernels_triton.device import num_multiprocessors
+from nsa_kernels_triton.launch import Operands, Sequences, Tiling
+from nsa_kernels_triton.numerics import score_factor
+from nsa_kernels_triton.pipelines import PipelineConfig, pipeline_parts
 
 REGISTERS = {2: 128, 3: 80}
 """Of a thread when a program starts, by the programs of eight warps that fill a multiprocessor."""
@@ -15,7 +17,7 @@ REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
 UNBOUNDED = 2**30
 """A window that begins with its sequence."""
 WIDEST_TWICE = 64
-"""Head dimensions of q up to which two tiles of the rows of q and dO have a place beside the rings."""
+"""Head dimensions of q up to which two tiles of the rows of q and dO fit beside the ring buffers."""
 
 
 class SharedBlocks(NamedTuple):
@@ -39,15 +41,15 @@ def interval_forward(
     scale: float,
     sequences: Sequences,
     limit: int | None,
-    ring: Ring,
+    pipeline: PipelineConfig,
     shared: SharedBlocks | None = None,
 ) -> None:
     """Write out and lse; `sizes` are the constants of the interval, `limit` that of `Sequences.tiling`. `scale` is above 0."""
     from nsa_kernels_triton.hopper import forward_kernels as kernels
 
-    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], pipeline.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-    overflows = lse.new_empty(ring.num_parts, num_items, dtype=torch.int32)
+    overflows = lse.new_empty(pipeline.num_parts, num_items, dtype=torch.int32)
     chosen, num_initial, num_local, early = (lse, 0, 0, 0) if shared is None else shared
     kernels.forward_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, v, out, lse, overflows, chosen,
@@ -57,80 +59,67 @@ def interval_forward(
         H=q.shape[2], G=k.shape[2], **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), **sizes,
         # weights in float16 have no room for scores far above their row's first maximum
         OPTIMISTIC=q.dtype != torch.float16, SHARED=shared is not None, NUM_INITIAL=num_initial, NUM_LOCAL=num_local,
-        PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
+        PARTS=pipeline.num_parts, **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
 
 def shared_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, sequences: Sequences, ring: Ring, shared: SharedBlocks
-) -> None:
-    """Write out and lse of the blocks that the rows of a tile attend to together; `scale` is above 0."""
-    sizes = {"IS_WINDOW": True, "SIZE": 1, "STRIDE": 1, "WINDOW": UNBOUNDED, "PACKED": sequences.is_packed, "CACHED": False}
-    interval_forward(q, k, v, out, lse, sizes, scale, sequences, None, ring, shared)
-
-
-def interval_dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dout: Tensor,
-    shift: Tensor,
-    delta: Tensor,
-    extremes: Tensor,
-    gates: Tensor | None,
-    dq: Tensor,
+    out: Tensor,
+    lse: Tensor,
     scale: float,
-    constants: dict[str, Any],
     sequences: Sequences,
-    limit: int | None,
-    ring: Ring,
+    pipeline: PipelineConfig,
+    shared: SharedBlocks,
 ) -> None:
+    """Write out and lse of the blocks that the rows of a tile attend to together; `scale` is above 0."""
+    sizes = {"IS_WINDOW": True, "SIZE": 1, "STRIDE": 1, "WINDOW": UNBOUNDED, "PACKED": sequences.is_packed, "CACHED": False}
+    interval_forward(q, k, v, out, lse, sizes, scale, sequences, None, pipeline, shared)
+
+
+def interval_dq(x: Operands, dq: Tensor, constants: dict[str, Any], limit: int | None, pipeline: PipelineConfig) -> None:
     """Write dQ; `constants` are those of the portable kernel, `limit` that of `Sequences.tiling`.
 
     The kernels of the backward pass are launched twice; see `_launch_both`.
     """
     from nsa_kernels_triton.hopper import dq_kernels as kernels
 
-    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], ring.block_rows, of_keys=False, limit=limit)
+    q, k, v, sequences = x.q, x.k, x.v, x.sequences
+    tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], pipeline.block_rows, of_keys=False, limit=limit)
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
     _launch_both(
         kernels.dq_kernel, (min(num_items, num_multiprocessors(q)),),
-        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dq,
+        q, k, v, *_gradients(x), dq,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, num_items, sequences.search_steps,
-        scale, score_factor(q, scale),
+        x.scale, score_factor(q, x.scale),
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED", "ADD")},
-        **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=gates is not None,
+        **_widths(q.shape[3], v.shape[3]), **_value_widths(v.shape[3]), GATED=x.gates is not None,
         PLACES=2 if q.shape[3] <= WIDEST_TWICE else 1,
-        PARTS=ring.num_parts, **_ring_constants(ring), **options_of_one(ring),
+        PARTS=pipeline.num_parts, **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
 
 def interval_dkdv(
     grid: tuple[int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    shift: Tensor,
-    delta: Tensor,
-    extremes: Tensor,
-    gates: Tensor | None,
+    x: Operands,
     dk: Tensor,
     dv: Tensor,
     numbers: tuple[Any, ...],
     constants: dict[str, Any],
-    ring: Ring,
+    pipeline: PipelineConfig,
 ) -> None:
     """Write dK and dV of every split; `numbers` and `constants` are those of the portable kernel."""
     from nsa_kernels_triton.hopper import dkdv_kernels as kernels
 
     _launch_both(
         kernels.dkdv_kernel, grid,
-        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), dk, dv, *numbers,
+        x.q, x.k, x.v, *_gradients(x), dk, dv, *numbers,
         **{name: constants[name] for name in ("H", "G", "IS_WINDOW", "SIZE", "STRIDE", "WINDOW", "PACKED", "CACHED")},
-        **_widths(q.shape[3], v.shape[3]), V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None,
-        **_ring_constants(ring), **options_of_one(ring),
+        **_widths(x.q.shape[3], x.v.shape[3]), V1=_value_widths(x.v.shape[3])["V1"], GATED=x.gates is not None,
+        **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
 
@@ -145,7 +134,7 @@ def scores(
     sequences: Sequences,
     factor: float,
     constants: dict[str, Any],
-    ring: Ring,
+    pipeline: PipelineConfig,
 ) -> None:
     """Write the importance of the rows from the first to before the last one of `rows`, which lie in `tiling`'s tiles from `first_tile` on.
 
@@ -154,37 +143,24 @@ def scores(
     from nsa_kernels_triton.hopper import scores_kernels as kernels
 
     num_items = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-    parts = ring_parts(q.shape[3])
+    parts = pipeline_parts(q.shape[3])
     kernels.scores_kernel[(min(num_items, num_multiprocessors(q)),)](
         q, k, lse, out,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], out.shape[3], tiling.num_tiles, tiling.num_sequences, num_items,
         *rows, first_tile, sequences.search_steps, factor,
-        **(constants | {"K1": parts.first, "K2": parts.second}), **_ring_constants(ring), **options_of_one(ring),
+        **(constants | {"K1": parts.first, "K2": parts.second}), **_pipeline_constants(pipeline), **options_of_one(pipeline),
     )  # fmt: skip
 
 
-def selected_forward(num_items: int, operands: tuple[Any, ...], constants: dict[str, Any], ring: Ring) -> None:
+def selected_forward(num_items: int, operands: tuple[Any, ...], constants: dict[str, Any], pipeline: PipelineConfig) -> None:
     """Write partial out and lse; `operands` and `constants` are those of the portable kernel, `num_items` a bound."""
     from nsa_kernels_triton.hopper import selected_kernels as kernels
 
-    kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_ring_constants(ring), **_options(ring))
+    kernels.forward_kernel[(num_items,)](*operands, **_selected_constants(constants), **_pipeline_constants(pipeline), **_options(pipeline))
 
 
-def selected_backward(
-    num_items: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    shift: Tensor,
-    delta: Tensor,
-    extremes: Tensor,
-    gates: Tensor | None,
-    rest: tuple[Any, ...],
-    constants: dict[str, Any],
-    ring: Ring,
-) -> None:
+def selected_backward(num_items: int, x: Operands, rest: tuple[Any, ...], constants: dict[str, Any], pipeline: PipelineConfig) -> None:
     """Write partial dQ, and add dK and dV; `rest` and `constants` are those of the portable kernel, `num_items` a bound."""
     from nsa_kernels_triton.hopper import selected_kernels, wide_kernels
 
@@ -194,9 +170,9 @@ def selected_backward(
     kernel = wide_kernels.backward_kernel if is_wide else selected_kernels.backward_kernel
     _launch_both(
         kernel, (num_items,),
-        q, k, v, dout, shift, delta, extremes, _gate(gates, constants["GATE"], delta), *rest,
-        **sizes, V1=_value_widths(v.shape[3])["V1"], GATED=gates is not None, **_ring_constants(ring),
-        **(options_of_one(ring) if is_wide else _options(ring)),
+        x.q, x.k, x.v, *_gradients(x), *rest,
+        **sizes, V1=_value_widths(x.v.shape[3])["V1"], GATED=x.gates is not None, **_pipeline_constants(pipeline),
+        **(options_of_one(pipeline) if is_wide else _options(pipeline)),
     )  # fmt: skip
 
 
@@ -216,39 +192,40 @@ def _selected_constants(constants: dict[str, Any]) -> dict[str, Any]:
 
 def _widths(head_dim_qk: int, head_dim_v: int) -> dict[str, int]:
     """Return the head dimensions, and the columns of the tiles of q and k."""
-    parts = ring_parts(head_dim_qk)
+    parts = pipeline_parts(head_dim_qk)
     return {"D_K": head_dim_qk, "K1": parts.first, "K2": parts.second, "D_V": head_dim_v}
 
 
 def _value_widths(head_dim_v: int) -> dict[str, int]:
     """Return the columns of the tiles of v."""
-    parts = ring_parts(head_dim_v)
+    parts = pipeline_parts(head_dim_v)
     return {"V1": parts.first, "V2": parts.second}
 
 
-def _ring_constants(ring: Ring) -> dict[str, int]:
+def _pipeline_constants(pipeline: PipelineConfig) -> dict[str, int]:
     return {
-        "ROWS": ring.block_rows,
-        "KEYS": ring.block_keys,
-        "STAGES": ring.num_stages,
-        "LOADER_REGISTERS": ring.loader_registers,
+        "ROWS": pipeline.block_rows,
+        "KEYS": pipeline.block_keys,
+        "STAGES": pipeline.num_stages,
+        "LOADER_REGISTERS": pipeline.loader_registers,
     }
 
 
-def _options(ring: Ring) -> dict[str, int]:
-    return {"num_warps": 4, "maxnreg": REGISTERS[ring.num_programs]}
+def _options(pipeline: PipelineConfig) -> dict[str, int]:
+    return {"num_warps": 4, "maxnreg": REGISTERS[pipeline.num_programs]}
 
 
-def options_of_one(ring: Ring) -> dict[str, int]:
+def options_of_one(pipeline: PipelineConfig) -> dict[str, int]:
     """Return the options of a program that fills a multiprocessor: registers of a computing thread, and of each when it starts."""
-    registers = REGISTERS_OF_ONE[ring.num_parts]
+    registers = REGISTERS_OF_ONE[pipeline.num_parts]
     return {
-        "PART_REGISTERS": ((ring.num_parts + 1) * registers - ring.loader_registers) // ring.num_parts,
+        "PART_REGISTERS": ((pipeline.num_parts + 1) * registers - pipeline.loader_registers) // pipeline.num_parts,
         "num_warps": 4,
         "maxnreg": registers,
     }
 
 
-def _gate(gates: Tensor | None, gate: int, delta: Tensor) -> Tensor:
-    """Return one branch's gates, float32 with the strides of all; without gates a tensor that is not read."""
-    return delta if gates is None else gates.to(torch.float32)[..., gate]
+def _gradients(x: Operands) -> tuple[Tensor, ...]:
+    """Return dout, shift, delta, extremes, and one branch's gates, float32 with the strides of all; without gates a tensor that is not read."""
+    gate = x.delta if x.gates is None else x.gates.to(torch.float32)[..., x.gate]
+    return x.dout, x.shift, x.delta, x.extremes, gate

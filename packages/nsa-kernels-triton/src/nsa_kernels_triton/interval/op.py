@@ -1,33 +1,23 @@
-"""Custom ops of attention over an interval of keys, and the compressed and sliding operations made of them."""
+"""Attention over an interval of keys, and the compressed and sliding operations made of it."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_core.backends.base import BranchOutput, Placement
+from nsa_core.backends.base import Keys, Operation, Queries
+from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
+from nsa_kernels_triton.implementations import Config, kernel_for
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import (
-    Sequences,
-    beside,
-    cdiv,
-    coarse_factor,
-    exact_out,
-    geometry_of,
-    is_exact,
-    join,
-    next_power_of_2,
-    no_extremes,
-    on_its_device,
-    optional,
-    queries_of_whole_tiles,
-    ring_for,
-    score_factor,
-    tiles_for,
-)
-from nsa_kernels_triton.policy import Ring, Tiles, parts_of
+from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, optional, queries_of_whole_tiles
+from nsa_kernels_triton.numerics import ExactOut, coarse_factor, exact_out, is_exact, no_extremes, score_factor
+from nsa_kernels_triton.pipelines import PipelineConfig
+from nsa_kernels_triton.streams import fork_stream, join_stream, on_its_device
+from nsa_kernels_triton.tile_table import parts_of
 
 PROGRAMS_WANTED = 2048
 """Programs that balance dK/dV over a large GPU; half of them where one has a multiprocessor to itself."""
@@ -36,110 +26,63 @@ MAX_SPLITS = 16
 MIN_SPLIT_QUERIES = 256
 
 
-def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, geometry: BlockGeometry, scale: float, placement: Placement
-) -> BranchOutput:
-    """Return the attention of each query over the compressed blocks in its past (Eq. 7, 8)."""
-    return _attend(q, k_cmp, v_cmp, False, geometry, scale, placement, placement.cu_blocks)
-
-
-def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, scale: float, placement: Placement) -> BranchOutput:
-    """Return the attention of query t over the tokens t - w < s <= t."""
-    return _attend(q, k, v, True, geometry, scale, placement, placement.cu_seqlens)
-
-
+@on_its_device
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, placement: Placement, cu_keys: Tensor | None
-) -> BranchOutput:
-    placed = (placement.cu_seqlens, cu_keys, placement.query_start, placement.query_count)
-    out, lse, _exact = interval_attention(q, k, v, is_window, list(geometry.as_tuple()), scale, *placed)
-    return BranchOutput(out, lse)
+    queries: Queries, keys: Keys, *, is_window: bool, geometry: BlockGeometry, scale: float, needs_grad: bool
+) -> tuple[Tensor, ...]:
+    out, lse, exact = forward(queries.q, keys.k, keys.v, is_window, geometry, scale, Sequences.of(queries, keys))
+    return out, lse, exact if needs_grad else exact.new_empty(0)
 
 
-@torch.library.custom_op("nsa_triton::interval_attention", mutates_args=())
 @on_its_device
-def interval_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def differentiate(
+    grads: tuple[Tensor | None, Tensor | None],
+    results: Sequence[Tensor],
+    queries: Queries,
+    keys: Keys,
+    *,
     is_window: bool,
-    geometry: list[int],
+    geometry: BlockGeometry,
     scale: float,
-    cu_seqlens: Tensor | None,
-    cu_keys: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
-    sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
-    return forward(q, k, v, is_window, geometry_of(*geometry), scale, sequences)
-
-
-@interval_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32), exact_out(q, v)
-
-
-@torch.library.custom_op("nsa_triton::interval_attention_backward", mutates_args=())
-@on_its_device
-def interval_attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_window: bool,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    cu_keys: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
-    sequences = _sequences(q, cu_seqlens, cu_keys, query_start, query_count)
-    dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    delta, shift, extremes = row_deltas(out, lse, dout, dlse, v)
-    operands = Operands(dout, delta, dlse, shift, extremes, q, k, v, None, -1, is_window, geometry_of(*geometry), scale, sequences)
+    """Return dq, dk, dv for the gradients (of out and lse) and the results of the forward pass; see `attention_op`."""
+    q, k, v = queries.q.contiguous(), keys.k.contiguous(), keys.v.contiguous()
+    dout, dlse, delta, shift, extremes = deltas_of(grads, results, v)
+    sequences = Sequences.of(queries, keys)
+    operands = Operands(dout, delta, dlse, shift, extremes, q, k, v, None, -1, is_window, geometry, scale, sequences)
     gradients = backward(operands)
     if not operands.is_empty:
-        join(q)
+        join_stream(q)
     return gradients
 
 
-@interval_attention_backward.register_fake
-def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+compressed_attention = attention_op(
+    "nsa_triton::cmp",
+    partial(_attend, is_window=False),
+    partial(differentiate, is_window=False),
+    operation=Operation.CMP,
+    saves=ExactOut,
+)
+"""Attention of each query over the compressed blocks in its past (Eq. 7, 8)."""
+
+sliding_window_attention = attention_op(
+    "nsa_triton::win",
+    partial(_attend, is_window=True),
+    partial(differentiate, is_window=True),
+    operation=Operation.WIN,
+    saves=ExactOut,
+)
+"""Attention of query t over the tokens t - w < s <= t."""
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, is_window, geometry, scale, *placed = inputs
-    ctx.set_materialize_grads(False)
-    out, lse, exact = output
-    ctx.mark_non_differentiable(exact)
-    ctx.save_for_backward(q, k, v, exact if exact.numel() else out, lse, *placed)
-    ctx.constants = (is_window, geometry, scale)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dexact: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *placed = ctx.saved_tensors
-    dout = q.new_zeros(out.shape) if dout is None else dout
-    return *interval_attention_backward(dout, dlse, out, lse, q, k, v, *ctx.constants, *placed), *[None] * 7
-
-
-interval_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _sequences(
-    q: Tensor, cu_seqlens: Tensor | None, cu_keys: Tensor | None, query_start: Tensor | None, query_count: Tensor | None
-) -> Sequences:
-    placement = Placement(0, 0, cu_seqlens=cu_seqlens, query_start=query_start, query_count=query_count)
-    return Sequences(placement, q.shape[0], q.shape[1], cu_keys)
+def deltas_of(
+    grads: tuple[Tensor | None, Tensor | None], results: Sequence[Tensor], v: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Return dout, dlse, and `row_deltas` of the results out, lse and exact out of one branch; v must be contiguous."""
+    (dout, dlse), (out, lse, exact) = grads, results
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    return dout, dlse, *row_deltas(exact if exact.numel() else out, lse, dout, dlse, v)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> dict[str, Any]:
@@ -172,7 +115,7 @@ def _sizes(is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> di
 def forward(
     q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse and the exact out; see `interval_attention`."""
+    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     exact = exact_out(q, v)
@@ -200,12 +143,10 @@ def attend_into(
     if scale < 0:
         # the kernel scales a maximum, which a negative factor would make the least
         q, scale = -q, -scale
-    ring = ring_for("window_forward" if is_window else "compressed_forward", q, v, k)
-    # a scale of 0 times -inf would be NaN
-    if ring is not None and scale > 0:
-        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, ring)
+    tiles = kernel_for("window_forward" if is_window else "compressed_forward", q, v, k, scale_is_positive=scale > 0)
+    if isinstance(tiles, PipelineConfig):
+        hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, tiles)
         return
-    tiles = tiles_for("interval_forward", q, q.shape[3], v.shape[3])
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False, limit=limit)
     kernels.forward_kernel[tiling.grid(k.shape[2])](
         q, k, v, out, optional(exact), lse,
@@ -260,45 +201,12 @@ def _over_rows(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     return (cdiv(x.shape[:3].numel(), block),), {"D_V": x.shape[3], "WIDTH": width, "BLOCK_ROWS": block}
 
 
-class Operands(NamedTuple):
-    """What the backward pass of a branch reads. q, k, v and dout are contiguous."""
-
-    dout: Tensor
-    delta: Tensor
-    """Of the ungated output."""
-    dlse: Tensor | None
-    shift: Tensor
-    """Scores are lowered by it to get weights."""
-    extremes: Tensor
-    """The extremes of the branch; see `no_extremes`."""
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: Tensor | None
-    gate: int
-    """With `gates` the output counts gates[..., gate] times."""
-    is_window: bool
-    geometry: BlockGeometry
-    scale: float
-    sequences: Sequences
-
-    @property
-    def heads_per_group(self) -> int:
-        """Return H / G."""
-        return self.q.shape[2] // self.k.shape[2]
-
-    @property
-    def is_empty(self) -> bool:
-        """Return True where there are no queries, or no keys."""
-        return not self.k.shape[1] or not self.q.numel()
-
-    def constants(self) -> dict[str, Any]:
-        """Return the kernels' constants."""
-        return _constants(self.q, self.k, self.v, self.is_window, self.geometry, self.sequences) | {"GATE": self.gate}
+def _backward_constants(x: Operands) -> dict[str, Any]:
+    return _constants(x.q, x.k, x.v, x.is_window, x.geometry, x.sequences) | {"GATE": x.gate}
 
 
 def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place. dk and dv are made beside: `join` before they are used.
+    """Return dq, dk, dv; `dq` holds what dQ is to be added to, in place. dk and dv are made on the second stream: `join_stream` before they are used.
 
     Nothing is, where `x.is_empty`.
     """
@@ -317,27 +225,22 @@ def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int
     Tiles of rows end at `limit`: it is a multiple of the first of `tile_sizes`. Later keys are left alone.
     """
     _launch_dq(x, dq, adds=True, limit=limit)
-    _launch_dkdv(x, dk.unsqueeze(0), dv.unsqueeze(0), split_queries=limit, limit=limit)
+    tiles = kernel_for("interval_dkdv", x.q, x.v, x.k, x.dout)
+    _launch_dkdv(x, dk.unsqueeze(0), dv.unsqueeze(0), tiles, split_queries=limit, limit=limit)
 
 
 def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the fewest queries whose rows fill tiles of the dQ kernel, and the keys of a tile of dK and dV."""
-    ring, tiles = _key_tiles(q, k, v, k)
-    rows = (ring_for("interval_dq", q, v, k) or tiles_for("interval_dq", q, q.shape[3], v.shape[3])).block_rows
-    return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), (ring or tiles).block_keys
-
-
-def _key_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Ring | None, Tiles]:
-    return ring_for("interval_dkdv", q, v, k, dout), tiles_for("interval_dkdv", q, q.shape[3], v.shape[3])
+    rows = kernel_for("interval_dq", q, v, k).block_rows
+    return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), kernel_for("interval_dkdv", q, v, k).block_keys
 
 
 def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None) -> None:
-    constants = x.constants() | {"ADD": adds}
-    ring = ring_for("interval_dq", x.q, x.v, x.k, x.dout) if x.dlse is None else None
-    if ring is not None:
-        hopper.interval_dq(x.q, x.k, x.v, x.dout, x.shift, x.delta, x.extremes, x.gates, dq, x.scale, constants, x.sequences, limit, ring)
+    constants = _backward_constants(x) | {"ADD": adds}
+    tiles = kernel_for("interval_dq", x.q, x.v, x.k, x.dout, has_dlse=x.dlse is not None)
+    if isinstance(tiles, PipelineConfig):
+        hopper.interval_dq(x, dq, constants, limit, tiles)
         return
-    tiles = tiles_for("interval_dq", x.q, x.q.shape[3], x.v.shape[3])
     tiling = x.sequences.tiling(x.q.shape[1], x.heads_per_group, tiles.block_rows, of_keys=False, limit=limit)
     kernels.dq_kernel[tiling.grid(x.k.shape[2])](
         x.q, x.k, x.v, x.dout, x.shift, x.delta, x.extremes, x.dlse, x.gates, dq,
@@ -350,18 +253,18 @@ def _launch_dq(x: Operands, dq: Tensor, *, adds: bool, limit: int | None = None)
 
 
 def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
-    """Return dk and dv, which are made beside the current stream."""
+    """Return dk and dv, which are made on the second stream."""
     k, v, num_queries = x.k, x.v, x.q.shape[1]
     splits, split_queries = 1, num_queries
+    tiles = kernel_for("interval_dkdv", x.q, v, k, x.dout)
     if not x.is_window:
-        ring, tiles = _key_tiles(x.q, k, v, x.dout)
-        tiling = x.sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True)
+        tiling = x.sequences.tiling(k.shape[1], 1, tiles.block_keys, of_keys=True)
         programs = tiling.num_tiles * tiling.num_sequences * k.shape[2]
-        wanted = min(MAX_SPLITS, -(-(PROGRAMS_WANTED if ring is None else PROGRAMS_WANTED // 2) // programs))
+        wanted = min(MAX_SPLITS, -(-(PROGRAMS_WANTED // 2 if isinstance(tiles, PipelineConfig) else PROGRAMS_WANTED) // programs))
         split_queries = max(MIN_SPLIT_QUERIES, -(-num_queries // wanted))
         splits = -(-num_queries // split_queries)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    with beside(k):
+    with fork_stream(k):
         if splits == 1:
             dk_parts, dv_parts = dk[None], dv[None]
         else:
@@ -370,7 +273,7 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
             # rows beyond the last sequence's keys belong to no tile
             dk_parts.zero_()
             dv_parts.zero_()
-        _launch_dkdv(x, dk_parts, dv_parts, split_queries=split_queries)
+        _launch_dkdv(x, dk_parts, dv_parts, tiles, split_queries=split_queries)
         if splits > 1:
             add_splits(dk_parts, dv_parts, dk, dv)
     return dk, dv
@@ -389,20 +292,19 @@ def add_splits(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> No
         )  # fmt: skip
 
 
-def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, *, split_queries: int, limit: int | None = None) -> None:
+def _launch_dkdv(x: Operands, dk: Tensor, dv: Tensor, tiles: Config, *, split_queries: int, limit: int | None = None) -> None:
     """Write dK and dV `(splits, B, T, G, D)`; each split has `split_queries` of every sequence."""
     q, k, v, sequences = x.q, x.k, x.v, x.sequences
-    ring, tiles = _key_tiles(q, k, v, x.dout)
-    tiling = sequences.tiling(k.shape[1], 1, (ring or tiles).block_keys, of_keys=True, limit=limit)
+    tiling = sequences.tiling(k.shape[1], 1, tiles.block_keys, of_keys=True, limit=limit)
     grid = tiling.grid(k.shape[2], dk.shape[0])
     numbers = (
         *sequences.arguments(tiling), sequences.num_sequences, q.shape[1], k.shape[1], k.shape[0] * k.shape[1],
         tiling.num_tiles, dk.shape[0], tiling.num_sequences, split_queries, sequences.search_steps, x.scale, score_factor(q, x.scale),
     )  # fmt: skip
-    if ring is not None:
-        hopper.interval_dkdv(grid, q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, numbers, x.constants(), ring)
+    if isinstance(tiles, PipelineConfig):
+        hopper.interval_dkdv(grid, x, dk, dv, numbers, _backward_constants(x), tiles)
         return
     kernels.dkdv_kernel[grid](
-        q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, *numbers, **x.constants(),
+        q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, dk, dv, *numbers, **_backward_constants(x),
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

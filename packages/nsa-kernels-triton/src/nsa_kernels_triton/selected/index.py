@@ -144,7 +144,7 @@ def index_of(
     alone, and none twice.
     """
     batch, num_queries, num_groups, num_selected = block_indices.shape
-    placement, pieces = sequences.placement, pieces_of(geometry, block_keys)
+    pieces = pieces_of(geometry, block_keys)
     total = batch * num_queries
     rows = block_indices.new_empty(3, total)
     block_indices = block_indices.contiguous()
@@ -157,7 +157,7 @@ def index_of(
     num_pieces = blocks * pieces.per_block
     key_rows = block_indices.new_empty(num_pieces)
     index_kernels.describe_rows_kernel[(cdiv(total, block) * (num_groups if has_bits else 1),)](
-        rows, key_rows, block_indices, bits, placement.cu_seqlens, placement.query_start, placement.query_count,
+        rows, key_rows, block_indices, bits, sequences.cu_seqlens, sequences.start, sequences.count,
         total, sequences.num_sequences, num_queries, num_keys, sequences.search_steps, first_position,
         G=num_groups, NUM_SELECTED=num_selected, SLOTS=width,
         SELECTION_SIZE=geometry.selection_block_size, PIECES=pieces.per_block, PIECE_SIZE=pieces.size,

@@ -1,123 +1,55 @@
-"""Custom ops of attention over chosen blocks."""
+"""Attention over chosen blocks."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
-from nsa_core.backends.base import BranchOutput, Placement
+from nsa_core.backends.base import Keys, Operation, Queries
+from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
+from nsa_kernels_triton.implementations import Config, config_of, kernel_for, kernel_request
 from nsa_kernels_triton.interval import op as interval
-from nsa_kernels_triton.launch import (
-    Sequences,
-    beside,
-    cdiv,
-    coarse_factor,
-    exact_out,
-    geometry_of,
-    is_exact,
-    join,
-    next_power_of_2,
-    on_its_device,
-    optional,
-    partial_dtype,
-    queries_of_whole_tiles,
-    ring_for,
-    score_factor,
-    tiles_for,
-)
-from nsa_kernels_triton.policy import Ring, parts_of
+from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, optional, queries_of_whole_tiles
+from nsa_kernels_triton.numerics import ExactOut, coarse_factor, exact_out, is_exact, partial_dtype, score_factor
+from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
+from nsa_kernels_triton.streams import fork_stream, join_stream, on_its_device
+from nsa_kernels_triton.tile_table import Tiles, parts_of
 
 
-def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, geometry: BlockGeometry, scale: float, placement: Placement
-) -> BranchOutput:
-    """Return the attention of each query over the tokens s <= t of its chosen blocks (Eq. 12)."""
-    placed = (placement.cu_seqlens, placement.query_start, placement.query_count)
-    out, lse, _exact = triton_selected_attention(q, k, v, block_indices, list(geometry.as_tuple()), scale, *placed)
-    return BranchOutput(out, lse)
-
-
-@torch.library.custom_op("nsa_triton::selected_attention", mutates_args=())
 @on_its_device
-def triton_selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
-    sequences = _sequences(q, cu_seqlens, query_start, query_count)
-    return forward(q, k, v, block_indices, geometry_of(*geometry), scale, sequences)[:3]
+def _attend(
+    queries: Queries, slc: Keys, block_indices: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool
+) -> tuple[Tensor, ...]:
+    out, lse, exact, _ = forward(queries.q, slc.k, slc.v, block_indices, geometry, scale, Sequences.of(queries, slc))
+    return out, lse, exact if needs_grad else exact.new_empty(0)
 
 
-@triton_selected_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32), exact_out(q, v)
-
-
-@torch.library.custom_op("nsa_triton::selected_attention_backward", mutates_args=())
 @on_its_device
-def triton_selected_attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def differentiate(
+    grads: tuple[Tensor | None, Tensor | None],
+    results: Sequence[Tensor],
+    queries: Queries,
+    slc: Keys,
     block_indices: Tensor,
-    geometry: list[int],
+    *,
+    geometry: BlockGeometry,
     scale: float,
-    cu_seqlens: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv for the gradients of out and lse; lse's may be None."""
-    sequences = _sequences(q, cu_seqlens, query_start, query_count)
-    dout, dlse = dout.contiguous(), None if dlse is None else dlse.contiguous()
-    v = v.contiguous()
-    delta, shift, extremes = interval.row_deltas(out, lse, dout, dlse, v)
-    return backward(dout, delta, shift, extremes, q, k, v, block_indices, None, None, geometry_of(*geometry), scale, sequences)
+    """Return dq, dk, dv for the gradients (of out and lse) and the results of the forward pass; see `attention_op`."""
+    q, k, v = queries.q.contiguous(), slc.k.contiguous(), slc.v.contiguous()
+    dout, _, delta, shift, extremes = interval.deltas_of(grads, results, v)
+    x = Operands(dout, delta, None, shift, extremes, q, k, v, None, -1, False, geometry, scale, Sequences.of(queries, slc))
+    return backward(x, block_indices, None, backward_kernel(q, k, v, dout, geometry))
 
 
-@triton_selected_attention_backward.register_fake
-def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, block_indices, geometry, scale, *placed = inputs
-    ctx.set_materialize_grads(False)
-    out, lse, exact = output
-    ctx.mark_non_differentiable(exact)
-    ctx.save_for_backward(q, k, v, block_indices, exact if exact.numel() else out, lse, *placed)
-    ctx.constants = (geometry, scale)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dexact: None) -> tuple[Tensor | None, ...]:
-    q, k, v, block_indices, out, lse, *placed = ctx.saved_tensors
-    dout = q.new_zeros(out.shape) if dout is None else dout
-    gradients = triton_selected_attention_backward(dout, dlse, out, lse, q, k, v, block_indices, *ctx.constants, *placed)
-    return *gradients, *[None] * 6
-
-
-triton_selected_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-GATE = 1
-"""The selected branch's place among the gates."""
+selected_attention = attention_op("nsa_triton::slc", _attend, differentiate, operation=Operation.SLC, saves=ExactOut)
+"""Attention of each query over the tokens s <= t of its chosen blocks (Eq. 12)."""
 
 
 class Others(NamedTuple):
@@ -126,11 +58,6 @@ class Others(NamedTuple):
     cmp: Tensor
     win: Tensor
     gates: Tensor
-
-
-def _sequences(q: Tensor, cu_seqlens: Tensor | None, query_start: Tensor | None, query_count: Tensor | None) -> Sequences:
-    placement = Placement(0, 0, cu_seqlens=cu_seqlens, query_start=query_start, query_count=query_count)
-    return Sequences(placement, q.shape[0], q.shape[1], cu_seqlens)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, index: Index) -> dict[str, Any]:
@@ -153,12 +80,6 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, index: Index) -> dict[str, Any]:
 def _piece_constants(index: Index) -> dict[str, int]:
     pieces = index.pieces
     return {"SELECTION_SIZE": pieces.block_size, "PIECES": pieces.per_block, "PIECE_SIZE": pieces.size, "KEYS": pieces.keys}
-
-
-def _ring(kind: str, index: Index, q: Tensor, v: Tensor, *others: Tensor) -> Ring | None:
-    """Return the ring of a kernel that is written for q's device; it takes pieces that fill their tile."""
-    ring, pieces = ring_for(kind, q, v, *others), index.pieces
-    return ring if ring is not None and pieces.size == ring.block_keys and pieces.block_size % pieces.size == 0 else None
 
 
 def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
@@ -190,10 +111,11 @@ Measured at n = 16.
 """
 
 
-def _shared_ring(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> Ring | None:
-    """Return the ring of the kernel by which neighbouring queries attend to the blocks that all of them chose, where it serves."""
-    ring = None if sequences.is_cached else ring_for("shared_forward", q, v, k)
-    return ring if ring is not None and geometry.selection_block_size == ring.block_keys else None
+def _shared_kernel(q: Tensor, k: Tensor, v: Tensor, **facts: int) -> PipelineConfig | None:
+    """Return the kernel by which neighbouring queries attend to the blocks that all of them chose; None where none serves."""
+    found = config_of(kernel_request("shared_forward", q, v, k, **facts))
+    assert not isinstance(found, Tiles)
+    return found
 
 
 MERGED = 4096
@@ -226,62 +148,61 @@ def forward(
         # a kernel may scale a maximum, which a negative factor would make the least
         q, scale = -q, -scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    shared_ring = None if others is None or scale == 0 else _shared_ring(q, k, v, geometry, sequences)
+    facts = {"scale_is_positive": scale > 0, "selection_block_size": geometry.selection_block_size}
+    shared_pipeline = None if others is None else _shared_kernel(q, k, v, is_cached=sequences.is_cached, **facts)
     early, left_out = 0, (0, 0)
-    if shared_ring is not None:
+    if shared_pipeline is not None:
         # tiles of rows end there
-        step = queries_of_whole_tiles(shared_ring.block_rows, q.shape[2] // k.shape[2])
+        step = queries_of_whole_tiles(shared_pipeline.block_rows, q.shape[2] // k.shape[2])
         early = EARLY_BLOCKS * geometry.selection_block_size // step * step
         left_out = (geometry.num_initial_blocks, geometry.num_local_blocks)
     elif others is not None:
         early = early_queries(q, k, v, geometry, sequences)
     # what is attended to elsewhere the merge reads from its place
     shape = (*q.shape[:3], v.shape[3])
-    out = q.new_empty(shape if keeps_out or shared_ring or early else 0)
+    out = q.new_empty(shape if keeps_out or shared_pipeline or early else 0)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     exact = exact_out(q, v) if keeps_out or early else lse.new_empty(0)
     total = q.new_empty(shape if others is not None else 0)
     if not q.numel():
         return out, lse, exact, total
-    tiles = tiles_for("selected_forward", q, q.shape[3], v.shape[3])
+    tiles = kernel_for("selected_forward", q, v, k, **facts)
     dtype = partial_dtype(q, v.shape[3])
     index = index_of(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], v.shape[3] * dtype.itemsize, FORWARD_ITEM_ROWS, early,
         left_out,
     )  # fmt: skip
-    if shared_ring is not None:
+    if shared_pipeline is not None:
         assert index.bits is not None
         shared = hopper.SharedBlocks(index.bits, *left_out, early)
-        with beside(q):
-            hopper.shared_forward(q, k, v, out, lse, scale, sequences, shared_ring, shared)
+        with fork_stream(q):
+            hopper.shared_forward(q, k, v, out, lse, scale, sequences, shared_pipeline, shared)
     elif early:
         interval.attend_into(out, lse, exact, q, k, v, True, evolve(geometry, window_size=early), scale, sequences, early)
     constants = _constants(q, k, v, index)
     width = next_power_of_2(v.shape[3])
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], v.shape[3], dtype=dtype)
     part_lse = lse.new_empty(parts.shape[0])
-    ring = _ring("selected_forward", index, q, v, k)
     for chunk in chunks(index, geometry):
         operands = (
             q, k, v, parts, part_lse, *_lists(chunk), index.rows, index.key_rows,
             chunk.first_row, index.num_rows, chunk.num_pieces, score_factor(q, scale), coarse_factor(q, scale),
         )  # fmt: skip
-        # a scale of 0 times -inf would be NaN
-        if ring is not None and scale > 0:
-            hopper.selected_forward(chunk.items.shape[0], operands, constants, ring)
+        if isinstance(tiles, PipelineConfig):
+            hopper.selected_forward(chunk.items.shape[0], operands, constants, tiles)
         else:
             kernels.forward_kernel[(chunk.items.shape[0],)](
                 *operands, **constants, BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages
             )
-        if shared_ring is not None and chunk.first_row == 0:
-            join(q)
+        if shared_pipeline is not None and chunk.first_row == 0:
+            join_stream(q)
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_kernel[(cdiv(rows, _merge_rows(width)),)](
             parts, part_lse, chunk.present, optional(out), optional(exact), lse,
             *((None, None, None, None) if others is None else (others.cmp, others.win, others.gates, total)),
             index.rows, chunk.first_row, chunk.last_row, early,
             H=q.shape[2], G=k.shape[2], D_V=v.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, COMBINE=others is not None,
-            SHARED=shared_ring is not None, KEEPS=keeps_out, BLOCK_ROWS=_merge_rows(width),
+            SHARED=shared_pipeline is not None, KEEPS=keeps_out, BLOCK_ROWS=_merge_rows(width),
         )  # fmt: skip
     return out, lse, exact, total
 
@@ -292,50 +213,38 @@ EXTRA_LISTS = 8
 """Lists of such a program; most of them have one item."""
 
 
-def backward(
-    dout: Tensor,
-    delta: Tensor,
-    shift: Tensor,
-    extremes: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    gates: Tensor | None,
-    dq: Tensor | None,
-    geometry: BlockGeometry,
-    scale: float,
-    sequences: Sequences,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv; with `gates` the output counts gates[..., 1] times, the choice is ours, and `dq` is to be added to.
+def backward_kernel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, geometry: BlockGeometry) -> Config:
+    """Return which kernel serves `backward`."""
+    return kernel_for("selected_backward", q, v, k, dout, selection_block_size=geometry.selection_block_size)
 
-    All that runs beside is joined then.
+
+def backward(x: Operands, block_indices: Tensor, dq: Tensor | None, tiles: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv; with gates the choice is ours, and `dq` is to be added to. `tiles` are those of `backward_kernel`.
+
+    The second stream is joined then.
     """
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q, k, v, geometry, scale, sequences = x.q, x.k, x.v, x.geometry, x.scale, x.sequences
     dk = torch.zeros_like(k, dtype=torch.float32)
     dv = torch.zeros_like(v, dtype=torch.float32)
     adds = dq is not None
     dq = torch.empty_like(q) if dq is None else dq
     if not q.numel():
         return dq, dk.to(k.dtype), dv.to(v.dtype)
-    tiles = tiles_for("selected_backward", q, q.shape[3], v.shape[3])
     dtype = partial_dtype(q, q.shape[3])
-    early = 0 if gates is None else early_queries(q, k, v, geometry, sequences)
+    early = 0 if x.gates is None else early_queries(q, k, v, geometry, sequences)
     index = index_of(
         block_indices, sequences, k.shape[1], geometry, tiles.block_keys, q.shape[2], q.shape[3] * dtype.itemsize, BACKWARD_ITEM_ROWS, early
     )
     if early:
-        assert gates is not None and adds
-        window = evolve(geometry, window_size=early)
-        local = interval.Operands(dout, delta, None, shift, extremes, q, k, v, gates, GATE, True, window, scale, sequences)
+        assert adds
+        local = x._replace(is_window=True, geometry=evolve(geometry, window_size=early))
         interval.backward_into(dq, dk, dv, local, limit=early)
     constants = _constants(q, k, v, index)
     parts = q.new_empty(index.chunk_rows * index.slots * q.shape[2], q.shape[3], dtype=dtype)
     # a query's heads of one group lie side by side: nothing is padded where 16 divides their width
     width = q.shape[2] // k.shape[2] * q.shape[3]
     columns = max(16, min(1024, width & -width))
-    gate = {"GATE": -1 if gates is None else GATE}
-    ring = _ring("selected_backward", index, q, v, k, dout)
+    gate = {"GATE": x.gate}
     num_extras = index.chunk_rows * index.num_groups * index.slots // index.item_queries
     dk_extra = dk.new_empty(num_extras * index.pieces.keys, q.shape[3])
     dv_extra = dv.new_empty(num_extras * index.pieces.keys, v.shape[3])
@@ -343,16 +252,15 @@ def backward(
         place = (chunk.first_row, index.num_rows, chunk.num_pieces)
         results = (parts, dk, dv, dk_extra, dv_extra)
         numbers = (*_lists(chunk), index.rows, index.key_rows, *place, scale, score_factor(q, scale))
-        if ring is not None:
-            operands = (q, k, v, dout, shift, delta, extremes, gates)
-            hopper.selected_backward(chunk.items.shape[0], *operands, (*results, *numbers), constants | gate, ring)
+        if isinstance(tiles, PipelineConfig):
+            hopper.selected_backward(chunk.items.shape[0], x, (*results, *numbers), constants, tiles)
         else:
             kernels.backward_kernel[(chunk.items.shape[0],)](
-                q, k, v, dout, shift, delta, extremes, gates, *results, *numbers, **constants, **gate,
+                q, k, v, x.dout, x.shift, x.delta, x.extremes, x.gates, *results, *numbers, **constants, **gate,
                 BLOCK_ROWS=tiles.block_rows, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
         num_lists = chunk.ends.shape[1]
-        with beside(q):
+        with fork_stream(q):
             kernels.add_extras_kernel[(cdiv(num_lists, EXTRA_LISTS), cdiv(index.pieces.keys, EXTRA_KEYS), 2)](
                 dk, dv, dk_extra, dv_extra, chunk.ends, chunk.entries, index.rows, index.key_rows, *place, num_lists,
                 G=k.shape[2], D_K=q.shape[3], D_V=v.shape[3], WIDTH_K=next_power_of_2(q.shape[3]), WIDTH_V=next_power_of_2(v.shape[3]),
@@ -360,10 +268,10 @@ def backward(
             )  # fmt: skip
         num_rows = (chunk.last_row - chunk.first_row) * k.shape[2]
         kernels.merge_dq_kernel[(cdiv(num_rows, MERGED // columns) * cdiv(width, columns),)](
-            parts, chunk.present, dq, extremes, chunk.first_row, chunk.last_row,
+            parts, chunk.present, dq, x.extremes, chunk.first_row, chunk.last_row,
             G=k.shape[2], WIDTH=width, SLOTS_TOTAL=index.slots, ADD=adds, COLUMNS=columns, BLOCK_ROWS=MERGED // columns,
         )  # fmt: skip
-        join(q)
+        join_stream(q)
     # both casts in one launch
     if is_exact(k):
         return dq, dk, dv

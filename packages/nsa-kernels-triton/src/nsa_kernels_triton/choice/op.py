@@ -1,74 +1,57 @@
-"""The custom op that chooses blocks."""
+"""The operation that chooses blocks."""
 
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_core import blocks
-from nsa_core.backends.base import Placement
+from nsa_core.backends.base import Keys, Operation, Queries
+from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_core.reference.rows import rows_of
+from nsa_core.reference.select import max_tokens
+from nsa_kernels_triton.choice import kernels
 from nsa_kernels_triton.hopper import launch as hopper
-from nsa_kernels_triton.launch import (
-    Sequences,
-    cdiv,
-    geometry_of,
-    is_exact,
-    next_power_of_2,
-    on_its_device,
-    ring_for,
-    score_factor,
-    tiles_for,
-)
-from nsa_kernels_triton.policy import Ring, parts_of
-from nsa_kernels_triton.select import kernels
+from nsa_kernels_triton.implementations import Config, kernel_for
+from nsa_kernels_triton.launch import Sequences, cdiv, next_power_of_2
+from nsa_kernels_triton.numerics import is_exact, score_factor
+from nsa_kernels_triton.pipelines import PipelineConfig
+from nsa_kernels_triton.streams import on_its_device
+from nsa_kernels_triton.tile_table import parts_of
 
-RING_HEADS = 16
-"""Heads of a group, rounded up to a power of two, that the kernel for compute capability 9.0 takes; with fewer it is the slower one."""
-RING_STRIDES = (2, 16)
-"""Fewest and most strides of a selection block that it takes."""
 SCORE_BYTES = 512 * 2**20
 """Importance of one chunk of queries, at most. With half as much, selection of 131,072 tokens took 3 % longer on an H200 (H = 64, G = 4)."""
 
 
-def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale: float, placement: Placement) -> Tensor:
-    """Return int32 block_indices `(B, S, G, n)`, ascending, -1 after the last (Eq. 9-11)."""
-    placed = (placement.cu_seqlens, placement.cu_blocks, placement.query_start, placement.query_count, placement.max_key_count)
-    # the choice carries no gradient
-    detached = (q.detach(), k_cmp.detach(), lse.detach())
-    chosen: Tensor = triton_select_blocks(*detached, list(geometry.as_tuple()), scale, *placed)
+@on_its_device
+def _select(queries: Queries, cmp: Keys, lse: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool) -> Tensor:
+    return select(queries, cmp, lse, geometry, scale, Sequences.of(queries, cmp))
+
+
+select_blocks = attention_op("nsa_triton::select", _select, operation=Operation.SELECT)
+"""Choice of blocks: int32 block_indices `(B, S, G, n)`, ascending, -1 after the last (Eq. 9-11)."""
+
+
+def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, *, geometry: BlockGeometry) -> Tensor:
+    """Return int32 block_indices `(rows, G, n)`; see `nsa_core.backends.base.ChooseBackend`.
+
+    Scores are at least 0, NaN counts as 0, and a row's own block is one of the N.
+    """
+    if factor is not None:
+        scores = (scores.float() * factor.float().unsqueeze(-1)).unflatten(1, (num_kv_heads, -1)).sum(2)
+    num_rows, num_groups, num_blocks = scores.shape
+    # the kernel reads several places of a row at a time
+    scores = torch.nn.functional.pad(scores.float().nan_to_num(nan=0.0), (0, -num_blocks % 16)).contiguous()
+    chosen = scores.new_empty(num_rows, num_groups, geometry.num_selected_blocks, dtype=torch.int32)
+    if chosen.numel():
+        _choose(scores, positions.to(torch.int32).contiguous(), chosen, 0, num_rows, next_power_of_2(scores.shape[2]), geometry)
     return chosen
 
 
-@torch.library.custom_op("nsa_triton::select_blocks", mutates_args=())
-@on_its_device
-def triton_select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    cu_blocks: Tensor | None,
-    query_start: Tensor | None,
-    query_count: Tensor | None,
-    max_key_count: int,
-) -> Tensor:
-    """Return block_indices; see `select_blocks`."""
-    placement = Placement(0, max_key_count, cu_seqlens, cu_blocks, query_start, query_count)
-    return choose(q, k_cmp, lse, geometry_of(*geometry), scale, Sequences(placement, q.shape[0], q.shape[1], cu_blocks))
-
-
-@triton_select_blocks.register_fake
-def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *rest: Any) -> Tensor:
-    return q.new_empty(*q.shape[:2], k_cmp.shape[2], geometry[3], dtype=torch.int32)
-
-
-def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale: float, sequences: Sequences) -> Tensor:
+def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, scale: float, sequences: Sequences) -> Tensor:
     """Return block_indices, chunk by chunk of the rows of q."""
-    q, k_cmp, lse = q.contiguous(), k_cmp.contiguous(), lse.contiguous()
+    q, k_cmp, lse = queries.q.contiguous(), cmp.k.contiguous(), lse.contiguous()
     num_groups = k_cmp.shape[2]
     chosen = q.new_empty(*q.shape[:2], num_groups, geometry.num_selected_blocks, dtype=torch.int32)
     total = q.shape[0] * q.shape[1]
@@ -76,14 +59,14 @@ def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale
         return chosen
     positions = None
     if sequences.is_packed or sequences.is_cached:
-        positions = rows_of(sequences.placement, q.shape[0], q.shape[1], q.device).positions.to(torch.int32).contiguous()
-    num_blocks = max(1, blocks.num_selection_blocks(sequences.placement.max_key_count, geometry))
+        positions = rows_of(queries).positions.to(torch.int32).contiguous()
+    num_blocks = max(1, blocks.num_selection_blocks(max_tokens(queries, cmp, geometry), geometry))
     has_choice = num_blocks > geometry.num_selected_blocks
     # the kernels read and write several places of a row at a time
     num_blocks = cdiv(num_blocks, 16) * 16
-    ring = _ring(q, k_cmp, geometry)
+    tiles = kernel_for("scores", q, k_cmp, heads_per_group=q.shape[2] // num_groups, strides=_strides(geometry))
     # the kernel for 9.0 writes importance as a whole, the portable one what reaches over apart
-    reaches = geometry.compression_block_size > geometry.compression_stride and ring is None
+    reaches = geometry.compression_block_size > geometry.compression_stride and not isinstance(tiles, PipelineConfig)
     pieces = 2 if reaches else 1
     chunk = min(total, max(1, SCORE_BYTES // (4 * pieces * num_groups * num_blocks))) if has_choice else total
     scores = q.new_empty((pieces, chunk if has_choice else 1, num_groups, num_blocks), dtype=torch.float32)
@@ -92,23 +75,33 @@ def choose(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: BlockGeometry, scale
         if has_choice and not k_cmp.shape[1]:
             scores.zero_()
         elif has_choice:
-            _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences, ring)
+            _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences, tiles)
         searched = _searched(first, last, q.shape[1], num_blocks, geometry, positions) if has_choice else 1
-        kernels.choose_kernel[((last - first) * num_groups,)](
-            scores, positions, chosen, first, q.shape[1], num_blocks, scores[0].numel(),
-            G=num_groups, SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
-            NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks,
-            REACHES=reaches,
-            SLOTS=next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=searched, num_warps=_warps(searched),
-        )  # fmt: skip
+        _choose(scores, positions, chosen, first, last - first, searched, geometry, reaches=reaches, num_queries=q.shape[1])
     return chosen
 
 
-def _ring(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry) -> Ring | None:
-    """Return the ring of the scores; None where the portable kernel serves."""
-    fits = RING_STRIDES[0] <= next_power_of_2(_strides(geometry)) <= RING_STRIDES[1]
-    has_heads = next_power_of_2(q.shape[2] // k_cmp.shape[2]) == RING_HEADS
-    return ring_for("scores", q, k_cmp) if fits and has_heads else None
+def _choose(
+    scores: Tensor,
+    positions: Tensor | None,
+    chosen: Tensor,
+    first: int,
+    num_rows: int,
+    searched: int,
+    geometry: BlockGeometry,
+    *,
+    reaches: bool = False,
+    num_queries: int = 1,
+) -> None:
+    """Write the choice of `num_rows` rows from `first` on, by `scores` (..., rows, G, N); `reaches`: a second piece is to be added."""
+    num_groups, num_blocks = scores.shape[-2:]
+    kernels.choose_kernel[(num_rows * num_groups,)](
+        scores, positions, chosen, first, num_queries, num_blocks, scores.stride(0),
+        G=num_groups, SELECTION_SIZE=geometry.selection_block_size, NUM_SELECTED=geometry.num_selected_blocks,
+        NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks,
+        REACHES=reaches,
+        SLOTS=next_power_of_2(geometry.num_selected_blocks), BLOCK_BLOCKS=searched, num_warps=_warps(searched),
+    )  # fmt: skip
 
 
 def _strides(geometry: BlockGeometry) -> int:
@@ -143,16 +136,15 @@ def _score(
     geometry: BlockGeometry,
     scale: float,
     sequences: Sequences,
-    ring: Ring | None,
+    tiles: Config,
 ) -> None:
     num_heads, num_groups = q.shape[2], k_cmp.shape[2]
     group_size = num_heads // num_groups
     strides = _strides(geometry)
-    tiles = tiles_for("scores", q, q.shape[3], q.shape[3])
     # a tile of the portable kernel may not hold all of a wide group, or of a large block: further launches add the rest
-    heads = min(next_power_of_2(group_size), (ring or tiles).block_rows)
-    padded_strides = min(next_power_of_2(strides), (ring or tiles).block_keys)
-    block_queries = (ring or tiles).block_rows // heads
+    heads = min(next_power_of_2(group_size), tiles.block_rows)
+    padded_strides = min(next_power_of_2(strides), tiles.block_keys)
+    block_queries = tiles.block_rows // heads
     tiling = sequences.tiling(q.shape[1], 1, block_queries, of_keys=False)
     first_tile = 0
     if not sequences.is_packed and q.shape[0] == 1:
@@ -178,8 +170,8 @@ def _score(
         "HEADS": heads,
     }
     factor = score_factor(q, scale)
-    if ring is not None:
-        hopper.scores(q, k_cmp, lse, scores, (first, last), first_tile, tiling, sequences, factor, constants, ring)
+    if isinstance(tiles, PipelineConfig):
+        hopper.scores(q, k_cmp, lse, scores, (first, last), first_tile, tiling, sequences, factor, constants, tiles)
         return
     for first_head, first_stride in product(range(0, group_size, heads), range(0, strides, padded_strides)):
         kernels.scores_kernel[tiling.grid(num_groups)](

@@ -1,0 +1,67 @@
+"""The numbers that kernels compute with: base 2 or e, factors of scores, extremes, and what is kept in float32."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core.backends.base import Keys, Queries
+from nsa_core.config import BlockGeometry
+
+LOG2E = 1.4426950408889634
+WIDEST_EXACT = 32
+"""Head dimensions up to this keep outputs in float32 for the backward pass, and partial results too.
+
+dO . O over few columns does not average the rounding of O, and at these widths float32 takes what 64 columns of bfloat16 do.
+"""
+
+
+def is_exact(q: Tensor) -> bool:
+    """Return True where scores stay natural: base 2 saves a product, and rounds large scores once more."""
+    return q.dtype == torch.float32
+
+
+def score_factor(q: Tensor, scale: float) -> float:
+    """Return what kernels multiply products by: the scale, and log2(e) where they compute in base 2."""
+    return scale if is_exact(q) else scale * LOG2E
+
+
+def coarse_factor(q: Tensor, scale: float) -> float:
+    """Return the power of two next to `score_factor`, for a `scale` of at least 0: products with it are exact, however large."""
+    factor = score_factor(q, scale)
+    return 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
+
+
+def no_extremes(q: Tensor, *branches: int) -> Tensor:
+    """Return zeros, int32 (*branches, 4), in which `row_deltas` notes the extremes of each branch for its backward pass.
+
+    The first number is 1 where the shift of some row is at least `tiles.WIDEST_REFINED` or not finite, else 0. The kernels then
+    restrain weights, because lse may not normalise them. The others serve float16 and are bits of float32 numbers that bound dS: the
+    largest squared norm of a row of dO (times its squared gate, if that is above 1), the largest squared norm of a row of values, and
+    the largest |dlse|.
+    """
+    return torch.zeros(*branches, 4, dtype=torch.int32, device=q.device)
+
+
+def exact_out(q: Tensor, v: Tensor) -> Tensor:
+    """Return the buffer of outputs that the backward pass reads in place of the rounded ones; empty where those will do."""
+    shape = (*q.shape[:3], v.shape[3]) if not is_exact(q) and v.shape[3] <= WIDEST_EXACT else (0,)
+    return q.new_empty(shape, dtype=torch.float32)
+
+
+class ExactOut(NamedTuple):
+    """What the backward pass of one branch reads beside its results."""
+
+    out: Tensor
+    """That of `exact_out`."""
+
+    @classmethod
+    def like(cls, queries: Queries, keys: Keys, *_choice: Tensor, geometry: BlockGeometry) -> "ExactOut":
+        """Return it, uninitialised."""
+        return cls(exact_out(queries.q, keys.v))
+
+
+def partial_dtype(q: Tensor, head_dim: int) -> torch.dtype:
+    """Return the dtype of partial results of `head_dim` columns."""
+    return torch.float32 if head_dim <= WIDEST_EXACT else q.dtype

@@ -1,0 +1,70 @@
+"""Which requests the kernels take, and should. Plain numbers: imports no triton, asks no GPU.
+
+The design target is compute capability 8.0 (A100). Newer majors are eligible as well: the kernels use nothing that is
+tied to one architecture, and a capability that the tables do not know gets the tiles of the smallest shared memory.
+"""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from nsa_core import BranchRequest, Capability, Operation, Reason
+from nsa_kernels_triton.device import KIB, OLDEST, SHARED_MEMORY_BYTES, shared_memory_bytes
+
+CAPABILITY = Capability(
+    device_types=("cuda", "cpu"),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    stored_dtypes=(torch.float8_e4m3fn,),
+    max_head_dim=256,
+)
+SELECTIONS = (Operation.SELECT, Operation.SLC, Operation.NSA)
+"""The operations whose kernels want the shared memory of the design target."""
+
+NOT_INSTALLED = "triton is not installed (the kernels are written in it); pip install triton"
+NOT_INTERPRETING = "device cpu without Triton's interpreter (there is no compiler for it); start Python with TRITON_INTERPRET=1"
+TRUE_WORDS = ("1", "true", "yes", "on", "y")
+"""Values of a variable that Triton reads as true, in upper or lower case."""
+FOR_TESTS = "device cpu runs in Triton's interpreter only (TRITON_INTERPRET=1), which is for tests and thousands of times slower"
+
+
+def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
+    """Return every reason against the kernels for `request`, at once."""
+    reasons = CAPABILITY.reasons_against(request)
+    if find_spec("triton") is None:
+        reasons += (Reason.incapable(NOT_INSTALLED),)
+    if request.device_type == "cuda":
+        reasons += _reasons_against_gpu(request)
+    elif request.device_type == "cpu":
+        reasons += (Reason.policy(FOR_TESTS) if interprets() else Reason.incapable(NOT_INTERPRETING),)
+    return reasons
+
+
+def _reasons_against_gpu(request: BranchRequest) -> tuple[Reason, ...]:
+    capability = request.compute_capability
+    if capability is None or capability < OLDEST:
+        have = "none" if capability is None else "{}.{}".format(*capability)
+        return (Reason.incapable(f"compute capability {have} (needs 8.0 or newer)"),)
+    have_bytes, target_bytes = shared_memory_bytes(capability), SHARED_MEMORY_BYTES[OLDEST]
+    if request.operation in SELECTIONS and have_bytes < target_bytes:
+        return (
+            Reason.policy(
+                "compute capability {}.{} has {} KB of shared memory where selection is made for {} KB (ADR 0009)".format(
+                    *capability, have_bytes // KIB, target_bytes // KIB
+                )
+            ),
+        )
+    return ()
+
+
+def preference(request: BranchRequest) -> int:
+    """Return how much the kernels are wanted: above the reference (0) on a GPU, below it elsewhere."""
+    return 100 if request.device_type == "cuda" else -100
+
+
+def interprets() -> bool:
+    """Return True where Triton runs kernels in its interpreter, or will once it is loaded.
+
+    Triton decides by the same variable when kernels are defined. Asking it would load a compiler, seconds long.
+    """
+    return os.environ.get("TRITON_INTERPRET", "").lower() in TRUE_WORDS  # noqa: TID251 - Triton's own switch, which nothing else shows

@@ -1,0 +1,74 @@
+"""A second CUDA stream, on which an op launches what may run concurrently with the rest."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from nsa_core.backends.base import Queries
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
+    """Return the body of an op with the device of its queries as the current one: launches go there."""
+
+    @wraps(body)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # behind the gradients and results of a forward pass, in a backward one
+        queries = args[0] if isinstance(args[0], Queries) else args[2]
+        assert isinstance(queries, Queries)
+        first = queries.q
+        if not first.is_cuda:
+            return body(*args, **kwargs)
+        with torch.cuda.device(first.device):
+            try:
+                return body(*args, **kwargs)
+            except BaseException:
+                # the second stream may still use what is freed here; a capture joins what it has forked, and nothing else
+                with fork_stream(first):
+                    pass
+                join_stream(first)
+                raise
+
+    return run
+
+
+@contextmanager
+def fork_stream(x: Tensor) -> Iterator[None]:
+    """Launch on a second stream of x's device, concurrently with what the current stream is given until `join_stream`.
+
+    The second stream waits for all earlier work of the current one. The caller keeps the tensors that it reads and writes until
+    `join_stream`; memory that is allocated inside belongs to the second stream, and nothing else reads it.
+    """
+    if not x.is_cuda:
+        yield
+        return
+    current = torch.cuda.current_stream()
+    second = second_stream(current)
+    second.wait_stream(current)
+    with torch.cuda.stream(second):
+        yield
+
+
+def join_stream(x: Tensor) -> None:
+    """Let the current stream wait for the second one. Call it after `fork_stream` only: a CUDA graph takes no other join."""
+    if x.is_cuda:
+        current = torch.cuda.current_stream()
+        current.wait_stream(second_stream(current))
+
+
+_SECOND_STREAMS: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+
+def second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return the second stream of `current`, always the same: one of torch's pool of 32.
+
+    Where a program has so many streams that they share, they wait for each other, and results stay right.
+    """
+    # of two threads that come first, both get the one that is kept
+    return _SECOND_STREAMS.get(current) or _SECOND_STREAMS.setdefault(current, torch.cuda.Stream(current.device))
