@@ -154,6 +154,18 @@ def test_a_larger_cache_changes_nothing(random_layer, random_input):
     check_split(random_layer(CONFIG), random_input(2, 19, 8), [5, 1, 13], max_seqlen=64)
 
 
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_a_full_sequence_waits_while_others_go_on(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(2, 3, 8)
+    cache = layer.new_cache(2, 3, max_rollback=0)
+    layer(x, cache=cache, query_count=int32([3, 1]))
+
+    out = layer(x[:, 1:], cache=cache, query_count=int32([0, 2]))
+
+    assert_close(out[1:], layer(x[1:])[:, 1:])
+    assert not out[0].any()
+
+
 @given(data=st.data())
 def test_mixed_steps_equal_each_sequence_alone(geometries, random_layer, random_input, data):
     layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries()), kv=data.draw(st.sampled_from(SHARINGS))))

@@ -72,7 +72,7 @@ class NSACache:
         self.max_seqlen = max_seqlen
         self.max_rollback = max_seqlen if keep_raw else max_rollback
         self.tail_size = config.geometry.compression_block_size - 1
-        self.window_tail_size = min(config.geometry.window_size, max_seqlen) - 1
+        self.window_tail_size = min(config.geometry.window_size - 1, max_seqlen)
         self.keys: dict[str, Tensor] = {}
         """Stores (B, rows, G, D_k): "cmp" blocks, "slc" tokens, and the rings "win" (none where "slc" serves both) and "raw", which hold
         position p in row p % rows."""
