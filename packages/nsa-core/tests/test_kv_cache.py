@@ -831,3 +831,21 @@ def test_a_window_that_shares_copies_nothing_however_long_the_step(random_layer)
     assert found.k is cache.keys["slc"]
     assert found.v is cache.values["slc"]
     assert (found.ring, found.first) == (False, None)
+
+
+def test_steps_that_fail_again_and_again_cost_the_rollback_of_one(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 20, 8)
+    expected, cache = layer(x), layer.new_cache(1, 20, max_rollback=2)
+    layer(x[:, :9], cache=cache)
+    whole = layer.config
+    layer.config = cache.config = attrs.evolve(whole, backends={"win": "absent"})
+    for _ in range(4):
+        with pytest.raises(NSAError, match="no backend 'absent'"):
+            layer(x[:, 9:10], cache=cache)
+    layer.config = cache.config = whole
+
+    cache.crop(0)
+    cache.crop(1)
+    with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 1 from 8"):
+        cache.crop(1)
+    assert_close(layer(x[:, 8:], cache=cache), expected[:, 8:])

@@ -578,3 +578,19 @@ def test_an_input_or_cache_of_another_dtype_is_refused():
         layer(torch.zeros(1, 3, 8), cache=layer.new_cache(1, 3, dtype=torch.bfloat16))
     with pytest.raises(InputError, match=r"x is on meta, the layer on cpu"):
         layer(torch.zeros(1, 3, 8, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"query_count": torch.tensor([5], dtype=torch.int32)}, r"query_count has shape \(1,\)"),
+        ({"query_count": torch.tensor([5, 5])}, "query_count is torch.int64"),
+        ({"query_count": torch.tensor([[5], [5]], dtype=torch.int32)}, "query_count has shape"),
+        ({"max_seqlen": 4}, "max_seqlen=4 is below S=9"),
+        ({"max_seqlen": -1}, "max_seqlen=-1 is below S=9"),
+        ({"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}, "cu_seqlens came with batch size 2"),
+    ],
+)
+def test_placement_that_does_not_fit_x_is_refused(random_layer, random_input, options, message):
+    with pytest.raises(InputError, match=message):
+        random_layer(CONFIG)(random_input(2, 9, 8), **options)

@@ -5,8 +5,12 @@ import torch
 from torch import Tensor
 
 from nsa_core import (
+    BackendRegistry,
+    BackendUnavailableError,
+    Capability,
     InputError,
     Keys,
+    Operation,
     Queries,
     attend,
     compress_mean,
@@ -16,7 +20,12 @@ from nsa_core import (
     selected_attention,
     sliding_window_attention,
 )
+from nsa_core.attention import append_rows
+from nsa_core.backends.base import NewRows
+from nsa_core.backends.layouts import over_rows
 from nsa_core.reference import naive
+from nsa_core.reference.choose import choose
+from nsa_core.reference.sdpa import COMPUTE, sdpa_backends
 from nsa_core.testing.cases import paged
 from nsa_core.testing.inputs import SMALL, Inputs, Shape, make_inputs
 from nsa_core.testing.tolerances import relative_error
@@ -241,3 +250,118 @@ def test_the_mean_of_blocks_is_that_of_their_tokens(lengths):
 def test_a_mean_of_keys_that_are_not_four_dimensional_is_refused():
     with pytest.raises(InputError, match="k has shape"):
         compress_mean(torch.randn(3, 40, 5), SMALL)
+
+
+def changed_step(step: Step, **fields):
+    """Return the step's operands, those in `fields` replaced: queries, cmp, slc, win, gates."""
+    found = dict(zip(("queries", "cmp", "slc", "win", "gates"), (step.queries, *step.keys, step.gates), strict=True))
+    return [*(found | fields).values()]
+
+
+TABLE = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"queries": None}, "queries is a NoneType"),
+        ({"cmp": torch.zeros(2, 9, 2, 8)}, "k_cmp is a Tensor [(]the rule: Keys"),
+        ({"win": Keys([1.0], torch.zeros(2, 40, 2, 6), 40)}, "k_win is a list [(]the rule: a tensor"),
+        ({"gates": None}, "gates is a NoneType"),
+        ({"queries": {"max_count": None}}, "queries.max_count=None is no bound"),
+        ({"queries": {"max_count": 3}}, "queries.max_count=3 is below the longest sequence's rows, 4"),
+        ({"queries": {"start": int32([36])}}, r"queries.start has shape \(1,\)"),
+        ({"queries": {"start": torch.tensor([36, 36])}}, "queries.start is torch.int64"),
+        ({"queries": {"count": int32([[4, 4]])}}, "queries.count has shape"),
+        ({"queries": {"start": None}}, "40 tokens for 4 queries|is below the|belongs"),
+        ({"win": {"first": int32([0])}}, r"k_win.first has shape \(1,\)"),
+        ({"win": {"first": int32([-1, 0])}}, r"k_win begins at positions \[-1, 0\]"),
+        ({"slc": {"page_table": torch.tensor(TABLE)}}, "k_slc.page_table is torch.int64"),
+        ({"slc": {"page_table": int32(TABLE[:1])}}, r"k_slc.page_table has shape \(1, 5\)"),
+        ({"slc": {"cu_seqlens": int32([0, 40, 80])}}, "k_slc.cu_seqlens is given"),
+        ({"cmp": {"max_count": 2}}, "k_cmp.max_count=2 is below the 9 blocks"),
+        ({"slc": {"max_count": 20}}, "reaches 40 of 20 cached tokens"),
+        ({"slc": {"k_scale": torch.ones(2, 40, 2)}}, "k_slc is torch.float64 with scales"),
+        ({"slc": {"k_scale": torch.ones(2, 40, 1)}}, r"k_slc.k_scale has shape \(2, 40, 1\)"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused_in_words(step, fields, message):
+    for name, change in fields.items():
+        if isinstance(change, dict):
+            whole = dict(zip(("queries", "cmp", "slc", "win"), (step.queries, *step.keys), strict=True))
+            fields = fields | {name: whole[name]._replace(**change)}
+    with pytest.raises(InputError, match=message):
+        attend(*changed_step(step, **fields), geometry=SMALL)
+
+
+def test_a_page_table_too_narrow_for_the_queries_is_refused(mixed):
+    q, gates = mixed.ragged(mixed.whole.q), mixed.ragged(mixed.whole.gates)
+    narrow = mixed.options | {"page_table": (mixed.table, mixed.table[:, :3].contiguous())}
+    with pytest.raises(InputError, match="page_table has 3 entries a sequence where sequence 3 has 6 pages of k_cmp"):
+        nsa_attention(q, *mixed.stores, gates, **narrow)
+
+
+def test_the_bound_of_a_ring_may_be_its_rows_or_its_sequences_tokens(step):
+    rows = SMALL.window_size - 1 + step.ROWS
+    last = torch.arange(step.LENGTH - rows, step.LENGTH)
+    slots = (last % rows)[None, :, None, None]
+    rings = [torch.empty_like(x[:, -rows:]).scatter_(1, slots.expand(2, -1, *x.shape[2:]), x[:, -rows:]) for x in step.keys[2][:2]]
+    for bound in (rows, step.LENGTH):
+        assert relative_error(step.attend(win=Keys(*rings, bound, ring=True)), step.expected) < 1e-12
+
+
+def test_rows_of_an_append_that_do_not_fit_their_store_are_refused_before_anything_is_written():
+    store = torch.zeros(2, 8, 2, 4)
+    new = torch.ones(2, 3, 2, 4)
+    for start, count, changes, message in [
+        ([7, 0], [3, 3], {}, "reaches position 10 of a store of 8 rows"),
+        ([0, 0], [4, 3], {}, r"count=\[4, 3\] leaves 0 .. 3"),
+        ([0], [3], {}, r"start has shape \(1,\)"),
+        ([0, 0], [3, 3], {"page_table": int32([[0], [1]])}, "a store is paged or of FP8"),
+        ([0, 0, 0], [1, 1, 1], {"k": torch.zeros(3, 8, 2, 4)}, "the store holds 3 sequences, the step has 2"),
+    ]:
+        keys = Keys(store, store, 8)._replace(**changes)
+        with pytest.raises(InputError, match=message):
+            append_rows((NewRows(keys, new, None),), None, int32(start), int32(count), SMALL)
+    assert not store.any()
+
+
+def test_naming_what_the_fused_operation_does_not_replace_leaves_it_on():
+    inputs = make_inputs(Shape(num_queries=20))
+
+    class Fused:
+        name, operation, capability = "whole", Operation.NSA, Capability()
+
+        def reasons_against(self, request):
+            return ()
+
+        def preference(self, request):
+            return 1
+
+        def __call__(self, queries, *others, geometry, scale):
+            return queries.q.new_ones(1, 20, 4, 6)
+
+    registry = BackendRegistry((*sdpa_backends(), Fused()))
+    for backend, is_fused in (({"append": "sdpa"}, True), ({"choose": "sdpa"}, True), ({"win": "sdpa"}, False)):
+        out = nsa_attention(*inputs.tensors, geometry=SMALL, registry=registry, backend=backend)
+        assert bool((out == 1).all()) is is_fused
+    with pytest.raises(BackendUnavailableError, match="no backend 'nope' for operation 'choose'"):
+        nsa_attention(*inputs.tensors, geometry=SMALL, registry=registry, backend={"choose": "nope"})
+
+
+def test_ragged_rows_after_the_last_sequence_give_zeros_and_get_no_gradient():
+    # on a GPU nobody reads that cu_seqlens ends before the rows do
+    queries = Queries(torch.randn(1, 10, 2, 4, dtype=torch.float64, requires_grad=True), 7, int32([0, 7]), int32([0]))
+    keys = Keys(torch.randn(1, 7, 1, 4, dtype=torch.float64), torch.randn(1, 7, 1, 4, dtype=torch.float64), 7)
+    out = over_rows(COMPUTE[Operation.WIN], queries, keys, geometry=SMALL, scale=0.5).out
+    assert not out[:, 7:].any()
+    out[:, 7:].sum().backward()
+    assert not queries.q.grad.any()
+
+
+def test_a_factor_loses_no_precision():
+    scores = torch.tensor([[[9.0, 0.5, 0.5 + 1e-9, 0.1, 0.1, 0.1]]], dtype=torch.float64)
+    position = torch.tensor([6 * SMALL.selection_block_size - 1])
+    plain = choose(scores, None, position, 1, geometry=SMALL)
+    assert torch.equal(plain, choose(scores, torch.ones(1, 1, dtype=torch.float64), position, 1, geometry=SMALL))
+    assert plain.tolist() == [[[0, 2, 4, 5]]]

@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 import torch
+from attrs import evolve
 
-from nsa_core import BlockGeometry, BranchRequest
+from nsa_core import BlockGeometry, BranchRequest, explain_routing
 from nsa_kernels_triton import device, implementations, pipelines
 from nsa_kernels_triton.hopper.launch import options_of_one
 from nsa_kernels_triton.implementations import IMPLEMENTATIONS, KernelRequest, config_of, kernel_for, notes_on
@@ -160,9 +161,11 @@ def test_routing_can_show_what_keeps_the_kernels_of_9_0_off(monkeypatch):
     )
     odd = BranchRequest(operation="win", device_type="cuda", compute_capability=(9, 0), **sizes)
     assert notes_on(odd) == ()
-    assert notes_on(odd, is_aligned=False) == (
+    misaligned = evolve(odd, is_aligned=False)
+    assert notes_on(misaligned) == (
         "portable kernels for window_forward: a tensor that starts off 16 bytes (rows are copied in pieces of 16)",
     )
+    assert "note: portable kernels for window_forward: a tensor that starts off 16 bytes" in str(explain_routing(misaligned))
 
 
 @pytest.mark.parametrize("kind", pipelines.PIPELINES)

@@ -34,7 +34,8 @@ from nsa_core.config import BRANCHES, BlockGeometry
 from nsa_core.dispatch import Backends, Call, check_no_tangent, make_call, run, run_append, run_fused
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum
-from nsa_core.operands import FP8, PageTables, Placed, check_choice, check_operands, operands_of
+from nsa_core.operand_checks import FP8, check_choice, check_kinds, check_operands, check_placement
+from nsa_core.operands import Keywords, PageTables, operands_of
 from nsa_core.reference.rows import rows_of
 from nsa_core.telemetry import AttentionObserver
 
@@ -60,8 +61,8 @@ def compressed_attention(
     queries before l - 1 give out 0, lse -inf. Packed, the sequences' blocks stand one after another; rows beyond the
     last block are never read and get zero gradient. See the module's docstring for the keywords.
     """
-    placed = Placed(cu_seqlens, max_seqlen, query_start, query_count, page_table)
-    return _attend_alone(Operation.CMP, "_cmp", (q, k_cmp, v_cmp), placed, geometry, scale, backend, registry)
+    keywords = Keywords(cu_seqlens, max_seqlen, query_start, query_count, page_table)
+    return _attend_alone(Operation.CMP, "_cmp", (q, k_cmp, v_cmp), keywords, geometry, scale, backend, registry)
 
 
 def select_blocks(
@@ -86,8 +87,8 @@ def select_blocks(
     module's docstring for the keywords.
     """
     q, k_cmp = _autocast(q, k_cmp)
-    placed = Placed(cu_seqlens, max_seqlen, query_start, query_count, page_table)
-    queries, keys = operands_of(q, {"_cmp": (k_cmp, None)}, geometry, placed)
+    keywords = Keywords(cu_seqlens, max_seqlen, query_start, query_count, page_table)
+    queries, keys = operands_of(q, {"_cmp": (k_cmp, None)}, geometry, keywords)
     checks.check_shape("lse", lse, tuple(q.shape[:3]), "(B, S, H)")
     checks.check_floating("lse", lse)
     checks.check_device("lse", lse, "q", q)
@@ -117,8 +118,8 @@ def selected_attention(
     zero gradients. On a CPU a block named twice or outside 0 .. own is refused; on a GPU what lies outside counts as
     absent. See the module's docstring for the keywords.
     """
-    placed = Placed(cu_seqlens, max_seqlen, query_start, query_count, page_table)
-    return _attend_alone(Operation.SLC, "", (q, k, v), placed, geometry, scale, backend, registry, block_indices)
+    keywords = Keywords(cu_seqlens, max_seqlen, query_start, query_count, page_table)
+    return _attend_alone(Operation.SLC, "", (q, k, v), keywords, geometry, scale, backend, registry, block_indices)
 
 
 def sliding_window_attention(
@@ -140,15 +141,15 @@ def sliding_window_attention(
 
     See the module's docstring for the keywords.
     """
-    placed = Placed(cu_seqlens, max_seqlen, query_start, query_count, page_table)
-    return _attend_alone(Operation.WIN, "", (q, k, v), placed, geometry, scale, backend, registry)
+    keywords = Keywords(cu_seqlens, max_seqlen, query_start, query_count, page_table)
+    return _attend_alone(Operation.WIN, "", (q, k, v), keywords, geometry, scale, backend, registry)
 
 
 def _attend_alone(
     operation: Operation,
     ending: str,
     tensors: tuple[Tensor, Tensor, Tensor],
-    placed: Placed,
+    keywords: Keywords,
     geometry: BlockGeometry,
     scale: float | None,
     backend: Backends,
@@ -157,7 +158,7 @@ def _attend_alone(
 ) -> BranchOutput:
     """Return what one branch's operation makes of q, k and v."""
     q, k, v = _autocast(*tensors)
-    queries, found = operands_of(q, {ending: (k, v)}, geometry, placed)
+    queries, found = operands_of(q, {ending: (k, v)}, geometry, keywords)
     keys = found[ending]
     assert keys is not None
     if block_indices is not None:
@@ -191,14 +192,14 @@ def nsa_attention(
     """Return the gated sum of the three branches `(B, S, H, D_v)` (Eq. 5).
 
     gates `(B, S, H, 3)`, any float dtype: cmp, slc, win; never changed here. A branch whose v is None is absent and its
-    gate ignored; the selected branch needs k_cmp all the same. Each of `observers` is told of the call; the branches run one
+    gate ignored; the selected branch needs k_cmp all the same. Each of `observers` gets callbacks; the branches run one
     by one where one of them wants each branch's output. See the module's docstring for the other keywords.
     """
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = _autocast(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
     pairs = {"_cmp": (k_cmp, v_cmp), "_slc": (k_slc, v_slc), "_win": (k_win, v_win)}
     _check_pairs(pairs)
-    placed = Placed(cu_seqlens, max_seqlen, query_start, query_count, page_table)
-    queries, keys = operands_of(q, pairs, geometry, placed)
+    keywords = Keywords(cu_seqlens, max_seqlen, query_start, query_count, page_table)
+    queries, keys = operands_of(q, pairs, geometry, keywords)
     absent = tuple(name for name in BRANCHES if pairs[f"_{name}"][1] is None)
     call = make_call(q, geometry, scale, backend, registry, observers)
     return _gated_attention(queries, keys["_cmp"], keys["_slc"], keys["_win"], gates, absent, call)
@@ -218,22 +219,21 @@ def attend(
     registry: BackendRegistry | None = None,
     observers: tuple[AttentionObserver, ...] = (),
 ) -> Tensor:
-    """Return `nsa_attention` of operands that say themselves where they stand: rings, a window's tail, shards, FP8 stores.
+    """Return `nsa_attention` of operands that carry their placement: rings, a window's tail, shards, FP8 stores.
 
     A branch that is None, or named in `absent`, is left out of the sum. Without slc, cmp is needed for its own sum alone.
 
     Raises:
         InputError: for operands that do not fit each other.
     """
+    checks.check_geometry(geometry)
+    if any(name not in BRANCHES for name in absent):
+        raise InputError(f"absent={absent!r} names no branch (the rule: a tuple of 'cmp', 'slc', 'win'); use ('cmp',)")
+    check_kinds(queries, {"_cmp": cmp, "_slc": slc, "_win": win})
     queries = queries._replace(q=_autocast(queries.q)[0])
     cmp, slc, win = (x and x._replace(k=_autocast(x.k)[0], v=_autocast(x.v)[0]) for x in (cmp, slc, win))
     keys = {"_cmp": cmp, "_slc": slc, "_win": win}
-    checks.check_query(queries.q)
-    checks.check_geometry(geometry)
-    for ending, x in keys.items():
-        if x is not None:
-            paged = x.page_table is not None or queries.cu_seqlens is not None
-            checks.check_pair(queries.q, x.k, x.v, ending, paged=paged, stored=x.k_scale is not None)
+    check_placement(queries, keys, geometry)
     left_out = tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None)
     _check_pairs({ending: (x and x.k, None if ending[1:] in left_out else x and x.v) for ending, x in keys.items()})
     check_operands(queries, keys, geometry)
@@ -255,8 +255,30 @@ def append_rows(
     Sequence b gets rows 0 .. count[b] - 1 at positions start[b] onwards; both int32 (B,). No gradient.
     """
     first = rows[0] if rows else None if new_blocks is None else new_blocks.raw
+    for new in rows:
+        _check_new_rows(new, start, count)
     if first is not None:
         run_append(make_call(first.k, geometry, None, backend, registry), first, rows, new_blocks, start, count)
+
+
+def _check_new_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
+    """Raise InputError where a step's rows do not fit their store; nothing is written then."""
+    store, batch, num_rows = new.store.k, new.k.shape[0], new.k.shape[1]
+    if new.store.page_table is not None or new.store.k_scale is not None:
+        raise InputError("a store is paged or of FP8 (rows are appended to contiguous stores of their own dtype); use such stores")
+    if store.shape[0] != batch:
+        raise InputError(f"the store holds {store.shape[0]} sequences, the step has {batch} (one each); give both the same batch")
+    for name, x in (("start", start), ("count", count)):
+        checks.check_integers(name, x, 1, "(B,)", new.k)
+        checks.check_shape(name, x, (batch,), "(B,)")
+    if not checks.can_read(start) or not start.numel():
+        return
+    if int(count.min()) < 0 or int(count.max()) > num_rows:
+        raise InputError(f"count={count.tolist()} leaves 0 .. {num_rows} (the rows of the step); fix it")
+    if not new.store.ring and int((start + count).max()) > store.shape[1]:
+        raise InputError(
+            f"the step reaches position {int((start + count).max())} of a store of {store.shape[1]} rows; give it a larger one"
+        )
 
 
 def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -304,6 +326,7 @@ def _gated_attention(
 ) -> Tensor:
     """Return Eq. 5: by a backend that does all of it where one may, else branch by branch."""
     q, observers = queries.q, call.observers
+    checks.check_tensor("gates", gates)
     checks.check_shape("gates", gates, (*q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win")
     checks.check_floating("gates", gates)
     checks.check_device("gates", gates, "q", q)
@@ -318,7 +341,7 @@ def _gated_attention(
     if fused is not None:
         out, block_indices = fused if isinstance(fused, FusedOutput) else (fused, None)
         if block_indices is not None:
-            _tell_choice(block_indices, queries, call)
+            _report_choice(block_indices, queries, call)
         return out
     outputs = _branch_outputs(queries, cmp, slc, win, absent, call)
     for name, out in zip(BRANCHES, outputs, strict=True):
@@ -347,13 +370,13 @@ def _branch_outputs(
     if slc is not None and "slc" not in absent:
         block_indices = run(Operation.SELECT, call, queries, cmp, lse)
         outputs[1] = run(Operation.SLC, call, queries, slc, block_indices).out
-        _tell_choice(block_indices, queries, call)
+        _report_choice(block_indices, queries, call)
     if win is not None and "win" not in absent:
         outputs[2] = run(Operation.WIN, call, queries, win).out
     return outputs
 
 
-def _tell_choice(block_indices: Tensor, queries: Queries, call: Call) -> None:
+def _report_choice(block_indices: Tensor, queries: Queries, call: Call) -> None:
     if call.observers:
         positions = rows_of(queries).positions
         for observer in call.observers:

@@ -21,8 +21,15 @@ def check_floating(name: str, x: Tensor) -> None:
         raise InputError(f"{name} is {x.dtype} (attention takes floating tensors); use float32, bfloat16, float16 or float64")
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Raise InputError unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} is a {type(x).__name__} (the rule: a tensor); use torch.as_tensor({name})")
+
+
 def check_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
-    """Raise InputError unless `x` has `rank` dimensions."""
+    """Raise InputError unless `x` is a tensor of `rank` dimensions."""
+    check_tensor(name, x)
     if x.dim() != rank:
         raise InputError(f"{name} has shape {tuple(x.shape)} (the layout is {layout}); give it {rank} dimensions")
 
@@ -67,9 +74,9 @@ def check_shape(name: str, x: Tensor, shape: tuple[int, ...], layout: str) -> No
 
 def check_integers(name: str, x: Tensor, rank: int, layout: str, q: Tensor) -> None:
     """Raise InputError unless `x` is an int32 tensor of `rank` dimensions on q's device."""
+    check_rank(name, x, rank, layout)
     if x.dtype != torch.int32:
         raise InputError(f"{name} is {x.dtype} (kernels read int32); use {name}.to(torch.int32)")
-    check_rank(name, x, rank, layout)
     check_device(name, x, "q", q)
 
 
@@ -111,7 +118,14 @@ def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pag
     """
     if not can_read(page_table) or not page_table.numel() or not page_size:
         return
-    needed = torch.arange(page_table.shape[1]) < (last_tokens.unsqueeze(1) + page_size - 1) // page_size
+    num_needed = (last_tokens + page_size - 1) // page_size
+    if int(num_needed.max()) > page_table.shape[1]:
+        b = int(num_needed.argmax())
+        raise InputError(
+            f"page_table has {page_table.shape[1]} entries a sequence where sequence {b} has {int(num_needed[b])} pages of {name} "
+            f"(a page holds {page_size} tokens); give it {int(num_needed[b])} entries"
+        )
+    needed = torch.arange(page_table.shape[1]) < num_needed.unsqueeze(1)
     outside = needed & ((page_table < 0) | (page_table >= num_pages))
     if bool(outside.any()):
         b, place = (int(index) for index in outside.nonzero()[0])

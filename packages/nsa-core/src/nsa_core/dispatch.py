@@ -17,6 +17,8 @@ from nsa_core.errors import InputError
 from nsa_core.plugins.manager import default_registry
 from nsa_core.telemetry import AttentionObserver
 
+BRANCH_OPERATIONS = ("cmp", "select", "slc", "win")
+"""The operations that the fused one replaces."""
 Backends = str | Mapping[str, str]
 """A backend's name or "auto", for every operation or by operation."""
 
@@ -44,12 +46,17 @@ def make_call(
     Raises:
         InputError: where `backend` names an operation that there is not.
     """
-    for operation in () if isinstance(backend, str) else backend:
+    if not isinstance(backend, str | Mapping):
+        raise InputError(f"backend={backend!r} is a {type(backend).__name__} (the rule: a name, or names by operation); use 'auto'")
+    registry = default_registry() if registry is None else registry
+    for operation, name in () if isinstance(backend, str) else backend.items():
+        if operation in ("append", "choose") and name != AUTO:
+            registry.named(operation, name)
         if operation not in OPERATIONS:
             known = ", ".join(map(repr, OPERATIONS))
             raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); fix the key")
     scale = float(q.shape[-1]) ** -0.5 if scale is None else scale
-    return Call(geometry, scale, backend, default_registry() if registry is None else registry, observers)
+    return Call(geometry, scale, backend, registry, observers)
 
 
 def run(operation: Operation, call: Call, *operands: Any) -> Any:
@@ -98,7 +105,7 @@ def _fused_name(call: Call) -> str | None:
     if isinstance(call.backend, str):
         return call.backend if call.backend == AUTO or call.registry.has(Operation.NSA, call.backend) else None
     name = call.backend.get(Operation.NSA.value, AUTO)
-    named_apart = any(other != AUTO for operation, other in call.backend.items() if operation != Operation.NSA.value)
+    named_apart = any(call.backend.get(operation, AUTO) != AUTO for operation in BRANCH_OPERATIONS)
     return None if name == AUTO and named_apart else name
 
 
@@ -137,7 +144,17 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
         head_dim_v=operator.index(q.shape[3] if operation is Operation.SELECT else keys.v.shape[3]),
         layout=layout.value,
         needs_grad=needs_grad,
+        is_aligned=_are_aligned(operands),
     )
+
+
+def _are_aligned(operands: tuple[Any, ...]) -> bool:
+    """Return False where an operand on a CUDA device starts off a multiple of 16 bytes; a graph being traced cannot tell."""
+    if not operands[0].q.is_cuda or torch.compiler.is_compiling():
+        return True
+    tensors = [operands[0].q, *(x for keys in operands[1:] if isinstance(keys, Keys) for x in (keys.k, keys.v))]
+    # subclasses, such as those that stand for shapes alone, may have no address
+    return not any(x.data_ptr() % 16 for x in tensors if type(x) in (Tensor, torch.nn.Parameter))
 
 
 def _tokens(operands: tuple[Any, ...]) -> int:

@@ -85,7 +85,7 @@ class NSACache:
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
         self._bounds = [0] * batch_size
-        self._depth = [0] * batch_size
+        self._depth = self._settled = [0] * batch_size
         # Table 4 counts all three branches, so nothing is counted of a layer with fewer
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
@@ -149,7 +149,7 @@ class NSACache:
         self._grown = [have + more for have, more in zip(self._bounds, counts, strict=True)]
         # what is not read may be 0, and then wins back nothing of what a rollback used up
         won_back = counts if query_count is None or query_count.device.type == "cpu" else [0] * self.batch_size
-        self._next_depth = [max(depth - count, 0) for depth, count in zip(self._depth, won_back, strict=True)]
+        self._next_depth = [max(depth - count, 0) for depth, count in zip(self._settled, won_back, strict=True)]
         bound = max([0, *self._grown])
         if bound > self.max_seqlen:
             where = self._grown.index(bound)
@@ -164,7 +164,7 @@ class NSACache:
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
         if in_place:
             # until the step has ended, a rollback must not read what it replaces
-            self._depth = [depth + count for depth, count in zip(self._depth, counts, strict=True)]
+            self._depth = [max(depth, settled + count) for depth, settled, count in zip(self._depth, self._settled, counts, strict=True)]
         return Step(self.lengths.clone(), added, bound, in_place)
 
     def new_rows(self, name: str, k: Tensor, v: Tensor | None, step: Step) -> NewRows:
@@ -191,7 +191,7 @@ class NSACache:
         """Advance the lengths and add up the reads."""
         self.lengths += step.added
         self._bounds = self._grown
-        self._depth = self._next_depth
+        self._depth = self._settled = self._next_depth
         if self.read_counter is not None and self.read_counter.reads is not None:
             last = self.read_counter.reads
             self._total_reads = Reads(self._total_reads.predicted + last.predicted, self._total_reads.actual + last.actual)
@@ -219,13 +219,13 @@ class NSACache:
         if len(counts) != self.batch_size or any(count < 0 for count in counts):
             raise InputError(f"num_tokens={num_tokens} (0 or more, one per sequence); give {self.batch_size} counts")
         for place, count in enumerate(counts):
-            if count > min(self._bounds[place], self.max_rollback - self._depth[place]):
+            if count and count > min(self._bounds[place], self.max_rollback - self._depth[place]):
                 raise CacheOverflowError(
                     f"sequence {place} cannot go back by {count} from {self._bounds[place]} tokens (raw tokens older than max_rollback="
                     f"{self.max_rollback} are gone); build the cache with keep_raw=True or a larger max_rollback"
                 )
         self._bounds = [have - count for have, count in zip(self._bounds, counts, strict=True)]
-        self._depth = [depth + count for depth, count in zip(self._depth, counts, strict=True)]
+        self._depth = self._settled = [depth + count for depth, count in zip(self._depth, counts, strict=True)]
         # a length may lie below its host bound, so the bound's check alone does not keep it from passing 0
         self.lengths -= torch.tensor(counts, dtype=torch.int32).to(self.lengths.device, non_blocking=True)
         self.lengths.clamp_(min=0)
@@ -256,7 +256,7 @@ class NSACache:
             self.read_counter.reads = None
         if indices.device.type == "cpu":
             self._bounds = [self._bounds[place] for place in indices.tolist()]
-            self._depth = [self._depth[place] for place in indices.tolist()]
+            self._depth = self._settled = [self._depth[place] for place in indices.tolist()]
         else:
             self._bounds = [max([0, *self._bounds])] * indices.shape[0]
-            self._depth = [max([0, *self._depth])] * indices.shape[0]
+            self._depth = self._settled = [max([0, *self._depth])] * indices.shape[0]

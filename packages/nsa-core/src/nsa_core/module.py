@@ -16,7 +16,7 @@ from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
-from nsa_core.operands import Placed, place
+from nsa_core.operands import Keywords, check_keywords, place
 from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
@@ -188,8 +188,6 @@ class NativeSparseAttention(nn.Module):
             raise InputError(f"the cache holds {cache.dtype}, the layer computes in {weight.dtype}; build it with this layer's new_cache")
         if cu_seqlens is not None and (cache is not None or query_count is not None):
             raise InputError("cu_seqlens came with a cache or query_count (a packed batch holds whole sequences); drop one")
-        if cu_seqlens is not None:
-            checks.check_cu_seqlens(cu_seqlens, x, max_seqlen)
         if cache is not None and cache.batch_size != x.shape[0]:
             raise InputError(
                 f"the cache holds {cache.batch_size} sequences, x has {x.shape[0]}; build it with new_cache({x.shape[0]}, ...)"
@@ -198,13 +196,14 @@ class NativeSparseAttention(nn.Module):
             raise InputError("the cache was built for another config (its stores would not fit); use this layer's new_cache")
 
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
+        keywords = Keywords(cu_seqlens, max_seqlen, None, query_count, None)
+        check_keywords(x, keywords)
         total = x.shape[1]
         positions = torch.arange(total, device=x.device) if cu_seqlens is None else positions_from_cu_seqlens(cu_seqlens, total)
         tables = self.rope.tables(positions)
         rows = self._keys_values(x, tables)
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
-        placed = Placed(cu_seqlens, max_seqlen, None, query_count, None)
-        queries, keys, _ = place(self._queries(x, tables), pairs, self.config.geometry, placed)
+        queries, keys, _ = place(self._queries(x, tables), pairs, self.config.geometry, keywords)
         return self._attend(x, positions.expand(x.shape[0], total), queries, keys["_cmp"], keys["_slc"], keys["_win"], (self.telemetry,))
 
     def _queries(self, x: Tensor, tables: RopeTables) -> Tensor:

@@ -1,4 +1,4 @@
-"""From the keywords of a public operation to Queries and Keys, and every check of their values. Nothing here computes attention."""
+"""From the keywords of a public operation to Queries and Keys."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,21 +7,18 @@ import torch
 from torch import Tensor
 
 from nsa_core import blocks, checks
-from nsa_core.backends.base import Keys, Layout, Queries, layout_of
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
-from nsa_core.reference.rows import rows_of
+from nsa_core.operand_checks import INT32_MAX, check_operands
 from nsa_core.varlen import cu_blocks_from_cu_seqlens
 
-INT32_MAX = 2**31 - 1
-"""Positions are int32, so no sequence is longer."""
-FP8 = (torch.float8_e4m3fn,)
 PageTables = Tensor | tuple[Tensor, Tensor] | None
 Pairs = Mapping[str, tuple[Tensor | None, Tensor | None]]
 """k and v by the ending of their names: "_cmp", "_slc", "_win", or "" for an operation of one branch; None for an absent one."""
 
 
-class Placed(NamedTuple):
+class Keywords(NamedTuple):
     """The placement keywords as the caller gave them."""
 
     cu_seqlens: Tensor | None
@@ -31,7 +28,7 @@ class Placed(NamedTuple):
     page_table: PageTables
 
 
-def operands_of(q: Tensor, pairs: Pairs, geometry: BlockGeometry, placed: Placed) -> tuple[Queries, dict[str, Keys | None]]:
+def operands_of(q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: Keywords) -> tuple[Queries, dict[str, Keys | None]]:
     """Return Queries and, by ending, Keys of the tensors and keywords of a public operation, checked.
 
     Raises:
@@ -39,21 +36,21 @@ def operands_of(q: Tensor, pairs: Pairs, geometry: BlockGeometry, placed: Placed
     """
     checks.check_query(q)
     checks.check_geometry(geometry)
-    tables = _page_tables(placed.page_table, q, placed.query_start, placed.cu_seqlens)
+    tables = _page_tables(keywords.page_table, q, keywords.query_start, keywords.cu_seqlens)
     for ending, (k, v) in pairs.items():
         if k is not None:
             checks.check_pair(q, k, v, ending, paged=tables[ending == "_cmp"] is not None)
-    _check_placed(q, placed)
-    queries, keys, tokens = place(q, pairs, geometry, placed, tables)
+    check_keywords(q, keywords)
+    queries, keys, tokens = place(q, pairs, geometry, keywords, tables)
     check_operands(queries, keys, geometry, tokens)
     return queries, keys
 
 
 def place(
-    q: Tensor, pairs: Pairs, geometry: BlockGeometry, placed: Placed, tables: tuple[Tensor | None, Tensor | None] = (None, None)
+    q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: Keywords, tables: tuple[Tensor | None, Tensor | None] = (None, None)
 ) -> tuple[Queries, dict[str, Keys | None], int]:
     """Return Queries, Keys by ending, and the bound on the tokens of a sequence; `tables` are those of tokens and of compressed keys."""
-    cu_seqlens, max_seqlen, start, count, _ = placed
+    cu_seqlens, max_seqlen, start, count, _ = keywords
     if cu_seqlens is None and start is None and count is not None:
         start = torch.zeros_like(count)
     max_count = q.shape[1]
@@ -80,6 +77,8 @@ def _page_tables(
     if page_table is None:
         return None, None
     tables = page_table if isinstance(page_table, tuple) else (page_table, page_table)
+    if len(tables) != 2:
+        raise InputError(f"page_table is a tuple of {len(tables)} (one table, or a pair: tokens, compressed keys); give 1 or 2 tables")
     batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     for table in tables[: 1 if tables[0] is tables[1] else 2]:
         checks.check_integers("page_table", table, 2, "(B, max_pages)", q)
@@ -101,9 +100,9 @@ def _bounds(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometry:
     return found
 
 
-def _check_placed(q: Tensor, placed: Placed) -> None:
-    """Raise InputError where the placement keywords do not fit q or each other."""
-    cu_seqlens, max_seqlen, query_start, query_count, page_table = placed
+def check_keywords(q: Tensor, keywords: Keywords) -> None:
+    """Raise InputError where the placement keywords do not fit q, or a layer's x, or each other."""
+    cu_seqlens, max_seqlen, query_start, query_count, page_table = keywords
     if cu_seqlens is not None:
         if query_count is not None or (query_start is not None and page_table is None):
             raise InputError(
@@ -124,127 +123,3 @@ def _longest(cu_seqlens: Tensor, total: int) -> int:
     if checks.can_read(cu_seqlens) and cu_seqlens.shape[0] > 1:
         return int(cu_seqlens.diff().max())
     return total
-
-
-def check_operands(queries: Queries, keys: Mapping[str, Keys | None], geometry: BlockGeometry, tokens: int | None = None) -> None:
-    """Raise InputError where Keys, by ending, do not fit the queries: extents and fields always, values on a CPU only.
-
-    `tokens`: bound on the tokens of a sequence; None: what the stores of tokens bound.
-    """
-    layout = _layout(queries, keys)
-    is_step = layout not in (Layout.DENSE, Layout.PACKED)
-    if tokens is None:
-        tokens = min([INT32_MAX, *(x.max_count for ending, x in keys.items() if x is not None and ending != "_cmp" and x.first is None)])
-    if is_step:
-        _check_positions(queries, tokens)
-    for ending, x in keys.items():
-        if x is not None:
-            _check_fields(queries, x, ending, geometry)
-            if x.page_table is not None:
-                stride = geometry.compression_stride if ending == "_cmp" else 1
-                _check_pages(f"k{ending}", x, queries, stride)
-            elif ending == "_cmp":
-                _check_blocks(x, queries, tokens, geometry)
-            elif x.first is None and not x.ring:
-                _check_tokens(f"k{ending}", x, queries, tokens, is_step)
-
-
-def _layout(queries: Queries, keys: Mapping[str, Keys | None]) -> Layout:
-    return next(layout_of(queries, x) for x in keys.values() if x is not None)
-
-
-def _row_counts(queries: Queries) -> Tensor | int:
-    """Return the rows of each sequence that count."""
-    if queries.cu_seqlens is not None:
-        return queries.cu_seqlens.diff()
-    return queries.q.shape[1] if queries.count is None else queries.count
-
-
-def _check_positions(queries: Queries, tokens: int) -> None:
-    start, count = queries.start, queries.count
-    if start is None or not checks.can_read(start) or not start.numel():
-        return
-    rows, most = _row_counts(queries), queries.q.shape[1]
-    if int(start.min()) < 0 or (count is not None and (int(count.min()) < 0 or int(count.max()) > most)):
-        raise InputError(
-            f"query_start={start.tolist()}, query_count={None if count is None else count.tolist()} leave 0 .. S={most} "
-            f"(positions start at 0, counts at most S); fix them"
-        )
-    if int((start + rows).max()) > tokens:
-        raise InputError(
-            f"query_start + query_count reaches {int((start + rows).max())} of {tokens} cached tokens "
-            f"(keys must already hold the queries' own tokens); write them to the cache first"
-        )
-
-
-def _check_fields(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
-    """Raise InputError where the fields of Keys contradict each other, or a window's keys do not reach back far enough."""
-    is_fp8 = x.k.dtype in FP8
-    if is_fp8 == (x.k_scale is None) or (x.v.dtype in FP8) == (x.v_scale is None):
-        state = "without scales" if is_fp8 else "with scales"
-        raise InputError(
-            f"k{ending} is {x.k.dtype} {state} (stores of FP8 have k_scale and v_scale, others none); give both, or stores of q's dtype"
-        )
-    if (x.ring or x.first is not None) and ending not in ("", "_win"):
-        raise InputError(f"k{ending} is a ring or a part of its sequence (only the sliding branch reads so few keys); give all of its keys")
-    length, needed = x.k.shape[1], geometry.window_size - 1 + queries.max_count
-    if x.ring and length < min(needed, x.max_count):
-        raise InputError(
-            f"the ring k{ending} holds {length} tokens (its queries see window_size - 1 + {queries.max_count} = {needed}); "
-            f"make it of {needed} rows, or pass fewer queries"
-        )
-    if x.first is None or queries.start is None or not checks.can_read(x.first) or not x.first.numel():
-        return
-    first, start = x.first, queries.start
-    if bool((first < 0).any()):
-        raise InputError(f"k{ending} begins at positions {first.tolist()} (the first token of a sequence is at 0); give its keys from 0 on")
-    if bool((first > (start - geometry.window_size + 1).clamp(min=0)).any()):
-        raise InputError(
-            f"k{ending} begins at positions {first.tolist()} for queries from {start.tolist()} on (a query sees window_size="
-            f"{geometry.window_size} tokens back); begin at query_start - {geometry.window_size - 1} or before"
-        )
-    if bool((start + _row_counts(queries) - first).max() > length):
-        raise InputError(
-            f"k{ending} ends at positions {(first + length).tolist()} before its queries do (they see themselves); give their own keys as well"
-        )
-
-
-def _check_tokens(name: str, x: Keys, queries: Queries, tokens: int, is_step: bool) -> None:
-    """Without a query_start, rows and keys are the same tokens; anything else would misplace the causal mask."""
-    if not is_step and x.k.shape[1] != queries.q.shape[1]:
-        raise InputError(
-            f"{name} has {x.k.shape[1]} tokens for {queries.q.shape[1]} queries (without query_start they are the same tokens); "
-            f"give query_start, or as many keys as queries"
-        )
-    if is_step and x.k.shape[1] < tokens:
-        raise InputError(f"{name} holds {x.k.shape[1]} tokens, max_seqlen allows {tokens} (the store bounds it); lower max_seqlen")
-
-
-def _check_blocks(x: Keys, queries: Queries, tokens: int, geometry: BlockGeometry) -> None:
-    """C must hold every block that a query may see: N_c(S), or the sum of N_c(S_i) where that can be read."""
-    if x.cu_seqlens is not None:
-        needed = int(x.cu_seqlens[-1]) if checks.can_read(x.cu_seqlens) else 0
-    else:
-        needed = x.max_count if tokens == INT32_MAX else blocks.num_compressed_blocks(tokens, geometry)
-    if x.k.shape[1] < needed:
-        raise InputError(
-            f"k_cmp has {x.k.shape[1]} blocks where the sequences have {needed} (N_c = (S - l) // d + 1 each); compress all of them"
-        )
-
-
-def _check_pages(name: str, x: Keys, queries: Queries, stride: int) -> None:
-    """Pages up to each sequence's last query row must exist, each once; entries beyond are never read."""
-    assert queries.start is not None and x.page_table is not None
-    rows = _row_counts(queries)
-    last_tokens = torch.where(torch.as_tensor(rows, device=queries.start.device) > 0, queries.start + rows, 0)
-    checks.check_page_table(x.page_table, last_tokens, name, x.k.shape[0], x.k.shape[1] * stride)
-
-
-def check_choice(queries: Queries, slc: Keys, block_indices: Tensor, geometry: BlockGeometry) -> None:
-    """Raise InputError where block_indices are no int32 `(B, S, G, n)`, or (on a CPU) name a block twice or outside 0 .. own."""
-    q = queries.q
-    checks.check_integers("block_indices", block_indices, 4, "(B, S, G, n)", q)
-    wanted = (q.shape[0], q.shape[1], slc.k.shape[2], max(1, block_indices.shape[3]))
-    checks.check_shape("block_indices", block_indices, wanted, "(B, S, G, n)")
-    if checks.can_read(block_indices):
-        checks.check_block_indices(block_indices, rows_of(queries).positions, geometry)

@@ -85,7 +85,7 @@ def operands(branch: str, shape: Shape, device: str = "cpu") -> tuple[Any, ...]:
     """Return the operands of a branch that require gradients: Queries, Keys, and the choice of the selected branch."""
     inputs = make_inputs(shape, torch.float32, device).with_grad()
     pairs = {"_cmp": (inputs.k_cmp, inputs.v_cmp), "_slc": (inputs.k_slc, inputs.v_slc), "_win": (inputs.k_win, inputs.v_win)}
-    placed = edge.Placed(inputs.cu_seqlens, None, None, None, None)
+    placed = edge.Keywords(inputs.cu_seqlens, None, None, None, None)
     queries, keys, _ = edge.place(inputs.q, {f"_{branch}": pairs[f"_{branch}"]}, shape.geometry, placed)
     return queries, keys[f"_{branch}"], *([random_block_indices(shape, device=device)] if branch == "slc" else [])
 

@@ -160,11 +160,8 @@ def kernel_for(kind: str, q: Tensor, v: Tensor, *others: Tensor, **facts: Any) -
     return found
 
 
-def notes_on(request: BranchRequest, *, is_aligned: bool = True) -> tuple[str, ...]:
-    """Return notes on which kernels serve `request` where they are not those of compute capability 9.0, though the GPU has it.
-
-    `is_aligned`: whether every tensor starts at a multiple of 16 bytes, which a request does not tell.
-    """
+def notes_on(request: BranchRequest) -> tuple[str, ...]:
+    """Return notes on which kernels serve `request` where they are not those of compute capability 9.0, though the GPU has it."""
     if request.device_type != "cuda" or request.compute_capability != PIPELINE_CAPABILITY or request.dtype.itemsize != 2:
         return ()
     geometry, kinds_by_reason = request.geometry, dict[str, list[str]]()
@@ -174,7 +171,7 @@ def notes_on(request: BranchRequest, *, is_aligned: bool = True) -> tuple[str, .
         objections = _against_hopper(
             KernelRequest(
                 kind, request.compute_capability, request.head_dim_qk, request.head_dim_v, request.dtype.itemsize,
-                pipelines.has_gluon(), is_aligned,
+                pipelines.has_gluon(), request.is_aligned,
                 heads_per_group=request.num_heads // request.num_kv_heads,
                 selection_block_size=geometry.selection_block_size,
                 strides=geometry.selection_block_size // geometry.compression_stride,

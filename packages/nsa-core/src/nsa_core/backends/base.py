@@ -29,7 +29,7 @@ class Operation(StrEnum):
     NSA = "nsa"
     """All of Eq. 5 in one (optional): (queries, cmp, slc, win, gates) -> FusedOutput, or out alone: then no reads are counted."""
     APPEND = "append"
-    """Writes a step's rows into a cache and emits the compressed blocks that they complete: (rows, start, count, phi) -> None."""
+    """Writes a step's rows into a cache and emits the compressed blocks that they complete: (rows, blocks, start, count) -> None."""
     CHOOSE = "choose"
     """Top-n of importance (optional; another backend's SELECT or NSA asks the registry for it): (scores, factor, positions) -> block_indices."""
 
@@ -72,7 +72,7 @@ class Keys(NamedTuple):
     v: Tensor
     """As k, with D_v columns."""
     max_count: int
-    """Rows (tokens; compressed: blocks) of the longest sequence, at most: a host bound for grids."""
+    """Rows (tokens; compressed: blocks) that a sequence has here, at most: a host bound for grids. For a ring the sequence's tokens do, too."""
     cu_seqlens: Tensor | None = None
     """Packed: int32 (N + 1,), where each sequence's rows begin."""
     page_table: Tensor | None = None
@@ -151,6 +151,8 @@ class BranchRequest:
     head_dim_v: int = 64
     layout: Layout = field(default=Layout.DENSE, converter=Layout)
     needs_grad: bool = False
+    is_aligned: bool = True
+    """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; told apart on a CUDA device alone."""
     deterministic: bool = False
     """True under `torch.use_deterministic_algorithms`: gradients must be bit-identical from run to run."""
 

@@ -47,8 +47,9 @@ def over_rows(compute: Callable[..., Any], *operands: Any, **keywords: Any) -> A
         return flat[: num_sequences * longest].view(num_sequences, longest, *x.shape[2:])
 
     def collect(x: Tensor) -> Tensor:
-        rows: Tensor = x.flatten(0, 1).index_select(0, slots.clamp(max=num_sequences * longest - 1))
-        return rows.unsqueeze(0)
+        # a row after the last sequence gets zeros
+        flat = torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])])
+        return flat.index_select(0, slots.clamp(max=num_sequences * longest)).unsqueeze(0)
 
     padded = Queries(spread(queries.q), longest, None, queries.start, queries.cu_seqlens.diff())
     found = compute(padded, *(x if isinstance(x, Keys) else spread(x) for x in others), **keywords)

@@ -40,6 +40,7 @@ class RequestFacts(NamedTuple):
     head_dim_v: int
     layout: str
     needs_grad: bool
+    is_aligned: bool
 
     def request(self) -> BranchRequest:
         """Return the request; compute capability and determinism are read from torch."""
