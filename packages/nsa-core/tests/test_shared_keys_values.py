@@ -157,3 +157,19 @@ def test_future_tokens_never_change_past_outputs_or_choices(random_layer, random
     leaf = x.clone().requires_grad_()
     layer(leaf)[:, here].sum().backward()
     assert not leaf.grad[:, row + 1 :].any()
+
+
+@pytest.mark.parametrize("branches", [BRANCHES, ("slc", "win")], ids="-".join)
+def test_a_compiled_layer_gives_the_same_outputs_and_gradients(random_layer, random_input, branches):
+    layer, x = random_layer(attrs.evolve(CONFIG, branches=branches)), random_input(2, 21, 8)
+    expected, gradients = of_weighted_sum(layer, x)
+
+    x.requires_grad_()
+    layer.zero_grad()
+    out = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype)).sum().backward()
+
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    for name, weight in (("x", x), *layer.named_parameters()):
+        if name in gradients:
+            torch.testing.assert_close(weight.grad, gradients[name], rtol=0, atol=1e-10)
