@@ -63,6 +63,7 @@ def _configs(draw):
         compressed_rope=draw(st.sampled_from(["block_end", "tokens"])) if compressor == "mean" else "block_end",
         branches=branches,
         backends=draw(st.dictionaries(st.sampled_from(OPERATIONS), names)),
+        kv=draw(st.sampled_from(["separate", "shared"])),
         qk_norm=draw(st.booleans()),
     )
 

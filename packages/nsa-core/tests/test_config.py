@@ -48,7 +48,7 @@ def test_a_configs_optional_values_have_the_contracts_defaults():
     assert made.geometry == BlockGeometry()
     assert (made.compressor, made.gate, made.gate_temperature, made.compressed_rope) == ("mlp", "sigmoid", 1.0, "block_end")
     assert (made.rope_theta, made.rope_scaling, made.branches, made.backends) == (10000.0, None, ("cmp", "slc", "win"), {})
-    assert made.qk_norm is False
+    assert (made.kv, made.qk_norm) == ("separate", False)
 
 
 def test_as_tuple_lists_the_constructors_arguments_in_order():
@@ -136,6 +136,7 @@ def test_a_broken_rule_of_the_geometry_is_named_with_field_value_rule_and_a_valu
             "compressed_rope='tokens' with compressor='mlp' would make compressed keys depend on absolute position "
             "(it stays relative for 'mean' only); use compressed_rope='block_end' or compressor='mean'",
         ),
+        ({"kv": "one"}, "kv='one' is unknown (the rule: one of 'separate', 'shared'); use 'separate'"),
         ({"qk_norm": "yes"}, "qk_norm='yes' is a str (the rule: True or False); use False"),
         ({"gate_temperature": 0}, "gate_temperature=0 is not a finite number above 0 (the rule); use 1.0"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0 is not a finite number above 0 (the rule); use 10000.0"),

@@ -14,6 +14,7 @@ from nsa_core.reference.append import join_rows, write_rows
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
 CONFIG = NSAConfig(8, 4, 2, 6, 5, geometry=SMALL, gate_hidden_size=8)
 SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("cmp", "win"), ("slc", "win")]
+SHARINGS = ["separate", "shared"]
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +85,8 @@ def check_split(layer, x, steps, max_seqlen=None, **options):
 
 @given(data=st.data(), length=st.integers(0, 30))
 def test_any_split_equals_one_pass_in_outputs_stores_and_reads(geometries, random_layer, random_input, data, length):
-    config = attrs.evolve(CONFIG, geometry=data.draw(geometries()), gate=data.draw(st.sampled_from(["sigmoid", "softmax"])))
-    layer = random_layer(config)
+    choices = {"gate": data.draw(st.sampled_from(["sigmoid", "softmax"])), "kv": data.draw(st.sampled_from(SHARINGS))}
+    layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries()), **choices))
 
     check_split(layer, random_input(2, length, 8), draw_steps(data, length))
 
@@ -110,6 +111,10 @@ def test_any_split_equals_one_pass_in_outputs_stores_and_reads(geometries, rando
         {"rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=64)},
         *({"branches": branches} for branches in SUBSETS),
         *({"branches": branches, "gate": "softmax"} for branches in SUBSETS if len(branches) > 1),
+        *({"kv": "shared", "compressor": phi} for phi in ("mlp", "conv", "mean")),
+        {"kv": "shared", "compressor": "mean", "compressed_rope": "tokens", "qk_norm": True},
+        {"kv": "shared", "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=64)},
+        *({"kv": "shared", "branches": branches} for branches in SUBSETS),
     ],
     ids=lambda changes: "-".join(f"{value}" for value in changes.values()),
 )
@@ -137,8 +142,9 @@ def test_prefill_and_steps_equal_one_pass_for_every_kind_of_layer(random_layer, 
 )
 @pytest.mark.parametrize("max_rollback", [0, 1, 64])
 @pytest.mark.parametrize("steps", ["tokens", "one", "threes"])
-def test_edges_of_block_and_window_equal_one_pass(random_layer, random_input, geometry, length, max_rollback, steps):
-    layer = random_layer(attrs.evolve(CONFIG, geometry=geometry))
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_edges_of_block_and_window_equal_one_pass(random_layer, random_input, geometry, length, max_rollback, steps, kv):
+    layer = random_layer(attrs.evolve(CONFIG, geometry=geometry, kv=kv))
     cut = {"tokens": [1] * length, "one": [length], "threes": [3] * (length // 3) + [length % 3]}[steps]
 
     check_split(layer, random_input(1, length, 8), cut, max_rollback=max_rollback)
@@ -148,9 +154,21 @@ def test_a_larger_cache_changes_nothing(random_layer, random_input):
     check_split(random_layer(CONFIG), random_input(2, 19, 8), [5, 1, 13], max_seqlen=64)
 
 
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_a_full_sequence_waits_while_others_go_on(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(2, 3, 8)
+    cache = layer.new_cache(2, 3, max_rollback=0)
+    layer(x, cache=cache, query_count=int32([3, 1]))
+
+    out = layer(x[:, 1:], cache=cache, query_count=int32([0, 2]))
+
+    assert_close(out[1:], layer(x[1:])[:, 1:])
+    assert not out[0].any()
+
+
 @given(data=st.data())
 def test_mixed_steps_equal_each_sequence_alone(geometries, random_layer, random_input, data):
-    layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries())))
+    layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries()), kv=data.draw(st.sampled_from(SHARINGS))))
     cuts = [draw_steps(data, data.draw(st.integers(0, 20)), label=f"steps of sequence {b}") for b in range(3)]
     num_steps = max(len(cut) for cut in cuts)
     cuts = [cut + [0] * (num_steps - len(cut)) for cut in cuts]
@@ -186,7 +204,7 @@ def test_mixed_steps_equal_each_sequence_alone(geometries, random_layer, random_
 
 @given(data=st.data(), length=st.integers(1, 24), max_rollback=st.integers(1, 8))
 def test_after_a_crop_another_continuation_equals_a_fresh_run(geometries, random_layer, random_input, data, length, max_rollback):
-    layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries())))
+    layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries()), kv=data.draw(st.sampled_from(SHARINGS))))
     back = data.draw(st.integers(1, min(max_rollback, length)))
     x, other = random_input(2, length, 8, seed=3), random_input(2, 9, 8, seed=4)
     cache = layer.new_cache(2, length + 9, max_rollback=max_rollback)
@@ -199,8 +217,9 @@ def test_after_a_crop_another_continuation_equals_a_fresh_run(geometries, random
     assert_close(continued, layer(torch.cat([x[:, : length - back], other], 1))[:, length - back :])
 
 
-def test_sequences_may_be_cropped_by_different_counts(random_layer, random_input):
-    layer, x, other = random_layer(CONFIG), random_input(2, 17, 8, seed=3), random_input(2, 6, 8, seed=4)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_sequences_may_be_cropped_by_different_counts(random_layer, random_input, kv):
+    layer, x, other = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(2, 17, 8, seed=3), random_input(2, 6, 8, seed=4)
     cache = layer.new_cache(2, 30)
     layer(x, cache=cache)
 
@@ -222,8 +241,9 @@ def test_after_a_crop_to_nothing_the_cache_is_as_new(random_layer, random_input)
     assert_close(run_steps(layer, cache, x, [4, 5]), layer(x))
 
 
-def test_keep_raw_crops_from_any_length_to_0(random_layer, random_input):
-    layer, x = random_layer(CONFIG), random_input(1, 40, 8)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_keep_raw_crops_from_any_length_to_0(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(1, 40, 8)
     cache = layer.new_cache(1, 40, keep_raw=True, max_rollback=0)
     layer(x, cache=cache)
 
@@ -298,7 +318,8 @@ def test_a_crop_of_other_than_one_count_per_sequence_is_refused(random_layer, co
 
 @given(data=st.data(), chosen=st.lists(st.integers(0, 2), max_size=4))
 def test_reordered_sequences_continue_as_those_they_came_from(random_layer, random_input, data, chosen):
-    layer, x = random_layer(CONFIG), random_input(3, 13, 8, seed=3)
+    layer = random_layer(attrs.evolve(CONFIG, kv=data.draw(st.sampled_from(SHARINGS))))
+    x = random_input(3, 13, 8, seed=3)
     lengths = data.draw(st.lists(st.integers(0, 13), min_size=3, max_size=3))
     cache = layer.new_cache(3, 20)
     layer(x, cache=cache, query_count=int32(lengths))
@@ -708,8 +729,9 @@ def test_a_failed_step_leaves_lengths_and_reads_as_they_were(random_layer, rando
     assert torch.equal(cache.total_reads.actual, total.actual)
 
 
-def test_after_a_failed_step_a_longer_one_equals_one_pass(random_layer, random_input):
-    layer, x = random_layer(CONFIG), random_input(1, 20, 8)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_after_a_failed_step_a_longer_one_equals_one_pass(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(1, 20, 8)
     expected, cache = layer(x), layer.new_cache(1, 20)
     layer(x[:, :9], cache=cache)
     whole = layer.config
@@ -740,8 +762,9 @@ def test_unread_counts_win_back_no_rollback(random_layer, random_input):
         cache.crop(1)
 
 
-def test_a_step_that_fails_can_be_tried_again(random_layer, random_input):
-    layer, x = random_layer(CONFIG), random_input(1, 40, 8)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_a_step_that_fails_can_be_tried_again(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(1, 40, 8)
     whole = layer(x)
     cache = layer.new_cache(1, 40, max_rollback=0)
     layer(x[:, :20], cache=cache)
@@ -754,8 +777,9 @@ def test_a_step_that_fails_can_be_tried_again(random_layer, random_input):
     assert_close(layer(x[:, 20:], cache=cache), whole[:, 20:])
 
 
-def test_a_short_step_that_fails_can_be_tried_again_and_costs_rollback(random_layer, random_input):
-    layer, x = random_layer(CONFIG), random_input(1, 40, 8)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_a_short_step_that_fails_can_be_tried_again_and_costs_rollback(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(1, 40, 8)
     whole, cache = layer(x), layer.new_cache(1, 40, max_rollback=6)
     layer(x[:, :20], cache=cache)
     project = layer.o_proj.forward
@@ -780,6 +804,33 @@ def test_stores_exist_for_the_branches_in_use_alone(random_layer):
     cache = random_layer(attrs.evolve(CONFIG, branches=("win",))).new_cache(1, 9)
 
     assert set(cache.keys) == set(cache.values) == {"win"}
+
+
+def test_shared_keys_and_values_are_stored_once_and_the_window_reads_the_selected_store(random_layer):
+    shared = random_layer(attrs.evolve(CONFIG, kv="shared")).new_cache(2, 1000, max_rollback=3)
+    rows = {"cmp": blocks.num_compressed_blocks(1000, SMALL), "raw": 4 - 1 + 3, "slc": 1000}
+
+    assert {name: store.shape[1] for name, store in shared.keys.items()} == rows
+    assert {name: store.shape[1] for name, store in shared.values.items()} == rows
+    # G (D_k + D_v) numbers of 8 bytes for each row of the stores
+    assert sum(store.nbytes for stores in (shared.keys, shared.values) for store in stores.values()) == 2 * sum(rows.values()) * 2 * 11 * 8
+
+    without = NSACache(attrs.evolve(CONFIG, kv="shared", branches=("cmp", "win")), 2, 1000, max_rollback=3)
+    assert {name: store.shape[1] for name, store in without.keys.items()} == {
+        **{name: rows[name] for name in ("cmp", "raw")},
+        "win": 5 - 1 + 3,
+    }
+
+
+def test_a_window_that_shares_copies_nothing_however_long_the_step(random_layer):
+    cache = NSACache(attrs.evolve(CONFIG, kv="shared"), 1, 100, max_rollback=0)
+    step, k, v = cache.begin_step(50, None), torch.zeros(1, 50, 2, 6), torch.zeros(1, 50, 2, 5)
+
+    found = cache.window({name: cache.new_rows(name, k, v, step) for name in ("slc", "raw")}, step)
+
+    assert found.k is cache.keys["slc"]
+    assert found.v is cache.values["slc"]
+    assert (found.ring, found.first) == (False, None)
 
 
 def test_steps_that_fail_again_and_again_cost_the_rollback_of_one(random_layer, random_input):

@@ -38,7 +38,11 @@ KINDS = [
     {"compressor": "mean", "compressed_rope": "tokens", "gate": "softmax"},
     {"compressor": "mlp", "qk_norm": True},
     {"compressor": "mean", "compressed_rope": "tokens", "qk_norm": True},
+    {"kv": "shared"},
+    {"kv": "shared", "compressor": "conv", "qk_norm": True},
+    {"kv": "shared", "compressor": "mean", "compressed_rope": "tokens", "gate": "softmax"},
 ]
+SHARINGS = ["separate", "shared"]
 
 
 def kind_name(kind):
@@ -76,11 +80,15 @@ def test_the_layer_is_eq_5_on_its_own_projections(random_layer, random_input, ki
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
     q = heads(layer.q_proj.weight, 4)
-    k = {name: heads(layer.k_proj[name].weight, 2) for name in BRANCHES}
+
+    def own(module, name):
+        return module if layer.config.kv == "shared" else module[name]
+
+    k = {name: heads(own(layer.k_proj, name).weight, 2) for name in BRANCHES}
     if kind.get("qk_norm"):
-        q, k = normed(q, layer.q_norm), {name: normed(keys, layer.k_norm[name]) for name, keys in k.items()}
+        q, k = normed(q, layer.q_norm), {name: normed(keys, own(layer.k_norm, name)) for name, keys in k.items()}
     q = layer.rope(q, positions)
-    v = {name: heads(layer.v_proj[name].weight, 2) for name in BRANCHES}
+    v = {name: heads(own(layer.v_proj, name).weight, 2) for name in BRANCHES}
     if kind.get("compressed_rope") == "tokens":
         k_cmp = layer.compress_k(block_windows(layer.rope(k["cmp"], positions), SMALL).tokens)
     else:
@@ -123,11 +131,12 @@ def test_every_parameter_that_learns_gets_a_gradient_after_one_optimizer_step(ra
         assert gradient.any(), name
 
 
+@pytest.mark.parametrize("kv", SHARINGS)
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("branches", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("compressor", ["mlp", "conv", "mean"])
-def test_absent_branches_have_no_parameters(branches, compressor, qk_norm):
-    layer = NativeSparseAttention(attrs.evolve(CONFIG, branches=branches, compressor=compressor, qk_norm=qk_norm))
+def test_absent_branches_have_no_parameters(branches, compressor, qk_norm, kv):
+    layer = NativeSparseAttention(attrs.evolve(CONFIG, branches=branches, compressor=compressor, qk_norm=qk_norm, kv=kv))
 
     phi = {
         "mlp": ["position", "up.weight", "up.bias", "down.weight", "down.bias"],
@@ -137,9 +146,10 @@ def test_absent_branches_have_no_parameters(branches, compressor, qk_norm):
     chooses = "cmp" in branches or "slc" in branches
     keys = [branch for branch in BRANCHES if branch in branches or (branch == "cmp" and chooses)]
     expected = {"q_proj.weight", "o_proj.weight", "gate.up.weight", "gate.up.bias", "gate.down.weight", "gate.down.bias"}
-    expected |= {f"k_proj.{branch}.weight" for branch in keys} | {f"v_proj.{branch}.weight" for branch in branches}
+    keys, values = ([""], [""]) if kv == "shared" else ([f".{branch}" for branch in keys], [f".{branch}" for branch in branches])
+    expected |= {f"k_proj{branch}.weight" for branch in keys} | {f"v_proj{branch}.weight" for branch in values}
     expected |= {f"compress_k.{name}" for name in phi if chooses} | {f"compress_v.{name}" for name in phi if "cmp" in branches}
-    expected |= {"q_norm.weight", *(f"k_norm.{branch}.weight" for branch in keys)} if qk_norm else set()
+    expected |= {"q_norm.weight", *(f"k_norm{branch}.weight" for branch in keys)} if qk_norm else set()
     assert set(dict(layer.named_parameters())) == expected
 
 
@@ -184,10 +194,11 @@ def test_under_autocast_norms_leave_the_operations_their_dtype(random_input):
     assert layer.q_norm.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kv", SHARINGS)
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("branches", SUBSETS, ids="-".join)
-def test_compressed_keys_that_only_choose_blocks_are_frozen_and_nothing_else_is(branches, qk_norm):
-    layer = NativeSparseAttention(attrs.evolve(CONFIG, branches=branches, qk_norm=qk_norm))
+def test_what_only_chooses_blocks_is_frozen_and_nothing_else_is(branches, qk_norm, kv):
+    layer = NativeSparseAttention(attrs.evolve(CONFIG, branches=branches, qk_norm=qk_norm, kv=kv))
 
     frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
     if "slc" in branches and "cmp" not in branches:
@@ -232,8 +243,9 @@ def test_packed_sequences_equal_each_alone_in_outputs_and_all_gradients(geometri
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-10)
 
 
-def test_a_permuted_batch_gives_permuted_outputs_and_gradients(random_layer, random_input):
-    layer, x = random_layer(CONFIG), random_input(4, 13, 8)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_a_permuted_batch_gives_permuted_outputs_and_gradients(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(4, 13, 8)
     order = torch.tensor([2, 0, 3, 1])
 
     out, inverse = layer(x[order]), torch.argsort(order)
@@ -263,13 +275,14 @@ def test_activation_checkpointing_gives_bit_equal_gradients(random_layer, random
         assert torch.equal(again[name], gradient), name
 
 
+@pytest.mark.parametrize("kv", SHARINGS)
 @pytest.mark.parametrize("absent", BRANCHES)
-def test_a_branch_whose_gate_is_zero_equals_that_branch_absent(random_layer, random_input, absent):
-    full = random_layer(CONFIG)
+def test_a_branch_whose_gate_is_zero_equals_that_branch_absent(random_layer, random_input, absent, kv):
+    full = random_layer(attrs.evolve(CONFIG, kv=kv))
     with torch.no_grad():
         rows = torch.arange(12) % 3 == BRANCHES.index(absent)
         full.gate.down.weight[rows], full.gate.down.bias[rows] = 0, -1e4
-    without = NativeSparseAttention(attrs.evolve(CONFIG, branches=tuple(branch for branch in BRANCHES if branch != absent))).double()
+    without = NativeSparseAttention(attrs.evolve(CONFIG, kv=kv, branches=tuple(branch for branch in BRANCHES if branch != absent))).double()
     missing = without.load_state_dict(full.state_dict(), strict=False)
     x = random_input(2, 17, 8)
 
@@ -277,9 +290,10 @@ def test_a_branch_whose_gate_is_zero_equals_that_branch_absent(random_layer, ran
     assert torch.equal(without(x), full(x))
 
 
+@pytest.mark.parametrize("kv", SHARINGS)
 @pytest.mark.parametrize("absent", BRANCHES)
-def test_the_gate_of_an_absent_branch_gets_no_gradient(random_layer, random_input, absent):
-    layer = random_layer(attrs.evolve(CONFIG, branches=tuple(branch for branch in BRANCHES if branch != absent)))
+def test_the_gate_of_an_absent_branch_gets_no_gradient(random_layer, random_input, absent, kv):
+    layer = random_layer(attrs.evolve(CONFIG, kv=kv, branches=tuple(branch for branch in BRANCHES if branch != absent)))
 
     _, found = gradients(layer, random_input(1, 17, 8))
 
@@ -288,8 +302,9 @@ def test_the_gate_of_an_absent_branch_gets_no_gradient(random_layer, random_inpu
     assert found["gate.down.weight"][~rows].any()
 
 
-def test_rows_beyond_query_count_give_0_and_change_nothing_before_them(random_layer, random_input):
-    layer, x = random_layer(CONFIG), random_input(3, 13, 8)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_rows_beyond_query_count_give_0_and_change_nothing_before_them(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(3, 13, 8)
     counts = [13, 6, 0]
     x[1, 6:], x[2] = 1e3, 1e3
 
@@ -300,8 +315,9 @@ def test_rows_beyond_query_count_give_0_and_change_nothing_before_them(random_la
         assert not out[b, count:].any()
 
 
-def test_rows_beyond_query_count_get_zero_gradient(random_layer, random_input):
-    layer = random_layer(CONFIG)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_rows_beyond_query_count_get_zero_gradient(random_layer, random_input, kv):
+    layer = random_layer(attrs.evolve(CONFIG, kv=kv))
 
     _, found = gradients(layer, random_input(2, 13, 8), query_count=int32([13, 6]))
 
@@ -341,9 +357,10 @@ def test_a_sequence_too_short_for_a_block_learns_all_but_the_compressed_values(r
     assert found["v_proj.win.weight"].any()
 
 
-def test_a_state_dict_makes_an_equal_layer(random_layer, random_input):
-    layer, x = random_layer(CONFIG), random_input(2, 13, 8)
-    twin = NativeSparseAttention(CONFIG).double()
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_a_state_dict_makes_an_equal_layer(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(2, 13, 8)
+    twin = NativeSparseAttention(attrs.evolve(CONFIG, kv=kv)).double()
     assert not torch.equal(twin(x), layer(x))
 
     twin.load_state_dict(layer.state_dict())
@@ -397,8 +414,9 @@ def test_a_low_precision_layer_stays_near_its_float64_twin(random_layer, random_
         assert (gradient.double() - reference[name]).abs().max() <= 2**-3 * reference[name].abs().max() + 1e-6, name
 
 
-def test_autocast_runs_forward_and_backward_with_float32_weights(random_layer, random_input):
-    layer, x = random_layer(CONFIG, dtype=torch.float32), random_input(2, 21, 8, dtype=torch.float32)
+@pytest.mark.parametrize("kv", SHARINGS)
+def test_autocast_runs_forward_and_backward_with_float32_weights(random_layer, random_input, kv):
+    layer, x = random_layer(attrs.evolve(CONFIG, kv=kv), dtype=torch.float32), random_input(2, 21, 8, dtype=torch.float32)
     layer.config = attrs.evolve(layer.config, geometry=BlockGeometry(4, 2, 4, 8, 1, 1, 5))
 
     with torch.autocast("cpu", torch.bfloat16):

@@ -124,7 +124,11 @@ def share_heads(rank: int, config: NSAConfig) -> None:
     torch.testing.assert_close(steps, expected.detach(), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("changes", [{}, {"compressor": "conv"}, {"compressor": "mean", "qk_norm": True}], ids=["mlp", "conv", "qk_norm"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"compressor": "conv"}, {"compressor": "mean", "qk_norm": True}, {"kv": "shared", "qk_norm": True}],
+    ids=["mlp", "conv", "qk_norm", "shared"],
+)
 def test_half_of_the_heads_on_each_rank_equals_one_process(tmp_path, changes):
     run_ranks(share_heads, tmp_path, attrs.evolve(CONFIG, **changes))
 

@@ -66,6 +66,7 @@ def test_the_toml_of_a_config_reads_as_written_here():
         rope_scaling=RopeScaling(kind="linear", factor=2.0),
         branches=("slc", "win"),
         backends={"cmp": "sdpa"},
+        kv="shared",
         qk_norm=True,
     )
 
@@ -82,6 +83,7 @@ def test_the_toml_of_a_config_reads_as_written_here():
         "rope_theta = 10000.0\n"
         'compressed_rope = "block_end"\n'
         'branches = ["slc", "win"]\n'
+        'kv = "shared"\n'
         "qk_norm = true\n"
         "\n"
         "[geometry]\n"
@@ -193,6 +195,7 @@ WRONG = {
     "rope_theta": ["1.0", None, False],
     "compressed_rope": [5, None],
     "branches": ["cmp", 5, None, [5], [["cmp"]], {"cmp": 1}, True],
+    "kv": [5, None, True, ["shared"]],
     "qk_norm": ["true", 1, None],
     "backends": ["sdpa", 5, None, ["cmp"], {"cmp": 5}, {"cmp": None}],
 }

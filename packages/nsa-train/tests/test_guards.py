@@ -190,13 +190,15 @@ def test_only_the_compressed_branch_may_sleep_in_short_sequences(tiny_config) ->
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("phi", ["mean", "conv", "mlp"])
-@pytest.mark.parametrize("branches", ["['cmp','slc','win']", "['win']", "['cmp']", "['slc','win']"])
+@pytest.mark.parametrize("branches", ["['cmp','slc','win']", "['win']", "['cmp']", "['slc','win']", "['cmp','win']"])
 @pytest.mark.parametrize("qk_norm", ["false", "true"])
-def test_opening_lengths_are_exact(tiny_config, length: int, phi: str, branches: str, qk_norm: str) -> None:
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+def test_opening_lengths_are_exact(tiny_config, length: int, phi: str, branches: str, qk_norm: str, kv: str) -> None:
     """Whatever the rule calls open gets a gradient from some batch of that length, and nothing else does."""
     gate = "softmax" if branches.count(",") == 1 else "sigmoid"
     torch.manual_seed(0)
-    config = tiny_config(f"nsa.compressor={phi}", f"nsa.gate={gate}", f"nsa.branches={branches}", f"nsa.qk_norm={qk_norm}")
+    sets = {"compressor": phi, "gate": gate, "branches": branches, "qk_norm": qk_norm, "kv": kv}
+    config = tiny_config(*(f"nsa.{key}={value}" for key, value in sets.items()))
     model = build_model(config).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -208,3 +210,22 @@ def test_opening_lengths_are_exact(tiny_config, length: int, phi: str, branches:
         if ".attention." in name and parameter.requires_grad:
             has_gradient = parameter.grad is not None and bool(parameter.grad.abs().max() > 1e-12)
             assert has_gradient == (length >= opening.get(name, 1)), name
+
+
+@pytest.mark.parametrize("branches", ["['slc','win']", "['cmp','slc','win']"])
+@pytest.mark.parametrize(("window", "blocks"), [(6, 4), (20, 4), (16, 4)])
+def test_a_softmax_gate_over_one_k_and_v_sleeps_until_the_branches_differ(tiny_config, branches: str, window: int, blocks: int) -> None:
+    sizes = {"compression_block_size": 4, "compression_stride": 2, "selection_block_size": 4, "num_selected_blocks": blocks}
+    sets = {**sizes, "window_size": window, "branches": branches, "kv": "shared", "gate": "softmax", "compressor": "mean"}
+    model = build_model(tiny_config(*(f"nsa.{key}={value}" for key, value in sets.items()))).double()
+    expected = 4 if "cmp" in branches else min(window, 4 * blocks) + 1
+    [gate] = {length for name, length in opening_lengths(model).items() if ".gate." in name}
+    assert gate == expected
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    for length in (expected - 1, expected):
+        model.zero_grad()
+        model(torch.randint(0, 256, (2, length))).square().sum().backward()
+        largest = max(float(p.grad.abs().max()) for name, p in model.named_parameters() if ".attention.gate." in name)
+        assert (largest > 1e-12) == (length == expected)

@@ -16,6 +16,7 @@ COLLAPSE_ENTROPY = 0.1
 COLLAPSE_SHARE = 0.95
 """A gate has collapsed where its shares have an entropy below COLLAPSE_ENTROPY, in nats, and the largest is above COLLAPSE_SHARE."""
 CompressedRope = Literal["block_end", "tokens"]
+KeysValues = Literal["separate", "shared"]
 RopeScalingKind = Literal["linear", "yarn"]
 BRANCHES = ("cmp", "slc", "win")
 OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose")
@@ -267,8 +268,11 @@ class NSAConfig:
     """The branches that exist; fewer than three for ablations."""
     backends: Mapping[str, str] = field(factory=dict, converter=_to_backend_names, validator=_check_backends)
     """Operation -> backend name; an operation that is absent is routed by "auto"."""
+    kv: KeysValues = field(default="separate", validator=_one_of(get_args(KeysValues)))
+    """`separate`: every branch has a K and V projection of its own (section 3.3.3). `shared`: one K and V serves all branches, and the
+    compressed branch reads phi of them."""
     qk_norm: bool = field(default=False, validator=_flag)
-    """RMSNorm of every head of q and k before RoPE, with one weight for q and one per branch for k; phi reads normalised keys."""
+    """RMSNorm of every head of q and k before RoPE, with one weight for q and one per K projection; phi reads normalised keys."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.geometry, BlockGeometry):

@@ -1,12 +1,13 @@
 """Keys and values of past tokens, per branch, for chunked prefill and decode.
 
 The selected branch keeps every token, the sliding branch a ring of the last w (and what a rollback may need), the
-compressed branch its finished blocks and a ring of the raw tokens that unfinished blocks still need. Nothing here waits
+compressed branch its finished blocks and a ring of the raw tokens that unfinished blocks still need. Where the branches share
+their keys and values, the sliding branch reads the selected one's store and has no ring. Nothing here waits
 for a GPU: lengths live on the device, and a host-side bound on them guards against overflow. The cache holds no
 autograd graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,9 +72,10 @@ class NSACache:
         self.max_seqlen = max_seqlen
         self.max_rollback = max_seqlen if keep_raw else max_rollback
         self.tail_size = config.geometry.compression_block_size - 1
-        self.window_tail_size = min(config.geometry.window_size, max_seqlen) - 1
+        self.window_tail_size = min(config.geometry.window_size - 1, max_seqlen)
         self.keys: dict[str, Tensor] = {}
-        """Stores (B, rows, G, D_k): "cmp" blocks, "slc" tokens, and the rings "win" and "raw", which hold position p in row p % rows."""
+        """Stores (B, rows, G, D_k): "cmp" blocks, "slc" tokens, and the rings "win" (none where "slc" serves both) and "raw", which hold
+        position p in row p % rows."""
         self.values: dict[str, Tensor] = {}
         for name, size in self._store_sizes().items():
             shape = (batch_size, size, config.num_kv_heads if num_kv_heads is None else num_kv_heads)
@@ -99,9 +101,14 @@ class NSACache:
             sizes["raw"] = max(min(self.tail_size + self.max_rollback, longest), 1)
         if "slc" in branches:
             sizes["slc"] = longest
-        if "win" in branches:
+        if "win" in branches and not self._window_reads_all:
             sizes["win"] = max(min(self.window_tail_size + self.max_rollback, longest), 1)
         return sizes
+
+    @property
+    def _window_reads_all(self) -> bool:
+        """Return True where the sliding branch reads the selected branch's store, which holds the same keys and values."""
+        return self.config.kv == "shared" and {"slc", "win"} <= set(self.config.branches)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,9 +172,15 @@ class NSACache:
         store = self.keys[name]
         return NewRows(Keys(store, self.values.get(name, store), step.bound, ring=name in RINGS), k, v)
 
-    def window(self, new: NewRows, step: Step) -> Keys:
-        """Return the keys that the sliding branch reads: the ring, or a copy of its last tokens and the new ones behind them."""
-        if step.in_place:
+    def window(self, rows: Mapping[str, NewRows], step: Step) -> Keys | None:
+        """Return the keys that the sliding branch reads of a step's `rows` by store; None without the branch.
+
+        They are the selected branch's store where the two share it, else the ring, or a copy of its last tokens and the new ones behind them.
+        """
+        if "win" not in self.config.branches:
+            return None
+        new = rows["slc" if self._window_reads_all else "win"]
+        if self._window_reads_all or step.in_place:
             return new.store
         assert new.v is not None
         most, tail = self.window_tail_size, step.start.clamp(max=self.window_tail_size)

@@ -1,6 +1,7 @@
 """The attention layer: projections, compression, gates and the cache around `nsa_attention`."""
 
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,11 +42,20 @@ class HeadNorm(nn.RMSNorm):
         return nn.functional.rms_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
+def _of(module: nn.Module, branch: str) -> nn.Module:
+    """Return the module of `branch`: `module` itself where all branches share it."""
+    return module[branch] if isinstance(module, nn.ModuleDict) else module
+
+
 class NativeSparseAttention(nn.Module):
     """Native Sparse Attention as a drop-in layer: x (B, S, hidden_size) -> (B, S, hidden_size) (arXiv 2502.11089).
 
     One shared query projection, keys and values of their own per branch (section 3.3.3). Without the compressed branch
     its keys still choose blocks; as nothing trains them then, they are frozen.
+
+    With `kv="shared"` one `k_proj` and one `v_proj` serve all branches, under the names and shapes of dense attention: the selected and
+    the sliding branch read the same rotated keys and the same values, the compressed branch reads phi of the keys and of the values.
+    Without the compressed branch phi of the trained keys chooses blocks; phi's own parameters are frozen then.
     """
 
     def __init__(self, config: NSAConfig, *, registry: BackendRegistry | None = None) -> None:
@@ -58,27 +68,47 @@ class NativeSparseAttention(nn.Module):
         hidden, kv_heads = config.hidden_size, config.num_kv_heads
         self.q_proj = nn.Linear(hidden, config.num_heads * config.head_dim_qk, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim_v, hidden, bias=False)
-        with_keys = [branch for branch in ("cmp", "slc", "win") if branch in config.branches or self._chooses_only(branch)]
-        self.k_proj = nn.ModuleDict({name: nn.Linear(hidden, kv_heads * config.head_dim_qk, bias=False) for name in with_keys})
-        self.v_proj = nn.ModuleDict({name: nn.Linear(hidden, kv_heads * config.head_dim_v, bias=False) for name in config.branches})
-        if config.qk_norm:
-            self.q_norm = HeadNorm(config.head_dim_qk)
-            self.k_norm = nn.ModuleDict({name: HeadNorm(config.head_dim_qk) for name in with_keys})
+        self._build_keys_values(config)
         self.gate = GateMLP(hidden, config.num_heads, config.gate_hidden_size)
         self.rope = RotaryEmbedding(config.head_dim_qk, config.rope_theta, config.rope_scaling)
-        if "cmp" in with_keys:
+        if self._has_compressed_keys:
             self.compress_k = build_compressor(config.compressor, kv_heads, config.head_dim_qk, config.geometry)
         if "cmp" in config.branches:
             self.compress_v = build_compressor(config.compressor, kv_heads, config.head_dim_v, config.geometry)
-        if self._chooses_only("cmp"):
-            self.k_proj["cmp"].requires_grad_(False)
-            self.compress_k.requires_grad_(False)
-            if config.qk_norm:
-                self.k_norm["cmp"].requires_grad_(False)
+        if self._only_chooses:
+            self._freeze_choice()
 
-    def _chooses_only(self, branch: str) -> bool:
-        """Return True for compressed keys that exist only to choose blocks."""
-        return branch == "cmp" and "cmp" not in self.config.branches and "slc" in self.config.branches
+    def _build_keys_values(self, config: NSAConfig) -> None:
+        """Make `k_proj`, `v_proj` and `k_norm`: modules where all branches share them, else one of each by branch."""
+
+        def by_branch(make: Callable[[], nn.Module], branches: Iterable[str]) -> nn.Module:
+            return make() if config.kv == "shared" else nn.ModuleDict({name: make() for name in branches})
+
+        hidden, kv_heads, dim_qk, dim_v = config.hidden_size, config.num_kv_heads, config.head_dim_qk, config.head_dim_v
+        with_keys = [branch for branch in BRANCHES if branch in config.branches or (branch == "cmp" and self._only_chooses)]
+        self.k_proj = by_branch(lambda: nn.Linear(hidden, kv_heads * dim_qk, bias=False), with_keys)
+        self.v_proj = by_branch(lambda: nn.Linear(hidden, kv_heads * dim_v, bias=False), config.branches)
+        if config.qk_norm:
+            self.q_norm = HeadNorm(dim_qk)
+            self.k_norm = by_branch(lambda: HeadNorm(dim_qk), with_keys)
+
+    @property
+    def _only_chooses(self) -> bool:
+        """Return True where compressed keys exist only to choose blocks."""
+        return "slc" in self.config.branches and "cmp" not in self.config.branches
+
+    @property
+    def _has_compressed_keys(self) -> bool:
+        return "cmp" in self.config.branches or "slc" in self.config.branches
+
+    def _freeze_choice(self) -> None:
+        """Freeze what the choice of blocks alone reads, as no gradient comes from there."""
+        self.compress_k.requires_grad_(False)
+        if self.config.kv == "shared":
+            return
+        _of(self.k_proj, "cmp").requires_grad_(False)
+        if self.config.qk_norm:
+            _of(self.k_norm, "cmp").requires_grad_(False)
 
     def new_cache(
         self,
@@ -108,7 +138,7 @@ class NativeSparseAttention(nn.Module):
 
     def _num_kv_heads(self) -> int:
         """Return the KV heads that this rank's projections give: all, or with tensor parallelism a share."""
-        weight: Any = next(iter(self.k_proj.values())).weight
+        weight: Any = next(self.k_proj.parameters())
         local = weight.to_local() if hasattr(weight, "to_local") else weight
         return int(local.shape[0]) // self.config.head_dim_qk
 
@@ -171,11 +201,8 @@ class NativeSparseAttention(nn.Module):
         total = x.shape[1]
         positions = torch.arange(total, device=x.device) if cu_seqlens is None else positions_from_cu_seqlens(cu_seqlens, total)
         tables = self.rope.tables(positions)
-        pairs = {
-            "_cmp": self._compress_whole(x, tables, cu_seqlens),
-            "_slc": self._keys_values(x, "slc", tables),
-            "_win": self._keys_values(x, "win", tables),
-        }
+        rows = self._keys_values(x, tables)
+        pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
         queries, keys, _ = place(self._queries(x, tables), pairs, self.config.geometry, keywords)
         return self._attend(x, positions.expand(x.shape[0], total), queries, keys["_cmp"], keys["_slc"], keys["_win"], (self.telemetry,))
 
@@ -183,37 +210,46 @@ class NativeSparseAttention(nn.Module):
         q = split_heads(self.q_proj(x), self.config.head_dim_qk)
         return rotate(self.q_norm(q) if self.config.qk_norm else q, tables)
 
-    def _compress_whole(self, x: Tensor, tables: RopeTables, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _compress_whole(self, keys: Tensor | None, values: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return phi of the tokens' keys and values, rotated as the config says."""
         geometry = self.config.geometry
-        keys, values = self._raw_compressed(x, tables)
         if keys is None:
             return None, None
-        windows = block_windows(keys, geometry, cu_seqlens)
+        # a choice carries no gradient, so nothing is kept for one
+        windows = block_windows(keys.detach() if self._only_chooses else keys, geometry, cu_seqlens)
         k_cmp = self._rotate_blocks(self.compress_k(windows.tokens), windows.last_positions)
         v_cmp = None if values is None else self.compress_v(block_windows(values, geometry, cu_seqlens).tokens)
         return k_cmp, v_cmp
 
-    def _raw_compressed(self, x: Tensor, tables: RopeTables) -> tuple[Tensor | None, Tensor | None]:
-        """Return the tokens that phi reads; its keys are rotated only where the config says so."""
-        if "cmp" not in self.k_proj:
-            return None, None
-        keys = self._keys(x, "cmp")
-        if self.config.compressed_rope == "tokens":
-            keys = rotate(keys, tables)
-        return keys, split_heads(self.v_proj["cmp"](x), self.config.head_dim_v) if "cmp" in self.v_proj else None
-
     def _rotate_blocks(self, k_cmp: Tensor, last_positions: Tensor) -> Tensor:
         return rotate(k_cmp, self.rope.tables(last_positions)) if self.config.compressed_rope == "block_end" else k_cmp
 
-    def _keys_values(self, x: Tensor, branch: str, tables: RopeTables) -> tuple[Tensor | None, Tensor | None]:
-        if branch not in self.v_proj:
-            return None, None
-        return rotate(self._keys(x, branch), tables), split_heads(self.v_proj[branch](x), self.config.head_dim_v)
+    def _keys_values(self, x: Tensor, tables: RopeTables) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """Return k and v `(B, S, G, D)` of x's tokens by reader: "slc" and "win", keys rotated, and "raw", what phi reads.
+
+        What a branch that is absent would read is None. Readers that share k and v get the same tensors.
+        """
+        branches, on_tokens = self.config.branches, self.config.compressed_rope == "tokens"
+        found: dict[str, tuple[Tensor | None, Tensor | None]] = dict.fromkeys(("raw", "slc", "win"), (None, None))
+        if self.config.kv == "shared":
+            k, v = self._keys(x, "all"), self._values(x, "all")
+            rotated = rotate(k, tables)
+            found |= {name: (rotated, v) for name in ("slc", "win") if name in branches}
+            raw = rotated if on_tokens else k, v if "cmp" in branches else None
+            return found | ({"raw": raw} if self._has_compressed_keys else {})
+        found |= {name: (rotate(self._keys(x, name), tables), self._values(x, name)) for name in ("slc", "win") if name in branches}
+        if self._has_compressed_keys:
+            k = self._keys(x, "cmp")
+            found["raw"] = rotate(k, tables) if on_tokens else k, self._values(x, "cmp") if "cmp" in branches else None
+        return found
 
     def _keys(self, x: Tensor, branch: str) -> Tensor:
         """Return a branch's keys `(B, S, G, D_k)` before RoPE."""
-        keys = split_heads(self.k_proj[branch](x), self.config.head_dim_qk)
-        return self.k_norm[branch](keys) if self.config.qk_norm else keys
+        keys = split_heads(_of(self.k_proj, branch)(x), self.config.head_dim_qk)
+        return _of(self.k_norm, branch)(keys) if self.config.qk_norm else keys
+
+    def _values(self, x: Tensor, branch: str) -> Tensor:
+        return split_heads(_of(self.v_proj, branch)(x), self.config.head_dim_v)
 
     @torch.no_grad()
     def _forward_cached(self, x: Tensor, cache: NSACache, query_count: Tensor | None) -> Tensor:
@@ -222,12 +258,15 @@ class NativeSparseAttention(nn.Module):
             return torch.zeros_like(x)
         positions = step.start.long().unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
         tables = self.rope.tables(positions)
-        new = {name: self._keys_values(x, name, tables) for name in ("slc", "win")} | {"raw": self._raw_compressed(x, tables)}
-        rows = {name: cache.new_rows(name, k, v, step) for name, (k, v) in new.items() if k is not None}
+        rows = {
+            name: cache.new_rows(name, k, v, step)
+            for name, (k, v) in self._keys_values(x, tables).items()
+            if k is not None and name in cache.keys
+        }
         # a ring that would forget what a second try of this step needs takes the new tokens last
         late = tuple(rows[name] for name in RINGS if name in rows and not step.in_place)
         cmp = self._append(cache, rows, step)
-        win = cache.window(rows["win"], step) if "win" in rows else None
+        win = cache.window(rows, step)
         slc = rows["slc"].store if "slc" in rows else None
         queries = Queries(self._queries(x, tables), x.shape[1], None, step.start, step.added)
         out = self._attend(x, positions, queries, cmp, slc, win, (self.telemetry, cache.read_counter))

@@ -48,7 +48,9 @@ def tensor_parallel_plan(layer: NativeSparseAttention) -> dict[str, ParallelStyl
     """Return module name -> style of `layer`, for `torch.distributed.tensor.parallel.parallelize_module`."""
     plan: dict[str, ParallelStyle] = {"q_proj": ColwiseParallel(), "gate.down": ColwiseParallel(), "o_proj": RowwiseParallel()}
     for name in ("k_proj", "v_proj"):
-        plan |= {f"{name}.{branch}": ColwiseParallel() for branch in getattr(layer, name)}
+        module = getattr(layer, name)
+        names = [f"{name}.{branch}" for branch in module] if isinstance(module, nn.ModuleDict) else [name]
+        plan |= {name: ColwiseParallel() for name in names}
     for name, module in layer.named_children():
         if name.startswith("compress_") or name in ("q_norm", "k_norm"):
             plan[name] = ShardedTaps() if isinstance(module, ConvCompressor) else SummedGradients()

@@ -15,6 +15,7 @@ from nsa_core.testing.strategies import shapes
 
 PLACES = {
     "sdpa-float64": Where(dtype=torch.float64),
+    "sdpa-float64-shared-keys": Where(dtype=torch.float64, has_shared_keys=True),
     "sdpa-float32": Where(dtype=torch.float32),
     # packed rows as they lie, where small sizes would be padded to a batch
     "sdpa-float32-not-padded": Where(dtype=torch.float32),

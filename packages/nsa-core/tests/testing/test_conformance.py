@@ -134,11 +134,29 @@ class Composed:
 
 LAYOUTS = ("packed", "cached", "paged", "ragged")
 RINGS = ("float64 cached, ring", "float64 cached, tail")
+SHARED = tuple(f"float64 {layout}, shared k and v" for layout in ("dense", "packed", "cached"))
 
 
 def test_a_fused_backend_is_run_in_every_layout_and_over_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "cases", few_cases("S=53", *(f"float64 {layout}" for layout in LAYOUTS), *RINGS))
-    assert check_backend(Composed()).passed == ("float64 S=53", *(f"float64 {layout}" for layout in LAYOUTS), *RINGS)
+    monkeypatch.setattr(conformance, "cases", few_cases("S=53", *(f"float64 {layout}" for layout in LAYOUTS), *RINGS, *SHARED))
+    assert check_backend(Composed()).passed == ("float64 S=53", *(f"float64 {layout}" for layout in LAYOUTS), *RINGS, *SHARED)
+
+
+@frozen
+class OneBuffer(Composed):
+    """A fused backend that loses a gradient where both branches read the same tensor."""
+
+    def __call__(self, queries: Any, cmp: Any, slc: Any, win: Any, gates: Tensor, **options: Any) -> FusedOutput | Tensor:
+        lost = win._replace(k=win.k.detach()) if slc.k is win.k else win
+        return super().__call__(queries, cmp, slc, lost, gates, **options)
+
+
+def test_a_fused_backend_that_assumes_keys_of_their_own_for_each_branch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("float64 packed", *SHARED))
+    with pytest.raises(
+        ConformanceError, match=r"1 cases passed, 0 declined, 3 failed.*\n  float64 dense, shared k and v: gradient 3 is off by"
+    ):
+        check_backend(OneBuffer())
 
 
 @pytest.mark.parametrize(("case", "is_met"), [("ring", lambda win: win.ring), ("tail", lambda win: win.first is not None)])

@@ -197,6 +197,8 @@ class NSATable(Table):
     branches: tuple[str, ...] = field(default=("cmp", "slc", "win"), converter=_tuple_of_list)
     backends: Any = field(factory=dict)
     """Operation -> backend name; absent operations are routed by "auto"."""
+    kv: str = "separate"
+    """"shared": one K and V for all branches, under the names of the dense twin's; the twin has one as it is."""
     qk_norm: bool = flag(default=False)
     """RMSNorm of every head of q and k before RoPE; the dense twin has it too."""
 

@@ -208,10 +208,28 @@ def _opening_lengths_by_prefix(config: NSAConfig) -> dict[str, int]:
         "slc": 2 if config.geometry.num_selected_blocks * config.geometry.selection_block_size > 1 else sys.maxsize,
         "win": 2 if config.geometry.window_size > 1 else sys.maxsize,
     }
-    lengths = {f"k_proj.{branch}": length for branch, length in keys.items()}
-    lengths |= {"compress_k": keys["cmp"], "v_proj.cmp": size, "compress_v": size}
-    lengths |= {f"k_norm.{branch}": length for branch, length in keys.items()}
-    lengths |= dict.fromkeys(("q_proj", "q_norm"), min(keys[branch] for branch in config.branches))
+    lengths = {"compress_k": keys["cmp"], "compress_v": size}
+    any_branch = min(keys[branch] for branch in config.branches)
+    lengths |= dict.fromkeys(("q_proj", "q_norm"), any_branch)
+    if config.kv == "shared":
+        lengths |= dict.fromkeys(("k_proj", "k_norm"), any_branch)
+    else:
+        lengths |= {f"{name}.{branch}": length for branch, length in keys.items() for name in ("k_proj", "k_norm")}
+        lengths["v_proj.cmp"] = size
+    lengths["gate"] = _opening_length_of_gate(config)
     if config.branches == ("cmp",):
-        lengths |= {"gate": size, "o_proj": size}
+        lengths |= dict.fromkeys(("o_proj", "v_proj"), size)
     return lengths
+
+
+def _opening_length_of_gate(config: NSAConfig) -> int:
+    """Return the tokens from which the gate's output matters: a softmax weighs branches that differ, or nothing moves it."""
+    geometry = config.geometry
+    if config.gate == "sigmoid" and config.branches != ("cmp",):
+        return 1
+    found = [geometry.compression_block_size] if "cmp" in config.branches else []
+    if {"slc", "win"} <= set(config.branches):
+        # of the same keys and values both return the same until one of them leaves tokens out
+        covered = min(geometry.window_size, geometry.num_selected_blocks * geometry.selection_block_size)
+        found.append(covered + 1 if config.kv == "shared" else 1)
+    return min(found)

@@ -21,13 +21,16 @@ blocks.0.attention.compress_k.up.bias blocks.0.attention.compress_k.down.weight 
 blocks.0.attention.compress_v.position blocks.0.attention.compress_v.up.weight blocks.0.attention.compress_v.up.bias
 blocks.0.attention.compress_v.down.weight blocks.0.attention.compress_v.down.bias""",
 }
+OF["shared"] = " ".join([OF["dense"], *(name for name in OF["nsa"].split() if "_proj" not in name)])
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize(
+    ("kind", "override"), [("nsa", "nsa.kv=separate"), ("shared", "nsa.kv=shared"), ("dense", "model.attention=dense")]
+)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_weights_keep_their_names(attention: str, recompute: str) -> None:
-    config = load_config("demo", ["model.n_layers=1", f"model.attention={attention}", f"train.activation_checkpointing={recompute}"])
-    assert set(build_model(config).state_dict()) == set(f"{OF_BOTH} {OF[attention]}".split())
+def test_weights_keep_their_names(kind: str, override: str, recompute: str) -> None:
+    config = load_config("demo", ["model.n_layers=1", override, f"train.activation_checkpointing={recompute}"])
+    assert set(build_model(config).state_dict()) == set(f"{OF_BOTH} {OF[kind]}".split())
 
 
 def test_the_page_of_the_format_names_every_weight() -> None:

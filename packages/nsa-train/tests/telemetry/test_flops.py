@@ -35,10 +35,11 @@ def test_pairs_are_those_of_every_query(length: int, geometry: BlockGeometry) ->
     assert window_pairs(length, geometry) == sum(min(t + 1, geometry.window_size) for t in queries)
 
 
+@pytest.mark.parametrize("kv", ["separate", "shared"])
 @pytest.mark.parametrize(("attention", "compressor"), [("nsa", "mean"), ("nsa", "mlp"), ("dense", "mlp")])
-def test_projections_and_phi_are_what_torch_counts(tiny_config, attention: str, compressor: str) -> None:
+def test_projections_and_phi_are_what_torch_counts(tiny_config, attention: str, compressor: str, kv: str) -> None:
     """torch counts matrix products by shape; attention is left out by its own operators and their decomposed parts."""
-    config = tiny_config(f"model.attention={attention}", f"nsa.compressor={compressor}")
+    config = tiny_config(f"model.attention={attention}", f"nsa.compressor={compressor}", f"nsa.kv={kv}")
     model = build_model(config)
     ids = torch.zeros(1, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -39,6 +39,8 @@ class Case:
     """Factor on q: large logits overflow a softmax that is stabilised by another row's maximum."""
     window: Literal["whole", "ring", "tail"] = "whole"
     """Form of the sliding branch's keys: the whole sequence, a ring, or the last tokens (`Keys.first`)."""
+    has_shared_keys: bool = False
+    """The selected and the sliding branch get the same tensors, as of a layer with `kv="shared"`."""
 
     @property
     def is_step(self) -> bool:
@@ -47,6 +49,8 @@ class Case:
 
     def concerns(self, operation: Operation) -> bool:
         """Return True where `operation` has the operands that the case varies."""
+        if self.has_shared_keys:
+            return operation is Operation.NSA
         return self.window == "whole" or operation in (Operation.WIN, Operation.NSA)
 
 
@@ -77,6 +81,10 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
         for window in ("ring", "tail"):
             shape = evolve(decisive, batch=2, seed=6)
             yield Case(name=f"{kind} cached, {window}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=window)
+        for layout, shape in ((Layout.DENSE, decisive), (Layout.PACKED, packed), (Layout.CACHED, evolve(decisive, batch=2))):
+            yield Case(
+                name=f"{kind} {layout}, shared k and v", shape=evolve(shape, seed=7), dtype=dtype, layout=layout, has_shared_keys=True
+            )
 
 
 def request_of(case: Case, operation: Operation, device: torch.device, *, needs_grad: bool) -> BranchRequest:

@@ -61,7 +61,8 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
     """Return the report of `backend`, forward and (where it offers gradients) backward, against the float64 oracle.
 
     Attention and selection run on dense, packed, cached, paged and ragged batches; WIN and NSA also over a ring and over a
-    window's last tokens. APPEND is compared with a plain loop over steps, CHOOSE with the reference's choice, bit by bit.
+    window's last tokens, and NSA with one k and v for the selected and the sliding branch. APPEND is compared with a plain
+    loop over steps, CHOOSE with the reference's choice, bit by bit.
     float64 within 1e-12 and float32 within 1e-5 of the largest value; bf16 and fp16 within twice the error of torch's
     MATH attention plus 2^-8. Selections must equal the oracle's above the near-tie margin.
 
@@ -136,18 +137,24 @@ def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry
     arrangement, choice = Arrangement(case, problem), _Choice()
     options: dict[str, Any] = {"backend": _by_name(backend), "registry": registry} | ({"observers": (choice,)} if is_fused else {})
 
-    def theirs(*tensors: Tensor) -> Any:
-        return _run_operation(backend.operation, (*tensors, *extra), arrangement, options)
+    def whole(leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # k and v of the selected branch once more
+        return (*leaves[:5], *leaves[3:5], *leaves[5:]) if case.has_shared_keys else leaves
 
-    def oracle(*tensors: Tensor) -> Any:
-        result = _ORACLES[backend.operation](*tensors, *extra, **problem.options)
+    def theirs(*leaves: Tensor) -> Any:
+        return _run_operation(backend.operation, (*whole(leaves), *extra), arrangement, options)
+
+    def oracle(*leaves: Tensor) -> Any:
+        result = _ORACLES[backend.operation](*whole(leaves), *extra, **problem.options)
         return result if is_fused or case.window == "whole" else result.out
 
-    def yardstick(*tensors: Tensor) -> Any:
-        return masks.branch_attention(backend.operation, tensors, problem.block_indices, case.shape)
+    def yardstick(*leaves: Tensor) -> Any:
+        return masks.branch_attention(backend.operation, whole(leaves), problem.block_indices, case.shape)
 
     needs_yardstick = case.dtype in (torch.bfloat16, torch.float16) and not case.is_step
     operands = _operands(backend.operation, problem.inputs)
+    if case.has_shared_keys:
+        operands = (*operands[:5], *operands[7:])
     problems = _compare(backend, operands, kept, theirs, oracle, yardstick if needs_yardstick else None)
     if choice.block_indices is not None:
         problems += _wrong_choices(arrangement.padded(choice.block_indices, -1), problem.block_indices, near)

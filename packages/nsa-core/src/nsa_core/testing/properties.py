@@ -27,15 +27,25 @@ class Where:
     backend: str = "sdpa"
     device: str = "cpu"
     dtype: torch.dtype = torch.float64
+    has_shared_keys: bool = False
+    """Give the selected and the sliding branch the same tensors, as a layer with `kv="shared"` does."""
 
     def inputs(self, shape: Shape) -> Inputs:
         """Return inputs of `shape` for this place."""
         return make_inputs(shape, self.dtype, self.device)
 
+    def tensors(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Return what the branches read of `inputs`. A shared k, or v, has every other column of either branch's, so that both count."""
+        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = inputs.tensors
+        if not self.has_shared_keys:
+            return inputs.tensors
+        k, v = (torch.where(torch.arange(x.shape[-1], device=x.device) % 2 == 0, x, y) for x, y in ((k_slc, k_win), (v_slc, v_win)))
+        return q, k_cmp, v_cmp, k, v, k, v, gates
+
     def attend(self, inputs: Inputs, geometry: BlockGeometry, **options: Any) -> Tensor:
         """Return `nsa_attention` of `inputs` through the backend."""
         options.setdefault("cu_seqlens", inputs.cu_seqlens)
-        return attention.nsa_attention(*inputs.tensors, geometry=geometry, backend=self.backend, **options)
+        return attention.nsa_attention(*self.tensors(inputs), geometry=geometry, backend=self.backend, **options)
 
     def select(self, inputs: Inputs, geometry: BlockGeometry) -> Tensor:
         """Return the blocks that the backend chooses."""
@@ -200,8 +210,7 @@ def check_zero_gate_is_an_absent_branch(shape: Shape, where: Where) -> None:
         gates = inputs.gates.clone()
         gates[..., place] = 0
         closed = where.attend(inputs._replace(gates=gates), shape.geometry)
-        values: Any = {**inputs._asdict(), **dict.fromkeys(absent)}
-        del values["cu_seqlens"]
+        values: Any = {**dict(zip(Inputs._fields, where.tensors(inputs), strict=False)), **dict.fromkeys(absent)}
         without = attention.nsa_attention(**values, geometry=shape.geometry, cu_seqlens=inputs.cu_seqlens, backend=where.backend)
         assert torch.equal(closed, without)
 
@@ -230,7 +239,7 @@ def check_agrees_with_oracle(shape: Shape, where: Where) -> None:
     weights[~rows] = 0
     ours, exact = inputs.with_grad(), inputs.to(torch.float64).with_grad()
     out = where.attend(ours, shape.geometry)
-    expected = naive.nsa_attention(*exact.tensors, geometry=shape.geometry, cu_seqlens=exact.cu_seqlens)
+    expected = naive.nsa_attention(*where.tensors(exact), geometry=shape.geometry, cu_seqlens=exact.cu_seqlens)
     _assert_close(out[rows], expected[rows], where)
     (out * weights.unsqueeze(-1)).sum().backward()
     (expected * weights.double().unsqueeze(-1)).sum().backward()

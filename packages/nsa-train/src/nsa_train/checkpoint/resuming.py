@@ -28,6 +28,7 @@ OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
 """Tables and keys without which the weights would not fit; where an operation runs (nsa.backends) is free."""
 OF_ROWS = ("data.source", "data.packing", "data.shuffle_seed", "train.batch_size", "train.seq_len")
 """Keys that fix the rows, in which the checkpoint has a position; whether the files are the same shows when they are read."""
+NO_CONVERSION = "one K and V for all branches are other weights than a K and V for each"
 
 
 def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything) -> Checkpoint | None:
@@ -147,11 +148,20 @@ def initial_checkpoint(config: RunConfig) -> Checkpoint:
     """
     try:
         checkpoint = open_checkpoint(Path(config.train.init_from or ""))
+        _require_sharing(checkpoint, config)
         advice = f"use the sizes of {checkpoint.path / CONFIG}"
         require_forms(checkpoint.path / MODEL, undrawn_weights(config), of="this recipe", advice=advice)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"train.init_from={config.train.init_from!r}: {error}") from None
     return checkpoint
+
+
+def _require_sharing(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Raise ConfigError where NSA layers share K and V in `config` and not in `checkpoint`, or the other way round."""
+    saved, now = checkpoint.config.nsa.kv, config.nsa.kv
+    are_sparse = all(any(layer.attention == "nsa" for layer in run.pattern()) for run in (checkpoint.config, config))
+    if saved != now and are_sparse:
+        raise ConfigError(f"its weights are those of nsa.kv={toml_value(saved)} ({NO_CONVERSION}); use --set nsa.kv={toml_value(saved)}")
 
 
 def initialize(model: nn.Module, config: RunConfig) -> None:
@@ -206,4 +216,6 @@ def _fixed_keys(config: RunConfig) -> Mapping[str, Any]:
 
 
 def _reason(key: str) -> str:
+    if key == "nsa.kv":
+        return NO_CONVERSION
     return "its position is one in other rows" if key in OF_ROWS else "its weights would not fit"
