@@ -24,7 +24,7 @@ Backends = str | Mapping[str, str]
 
 
 class Call(NamedTuple):
-    """What the operations of one call share."""
+    """Settings that the operations of one call share."""
 
     geometry: BlockGeometry
     scale: float
@@ -149,7 +149,7 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
 
 
 def _are_aligned(operands: tuple[Any, ...]) -> bool:
-    """Return False where an operand on a CUDA device starts off a multiple of 16 bytes; a graph being traced cannot tell."""
+    """Return False where an operand on a CUDA device starts off a multiple of 16 bytes; a graph being traced has no addresses and returns True."""
     if not operands[0].q.is_cuda or torch.compiler.is_compiling():
         return True
     tensors = [operands[0].q, *(x for keys in operands[1:] if isinstance(keys, Keys) for x in (keys.k, keys.v))]

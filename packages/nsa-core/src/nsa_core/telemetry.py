@@ -1,4 +1,4 @@
-"""What a layer did: gates, chosen blocks, reads, routes. Nothing is computed unless a `LayerTelemetry` is attached.
+"""Records of a layer's pass: gates, chosen blocks, reads, routes. Nothing is computed unless a `LayerTelemetry` is attached.
 
 Figures about gates are taken on shares g_b / sum g over the branches that exist, with the natural logarithm; tokens
 that see no compressed block are left out.
@@ -38,7 +38,7 @@ def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometr
 
 
 class AttentionObserver:
-    """Is told of an `nsa_attention` while it runs; every method does nothing until it is overridden."""
+    """Callbacks of a running `nsa_attention`; every method does nothing until it is overridden."""
 
     needs_branches = False
     """True: it wants each branch's output, so the branches run one by one."""

@@ -1,4 +1,4 @@
-"""What a graph being traced by torch.compile needs to know."""
+"""A mark for functions whose results are constants of a graph that torch.compile traces."""
 
 from collections.abc import Callable
 from typing import TypeVar

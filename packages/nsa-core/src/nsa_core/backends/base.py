@@ -16,7 +16,7 @@ from nsa_core.config import BlockGeometry
 
 
 class Operation(StrEnum):
-    """What a backend implements; the protocols below give the operands of each as types."""
+    """An operation that a backend implements; the protocols below give the operands of each as types."""
 
     CMP = "cmp"
     """Compressed attention, Eq. 7, 8: (queries, cmp) -> BranchOutput."""
@@ -35,7 +35,7 @@ class Operation(StrEnum):
 
 
 class Layout(StrEnum):
-    """How sequences lie in the tensors; `layout_of` tells it from operands."""
+    """How sequences lie in the tensors; `layout_of` returns the layout of operands."""
 
     DENSE = "dense"
     """B sequences of S tokens; query t is row t."""
@@ -82,7 +82,7 @@ class Keys(NamedTuple):
     ring: bool = False
     """True: the row of position p is p % T, so that the last T tokens are there."""
     k_scale: Tensor | None = None
-    """Of FP8 stores: float32, k's shape without the last dimension; a stored number times it is the key."""
+    """FP8 stores only: float32, k's shape without the last dimension; a stored number times it is the key."""
     v_scale: Tensor | None = None
 
 
@@ -125,7 +125,7 @@ class Reason:
 
 @frozen(kw_only=True)
 class BranchRequest:
-    """What an operation is asked to do, in plain hashable numbers.
+    """A call of an operation, in plain hashable numbers.
 
     Lengths are host bounds: `num_queries` rows per batch entry (packed: the total), `num_keys` tokens of the longest
     sequence. Under torch.compile lengths are rounded up to a power of 8, so that one graph serves many; over a store
@@ -139,7 +139,7 @@ class BranchRequest:
     compute_capability: tuple[int, int] | None = None
     """(major, minor) of a CUDA device, None elsewhere."""
     dtype: torch.dtype = torch.float32
-    """Of q."""
+    """The dtype of q."""
     kv_dtype: torch.dtype = torch.float32
     batch: int = 1
     num_sequences: int = 1
@@ -152,21 +152,21 @@ class BranchRequest:
     layout: Layout = field(default=Layout.DENSE, converter=Layout)
     needs_grad: bool = False
     is_aligned: bool = True
-    """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; told apart on a CUDA device alone."""
+    """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices alone."""
     deterministic: bool = False
     """True under `torch.use_deterministic_algorithms`: gradients must be bit-identical from run to run."""
 
 
 @frozen(kw_only=True)
 class Capability:
-    """What a backend can do, as data; None means no limit. `reasons_against` turns it into sentences."""
+    """The abilities of a backend, as data; None means no limit. `reasons_against` turns it into sentences."""
 
     device_types: tuple[str, ...] | None = None
     min_compute_capability: tuple[int, int] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
-    """Of q, k and v."""
+    """Dtypes of q, k and v."""
     stored_dtypes: tuple[torch.dtype, ...] = ()
-    """Of k and v alone, such as FP8 stores with scales."""
+    """Dtypes of k and v alone, such as FP8 stores with scales."""
     layouts: tuple[Layout, ...] = tuple(Layout)
     gradient: bool = True
     """False: forward only."""
@@ -213,7 +213,7 @@ class BranchOutput(NamedTuple):
 
 
 class FusedOutput(NamedTuple):
-    """What a fused operation returns: the gated sum, and the choice that observers of reads and selections want."""
+    """The gated sum of a fused operation, and the choice that observers of reads and selections want."""
 
     out: Tensor
     """(B, S, H, D_v), q's dtype."""
@@ -233,7 +233,7 @@ class NewRows(NamedTuple):
 
 
 class NewBlocks(NamedTuple):
-    """What emits the compressed blocks that a step completes."""
+    """Stores and functions with which a step emits the compressed blocks that it completes."""
 
     store: Keys
     """The compressed keys and values, written in place."""

@@ -26,7 +26,7 @@ _TRAINED: dict[type, int] = {Tensor: 1, Queries: 1, Keys: 2}
 _OTHERS: dict[type, tuple[bool, ...]] = {Tensor: ()} | {
     kind: tuple(hint not in (int, bool) for hint in list(kind.__annotations__.values())[_TRAINED[kind] :]) for kind in (Queries, Keys)
 }
-"""Of the other fields: True for an optional tensor, False for a number."""
+"""The other fields: True for an optional tensor, False for a number."""
 
 geometry_of = cache(BlockGeometry)
 """The geometry of the numbers of `BlockGeometry.as_tuple`; to make one is to check it."""

@@ -84,7 +84,7 @@ class RoutingDecision:
 
     request: BranchRequest
     backend: str
-    """What was asked for: "auto" or a name."""
+    """The backend that was asked for: "auto" or a name."""
     chosen: str | None
     """The name of the backend that serves it; None where none does."""
     candidates: tuple[Candidate, ...]
@@ -110,7 +110,7 @@ class BackendRegistry:
         """
         self.backends: list[BranchBackend] = []
         self.observers: list[RouteObserver] = []
-        """Told of every choice that a call makes."""
+        """Called at every choice that a call makes."""
         self._routes: dict[tuple[Any, ...], int] = {}
         self._warned: set[int] = set()
         for backend in backends:
@@ -168,9 +168,9 @@ class BackendRegistry:
 
     @constant_when_traced
     def resolve_index(self, backend: str, optional: bool, *facts: Any) -> int:
-        """Return the index in `backends` of the choice for the request of `facts`, the fields of RequestFacts; tell the observers.
+        """Return the index in `backends` of the choice for the request of `facts`, the fields of RequestFacts, and call the observers.
 
-        Takes and returns constants only, so that a compiled graph can ask while it is traced; observers are told then. `optional`:
+        Takes and returns constants only, so that a compiled graph can ask while it is traced; observers are called then. `optional`:
         -1 where "auto" finds no eligible backend, instead of an error.
         """
         # the request itself, with its checks, is made at the first of such calls alone

@@ -38,7 +38,7 @@ class BrokenPlugin:
 
 @frozen(kw_only=True)
 class Plugins:
-    """What was found: plug-ins in the order of registration, the built-in one first."""
+    """The plug-ins that were found, in the order of registration, the built-in one first."""
 
     loaded: tuple[LoadedPlugin, ...]
     broken: tuple[BrokenPlugin, ...]

@@ -1,4 +1,4 @@
-"""Where query rows stand, as tensors: the one place that tells the layouts apart."""
+"""Where query rows stand, as tensors: the one place that distinguishes the layouts."""
 
 from typing import NamedTuple
 

@@ -38,7 +38,7 @@ EQUAL_BLOCKS = evolve(ONE_LOCAL, compression_block_size=4, compression_stride=2)
 
 @frozen(kw_only=True)
 class Shape:
-    """What inputs to make. `lengths` packs sequences (then batch is 1 and num_queries their sum)."""
+    """Sizes of inputs to make. `lengths` packs sequences (then batch is 1 and num_queries their sum)."""
 
     geometry: BlockGeometry = SMALL
     batch: int = 1

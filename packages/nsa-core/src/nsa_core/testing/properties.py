@@ -1,4 +1,4 @@
-"""What must hold of every backend, as functions that a test calls with drawn shapes.
+"""Properties of every backend, as functions that a test calls with drawn shapes.
 
 Each takes a `Shape` and where to run, and raises AssertionError. The backend is asked for by name, so what ran is what
 was meant. Tokens are rows of q and of the keys; a compressed block stands at its last token.
