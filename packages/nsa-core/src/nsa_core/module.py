@@ -138,9 +138,9 @@ class NativeSparseAttention(nn.Module):
 
     def _num_kv_heads(self) -> int:
         """Return the KV heads that this rank's projections give: all, or with tensor parallelism a share."""
-        weight: Any = next(self.k_proj.parameters())
-        local = weight.to_local() if hasattr(weight, "to_local") else weight
-        return int(local.shape[0]) // self.config.head_dim_qk
+        projection: Any = next(module for module in self.k_proj.modules() if isinstance(module, nn.Linear))
+        # not the rows of its weight, which FSDP cuts as well
+        return self.config.num_kv_heads // int(getattr(projection, "num_shares", 1))
 
     def forward(
         self,

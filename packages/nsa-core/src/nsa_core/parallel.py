@@ -17,6 +17,15 @@ from nsa_core.errors import ConfigError
 from nsa_core.module import NativeSparseAttention
 
 
+class ColwiseHeads(ColwiseParallel):
+    """`ColwiseParallel` for keys and values; the projection notes the number of ranks, so that a cache holds this rank's heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        found = super()._apply(module, device_mesh)
+        found.num_shares = device_mesh.size()  # type: ignore[assignment]
+        return found
+
+
 class SummedGradients(ParallelStyle):
     """For a module whose parameters are the same on all ranks and whose inputs are a rank's own heads: sums the gradients of all ranks."""
 
@@ -50,7 +59,7 @@ def tensor_parallel_plan(layer: NativeSparseAttention) -> dict[str, ParallelStyl
     for name in ("k_proj", "v_proj"):
         module = getattr(layer, name)
         names = [f"{name}.{branch}" for branch in module] if isinstance(module, nn.ModuleDict) else [name]
-        plan |= {name: ColwiseParallel() for name in names}
+        plan |= {name: ColwiseHeads() for name in names}
     for name, module in layer.named_children():
         if name.startswith("compress_") or name in ("q_norm", "k_norm"):
             plan[name] = ShardedTaps() if isinstance(module, ConvCompressor) else SummedGradients()

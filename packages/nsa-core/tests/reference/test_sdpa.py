@@ -47,7 +47,7 @@ def test_every_operation_conforms_to_the_oracle(backend: sdpa.SDPABackend) -> No
     assert not report.declined
     if backend.operation is Operation.SELECT:
         # scores decide a quarter of the kit's choices, and nearly all of those are compared
-        assert report.decided >= sum(map(num_choices, cases())) / 4
+        assert report.decided >= sum(num_choices(case) for case in cases() if case.concerns(Operation.SELECT)) / 4
         assert report.near_ties <= 0.03 * report.decided
         assert f"{report.near_ties} of {report.decided} rows near a tie" in str(report)
 
