@@ -243,6 +243,9 @@ def _check_blocks(x: Keys, queries: Queries, tokens: int, geometry: BlockGeometr
 def _check_pages(name: str, x: Keys, queries: Queries, stride: int) -> None:
     """Pages up to each sequence's last query row must exist, each once; entries beyond are never read."""
     assert queries.start is not None and x.page_table is not None
+    if not checks.can_read(x.page_table):
+        # on a GPU a tensor made of a Python number would wait for its copy
+        return
     rows = _row_counts(queries)
     last_tokens = torch.where(torch.as_tensor(rows, device=queries.start.device) > 0, queries.start + rows, 0)
     if x.ring or x.first is not None:
