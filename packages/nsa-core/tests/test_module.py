@@ -19,6 +19,7 @@ from nsa_core import (
     LayerTelemetry,
     NativeSparseAttention,
     NSAConfig,
+    checks,
     compressed_attention,
     nsa_attention,
 )
@@ -594,3 +595,12 @@ def test_an_input_or_cache_of_another_dtype_is_refused():
 def test_placement_that_does_not_fit_x_is_refused(random_layer, random_input, options, message):
     with pytest.raises(InputError, match=message):
         random_layer(CONFIG)(random_input(2, 9, 8), **options)
+
+
+def test_the_bounds_of_a_packed_call_are_checked_once(random_layer, random_input, monkeypatch):
+    checked, check = [], checks.check_cu_seqlens
+    monkeypatch.setattr(checks, "check_cu_seqlens", lambda *arguments: (checked.append(arguments), check(*arguments)))
+
+    random_layer(CONFIG)(random_input(1, 9, 8), cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
+
+    assert len(checked) == 1

@@ -232,12 +232,21 @@ def attend(
     check_kinds(queries, {"_cmp": cmp, "_slc": slc, "_win": win})
     queries = queries._replace(q=_autocast(queries.q)[0])
     cmp, slc, win = (x and x._replace(k=_autocast(x.k)[0], v=_autocast(x.v)[0]) for x in (cmp, slc, win))
+    check_placement(queries, {"_cmp": cmp, "_slc": slc, "_win": win}, geometry)
+    call = make_call(queries.q, geometry, scale, backend, registry, observers)
+    return attend_placed(queries, cmp, slc, win, gates, absent, call)
+
+
+def attend_placed(
+    queries: Queries, cmp: Keys | None, slc: Keys | None, win: Keys | None, gates: Tensor, absent: tuple[str, ...], call: Call
+) -> Tensor:
+    """Return `attend` of operands whose types and shapes are right by construction, as the layer's are; extents and values are checked."""
+    queries = queries._replace(q=_autocast(queries.q)[0])
+    cmp, slc, win = (x and x._replace(k=_autocast(x.k)[0], v=_autocast(x.v)[0]) for x in (cmp, slc, win))
     keys = {"_cmp": cmp, "_slc": slc, "_win": win}
-    check_placement(queries, keys, geometry)
     left_out = tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None)
     _check_pairs({ending: (x and x.k, None if ending[1:] in left_out else x and x.v) for ending, x in keys.items()})
-    check_operands(queries, keys, geometry)
-    call = make_call(queries.q, geometry, scale, backend, registry, observers)
+    check_operands(queries, keys, call.geometry)
     return _gated_attention(queries, cmp, slc, win, gates, left_out, call)
 
 

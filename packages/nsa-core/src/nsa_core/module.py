@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from nsa_core import blocks, checks
-from nsa_core.attention import append_rows, attend
+from nsa_core.attention import append_rows, attend_placed
 from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.compression import block_windows, build_compressor
 from nsa_core.config import BRANCHES, NSAConfig
+from nsa_core.dispatch import make_call
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
@@ -225,9 +226,9 @@ class NativeSparseAttention(nn.Module):
         return rotate(k_cmp, self.rope.tables(last_positions)) if self.config.compressed_rope == "block_end" else k_cmp
 
     def _keys_values(self, x: Tensor, tables: RopeTables) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        """Return k and v `(B, S, G, D)` of x's tokens by reader: "slc" and "win", keys rotated, and "raw", what phi reads.
+        """Return k and v `(B, S, G, D)` of x's tokens by reader: "slc" and "win" with rotated keys, and "raw" for phi.
 
-        What a branch that is absent would read is None. Readers that share k and v get the same tensors.
+        An absent branch has None. Readers that share k and v get the same tensors.
         """
         branches, on_tokens = self.config.branches, self.config.compressed_rope == "tokens"
         found: dict[str, tuple[Tensor | None, Tensor | None]] = dict.fromkeys(("raw", "slc", "win"), (None, None))
@@ -306,17 +307,9 @@ class NativeSparseAttention(nn.Module):
         if self.telemetry is not None:
             is_row = torch.arange(x.shape[1], device=x.device) < (x.shape[1] if queries.count is None else queries.count.unsqueeze(1))
             self.telemetry.record_gates(gates, has_compressed & is_row, config.branches)
-        out = attend(
-            queries,
-            cmp,
-            slc,
-            win,
-            gates,
-            geometry=config.geometry,
-            absent=tuple(name for name in BRANCHES if name not in config.branches),
-            backend=config.backends,
-            registry=self.registry,
-            observers=tuple(observer for observer in observers if observer is not None),
-        )
+        present = tuple(observer for observer in observers if observer is not None)
+        call = make_call(queries.q, config.geometry, None, config.backends, self.registry, present)
+        absent = tuple(name for name in BRANCHES if name not in config.branches)
+        out = attend_placed(queries, cmp, slc, win, gates, absent, call)
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected

@@ -37,14 +37,13 @@ def check_placement(queries: Queries, keys: Mapping[str, Keys | None], geometry:
     """
     q, cu_seqlens = queries.q, queries.cu_seqlens
     _check_bound("queries", queries.max_count)
-    num_sequences = q.shape[0]
+    num_sequences, longest = q.shape[0], q.shape[1]
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q, None)
         num_sequences = cu_seqlens.shape[0] - 1
+        longest = int(cu_seqlens.diff().max()) if checks.can_read(cu_seqlens) and num_sequences else 0
         if queries.count is not None:
             raise InputError("queries has cu_seqlens and count (ragged and packed rows all count); drop one")
-    longest = int(cu_seqlens.diff().max()) if cu_seqlens is not None and checks.can_read(cu_seqlens) and num_sequences else 0
-    longest = q.shape[1] if cu_seqlens is None else longest
     if queries.max_count < longest:
         raise InputError(f"queries.max_count={queries.max_count} is below the longest sequence's rows, {longest}; use {longest} or more")
     for name, x in (("start", queries.start), ("count", queries.count)):
@@ -70,6 +69,7 @@ def _check_keys(queries: Queries, x: Keys, ending: str, num_sequences: int, geom
     q, is_step, name = queries.q, queries.start is not None, f"k{ending}"
     _check_bound(name, x.max_count)
     paged, table = x.page_table is not None, x.page_table
+    # the batch of ragged rows is not q's: it is checked below
     checks.check_pair(q, x.k, x.v, ending, paged=True, stored=x.k_scale is not None)
     batch = num_sequences if is_step else q.shape[0]
     if not paged and x.k.shape[0] != batch:

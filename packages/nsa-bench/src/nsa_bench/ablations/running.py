@@ -43,12 +43,12 @@ class Place:
 
     @property
     def log(self) -> Path:
-        """What the run printed."""
+        """The output of the run."""
         return self.root / "logs" / f"{self.trial.name}.log"
 
     @property
     def judged(self) -> Path:
-        """What the trained model does on its held-out rows; there once the trial is finished."""
+        """The judgement of the trained model on its held-out rows; there once the trial is finished."""
         return self.run.root / JUDGED
 
 
