@@ -243,6 +243,8 @@ class TrainTable(Table):
     """Checkpoints kept, the newest; 0: all."""
     async_save: bool = flag(default=False)
     """Write checkpoints in the background; a save then waits only for the copy to host memory."""
+    samples: bool = flag(default=True)
+    """Write samples of the model's text before the first step and after the last."""
     init_from: str | None = optional_text(example="'runs/short'")
     """Run or step-N directory whose weights a new run begins with; rows, schedule, RoPE scaling and block sizes may be others
     where the shapes of the weights allow it. A run that is resumed has its own."""

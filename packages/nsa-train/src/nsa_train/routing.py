@@ -96,7 +96,9 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
 
     def uses(operation: Operation) -> Uses:
         training = _training_requests(config, operation, machine)
-        samples = {"the samples of this run": _sampling_requests(training)}
+        samples: dict[str, tuple[BranchRequest, ...]] = {}
+        if config.train.samples:
+            samples["the samples of this run"] = _sampling_requests(training)
         if operation in STEP_OPERATIONS:
             return samples
         return {"this run": tuple(one for request in training for one in (request, evolve(request, needs_grad=False))), **samples}
@@ -143,8 +145,8 @@ def _operations(config: RunConfig) -> list[Operation]:
 
 
 def _used_operations(config: RunConfig) -> list[Operation]:
-    """Return the operations that training and samples of `config` run."""
-    return [*_operations(config), *STEP_OPERATIONS]
+    """Return the operations that training and samples of `config` run; a run without samples appends nothing to a cache."""
+    return [*_operations(config), *(STEP_OPERATIONS if config.train.samples else ())]
 
 
 def _layers_with(config: RunConfig, operation: Operation) -> list[NSAConfig]:

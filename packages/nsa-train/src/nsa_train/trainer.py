@@ -363,7 +363,9 @@ class Trainer:
             owner.load_state_dict(counters[name])
 
     def _write_samples(self, name: str) -> None:
-        """Let all ranks draw the same text, which shards need, and rank 0 write it."""
+        """Let all ranks draw the same text, which shards need, and rank 0 write it, unless train.samples is off."""
+        if not self.config.train.samples:
+            return
         self.recorder.began("sample", self.recorder.step)
         with self._eagerly(is_wanted=True), self._autocast():
             path = self.recorder.paths.samples / name

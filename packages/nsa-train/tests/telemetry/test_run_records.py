@@ -113,6 +113,21 @@ def test_samples_show_prompts_of_held_out_text(tiny_run: Any, tiny_text: Path) -
     assert before != after
 
 
+def test_a_run_without_samples_draws_none(
+    tmp_path: Path, tiny_recipe: Path, recorded: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa_train.cli import run_command
+
+    def draw(*arguments: Any, **named: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("nsa_train.telemetry.samples.generate", draw)
+    assert run_command(["run", str(tiny_recipe), "--set", "train.samples=false", "--out", str(tmp_path / "run")]) == 0
+    run = recorded(tmp_path / "run")
+    assert not run.samples.exists()
+    assert run.report.is_file()
+
+
 def test_synthetic_data_say_so_in_every_artifact(
     tmp_path: Path, tiny_recipe: Path, recorded: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
