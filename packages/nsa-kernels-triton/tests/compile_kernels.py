@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from nsa_core import BlockGeometry, Operation
 from nsa_core.backends.base import Keys, Queries
-from nsa_core.blocks import num_compressed_blocks
+from nsa_core.blocks import num_compressed_blocks, num_selection_blocks
 from nsa_kernels_triton import device
 from nsa_kernels_triton.plugin import TritonBackend
 
@@ -113,6 +113,10 @@ def run_case(
     }
     for operation in map(Operation, operations):
         backend = TritonBackend(operation=operation)
+        if operation is Operation.CHOOSE:
+            scores = torch.zeros(length, num_kv_heads, num_selection_blocks(length, geometry))
+            backend(scores, None, torch.arange(length), num_kv_heads, geometry=geometry)
+            continue
         with torch.no_grad():
             backend(queries, *others[operation], geometry=geometry, scale=0.1)
         found = backend(queries, *others[operation], geometry=geometry, scale=0.1)

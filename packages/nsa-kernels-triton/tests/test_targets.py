@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa_core import Operation
 from nsa_kernels_triton.device import shared_memory_bytes
 from nsa_kernels_triton.pipelines import has_gluon
+from nsa_kernels_triton.plugin import nsa_branch_backends
 
 PROGRAM = Path(__file__).parent / "compile_kernels.py"
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
@@ -90,4 +90,5 @@ MORE = [
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("capability", "head_dims", "cases"), MORE, ids=str)
 def test_every_kernel_compiles_in_more_cases(without_interpreter, capability, head_dims, cases):
-    assert_within_shared_memory(compiled(without_interpreter, capability, head_dims, tuple(Operation), *cases), capability)
+    operations = [backend.operation for backend in nsa_branch_backends()]
+    assert_within_shared_memory(compiled(without_interpreter, capability, head_dims, operations, *cases), capability)
