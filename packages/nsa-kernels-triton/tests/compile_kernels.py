@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one tile": {"length": 1, "num_heads": 16, "num_kv_heads": 1},
     "one packed token": {"length": 1, "layout": "packed"},
     "one cached token": {"length": 1, "layout": "cached"},
-    # a few rows over all that a cache holds
+    # a few rows over all that a cache holds, without gradients
     "step": {"layout": "cached", "num_rows": 1},
     "step of a group of 16": {"layout": "cached", "num_rows": 5, "num_heads": 16, "num_kv_heads": 1},
 }
@@ -123,6 +123,8 @@ def run_case(
             continue
         with torch.no_grad():
             backend(queries, *others[operation], geometry=geometry, scale=0.1)
+        if "num_rows" in sizes:
+            continue
         found = backend(queries, *others[operation], geometry=geometry, scale=0.1)
         if operation in (Operation.CMP, Operation.SLC, Operation.WIN):
             (found.out.sum() + found.lse.sum()).backward()

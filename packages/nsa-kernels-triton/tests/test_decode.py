@@ -298,3 +298,23 @@ def test_large_scores_choose_and_sum_as_small_ones(factor: float, monkeypatch: p
     found, expected = by_the_kernels(step, SMALL), by_the_reference(step, SMALL)
     assert max_error(found.out, expected.out) <= 1e-6 * factor
     assert bool(found.out.isfinite().all())
+
+
+@pytest.mark.parametrize("place", [lambda step, case: step, *PLACES.values()], ids=["rows", *PLACES])
+def test_rows_behind_the_end_of_a_store_read_nothing_outside_it(
+    place: Callable[[Step, Case], Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step goes on counting where its cache is full; `cache.check()` says so later."""
+    case = Case(counts=(2, 1, 3))
+    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    step = place(make_step(case), case)
+    guarded = []
+    for keys in step[1:4]:
+        # what stands behind a store is NaN, and what stands before it
+        views = [
+            torch.nn.functional.pad(x.flatten(), (64, 64 * 1024), value=torch.nan)[64:][: x.numel()].view(x.shape) for x in (keys.k, keys.v)
+        ]
+        guarded.append(keys._replace(k=views[0].nan_to_num_(0.5), v=views[1].nan_to_num_(0.5)))
+    queries = step.queries._replace(start=int32(5000, 37, 2**20))
+    found = by_the_kernels(Step(queries, guarded[0], guarded[1], guarded[2], step.gates), SMALL)
+    assert bool(found.out.isfinite().all())

@@ -6,7 +6,7 @@
 3. `combine_kernel` merges the splits of every branch and adds the branches up, times their gates.
 
 The number of splits does not depend on lengths, so that one CUDA graph serves all of them. Keys lie in rows, pages or a ring, also as FP8 numbers
-with a scale for each token and KV head. Nothing behind a sequence's last token is read.
+with a scale for each token and KV head. Nothing behind a sequence's last token is read, and nothing outside the stores, wherever a row stands.
 """
 
 import triton
@@ -94,7 +94,8 @@ def _store_partial(
 def split_kernel(
     q_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, k_scale_ptr, v_scale_ptr, cmp_table_ptr, win_table_ptr, win_first_ptr,
     cu_seqlens_ptr, start_ptr, count_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr,
-    num_queries, num_heads_of_rows, cmp_rows, win_rows, cmp_pages, win_pages, cmp_table_width, win_table_width, num_blocks, num_tiles, factor,
+    num_queries, num_heads_of_rows, cmp_rows, win_rows, cmp_pages, win_pages, cmp_table_width, win_table_width, cmp_end, win_end,
+    num_blocks, num_tiles, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, PADDED_STRIDES: tl.constexpr, REACH: tl.constexpr,
@@ -136,6 +137,7 @@ def split_kernel(
     if split < CMP_SPLITS:
         _first, end = visible_keys(t, False, SIZE, STRIDE, 1)
         _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
+        last_end = tl.minimum(last_end, cmp_end)
         tiles = tl.cdiv(last_end, BLOCK_BLOCKS * STRIDES)
         share = tl.cdiv(tiles, CMP_SPLITS)
         chooses = t_last // SELECTION_SIZE >= NUM_SELECTED
@@ -149,7 +151,7 @@ def split_kernel(
             keys = tile * (BLOCK_BLOCKS * STRIDES) + in_tile
             is_key = (stride < STRIDES) & (keys < last_end)
             key_rows = _store_rows(sequence, keys, is_key, cmp_table_ptr, None, cmp_rows, cmp_pages, cmp_table_width, False)
-            is_visible = (stride < STRIDES)[None, :] & (keys[None, :] < end[:, None])
+            is_visible = is_key[None, :] & (keys[None, :] < end[:, None])
             acc1, acc2, row_max, row_sum, weights = _fold(
                 q1, q2, acc1, acc2, row_max, row_sum, k_cmp_ptr, v_cmp_ptr, None, None, key_rows, is_key, is_visible, group, factor,
                 G, D_K, K1, K2, D_V, V1, V2, EXACT,
@@ -168,11 +170,14 @@ def split_kernel(
         tiles = tl.cdiv(t_last + 1 - first, BLOCK_KEYS)
         share = tl.cdiv(tiles, WIN_SPLITS)
         number = split - CMP_SPLITS
+        last_held = win_end - 1
+        if win_first_ptr is not None:
+            last_held += tl.load(win_first_ptr + sequence)
         for tile in tl.range(number * share, tl.minimum((number + 1) * share, tiles)):
             keys = first + tile * BLOCK_KEYS + column
-            is_key = keys <= t_last
+            is_key = keys <= tl.minimum(t_last, last_held)
             key_rows = _store_rows(sequence, keys, is_key, win_table_ptr, win_first_ptr, win_rows, win_pages, win_table_width, RING)
-            is_visible = (keys[None, :] <= t[:, None]) & (keys[None, :] > t[:, None] - WINDOW)
+            is_visible = is_key[None, :] & (keys[None, :] <= t[:, None]) & (keys[None, :] > t[:, None] - WINDOW)
             acc1, acc2, row_max, row_sum, _weights = _fold(
                 q1, q2, acc1, acc2, row_max, row_sum, k_win_ptr, v_win_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_visible, group,
                 factor, G, D_K, K1, K2, D_V, V1, V2, EXACT,
@@ -223,7 +228,7 @@ def _importance(
 def selected_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
     outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, indices_ptr,
-    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, num_blocks, num_tiles, factor,
+    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, slc_end, num_blocks, num_tiles, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
@@ -254,7 +259,7 @@ def selected_kernel(
     chosen = tl.where(slots <= own, slots, -1)
     if own >= NUM_SELECTED:
         all_blocks = tl.arange(0, BLOCK_BLOCKS)
-        is_free = (all_blocks >= NUM_INITIAL) & (all_blocks <= own - NUM_LOCAL)
+        is_free = (all_blocks >= NUM_INITIAL) & (all_blocks <= own - NUM_LOCAL) & (all_blocks < num_blocks)
         importance = _importance(
             maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, is_free, num_heads_of_rows, num_blocks, num_tiles,
             H, HG, REACH, EXACT, CMP_SPLITS, SPLITS, SUMMED_HEADS, BLOCK_BLOCKS, TILE_BLOCKS,
@@ -284,7 +289,7 @@ def selected_kernel(
         block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
         in_block = part % PARTS * BLOCK_KEYS + column
         keys = block * SELECTION_SIZE + in_block
-        is_key = (block >= 0) & (in_block < SELECTION_SIZE) & (keys <= t)
+        is_key = (block >= 0) & (in_block < SELECTION_SIZE) & (keys <= tl.minimum(t, slc_end - 1))
         key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, table_ptr, None, num_rows, num_pages, table_width, False)
         acc1, acc2, row_max, row_sum, _weights = _fold(
             q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_key[None, :], group, factor,

@@ -51,9 +51,25 @@ class Splits(NamedTuple):
         return sum(self)
 
 
-def _strides_of(keys: Keys) -> tuple[int, int, int]:
-    """Return the rows of a page or sequence, the pages or sequences of the store, and the entries of a sequence's page table."""
-    return keys.k.shape[1], keys.k.shape[0], 0 if keys.page_table is None else keys.page_table.shape[1]
+class Extent(NamedTuple):
+    """The size of a store of keys and values."""
+
+    rows: int
+    """Rows of a page, or of a sequence where there are none."""
+    pages: int
+    table_width: int
+    """Entries of a sequence's page table."""
+    end: int
+    """The position behind the last that the store can hold of a sequence, counted from `Keys.first`; a ring holds any."""
+
+    @classmethod
+    def of(cls, keys: Keys) -> "Extent":
+        """Return the size of `keys`."""
+        pages, rows = keys.k.shape[:2]
+        if keys.page_table is None:
+            return cls(rows, pages, 0, 2**31 - 1 if keys.ring else rows)
+        width = keys.page_table.shape[1]
+        return cls(rows, pages, width, width * rows)
 
 
 @on_its_device
@@ -108,11 +124,12 @@ def _decode(
     # a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
     options = {"num_warps": 4, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
     factor = score_factor(q, scale)
-    (cmp_rows, cmp_pages, cmp_width), (win_rows, win_pages, win_width) = _strides_of(cmp), _strides_of(win)
+    in_cmp, in_win = Extent.of(cmp), Extent.of(win)
     kernels.split_kernel[(num_sequences * num_groups, splits.cmp + splits.win, row_tiles)](
         q, cmp.k, cmp.v, win.k, win.v, win.k_scale, win.v_scale, cmp.page_table, win.page_table, win.first,
         queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
-        length, rows_of_heads, cmp_rows, win_rows, cmp_pages, win_pages, cmp_width, win_width, num_blocks, num_tiles, factor,
+        length, rows_of_heads, in_cmp.rows, in_win.rows, in_cmp.pages, in_win.pages, in_cmp.table_width, in_win.table_width, in_cmp.end, in_win.end,
+        num_blocks, num_tiles, factor,
         SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides,
         WINDOW=geometry.window_size, RING=win.ring, WIN_SPLITS=splits.win, BLOCK_ROWS=block_rows, BLOCK_BLOCKS=tile_blocks, **sizes, **options,
     )  # fmt: skip
@@ -120,7 +137,7 @@ def _decode(
     kernels.selected_kernel[(num_sequences * num_groups, queries.max_count * head_tiles, splits.slc)](
         q, slc.k, slc.v, slc.k_scale, slc.v_scale, slc.page_table, queries.cu_seqlens, queries.start, queries.count,
         outs, maxima, sums, weights, tops, indices,
-        length, rows_of_heads, *_strides_of(slc), num_blocks, num_tiles, factor,
+        length, rows_of_heads, *Extent.of(slc), num_blocks, num_tiles, factor,
         NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, SPLITS=next_power_of_2(splits.cmp),
         FIRST_SPLIT=splits.cmp + splits.win, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // searched)), BLOCK_ROWS=head_rows,
