@@ -83,7 +83,7 @@ def attention_op(
     backward: Callable[..., Sequence[Tensor]] | None = None,
     *,
     operation: Operation,
-    saves: Any = None,
+    saves: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> Callable[..., Any]:
     """Declare the custom op `name` ("package::op") of `operation`, and return the function that calls it.
 
@@ -93,20 +93,20 @@ def attention_op(
     Args:
         name: of the op; `name` + "_backward" is the op of the backward pass.
         forward: `forward(*operands, geometry=, scale=, needs_grad=)` returns the results in order and then, where `needs_grad`
-            is True, the fields of `saves`. No tensor that it returns may alias an operand.
+            is True, what `saves` lists. No tensor that it returns may alias an operand.
         backward: `backward(grads, results, *operands, geometry=, scale=)` returns the gradients of q, of each Keys' k and v, and
             for NSA of the gates. `grads` is (dout, dlse), either of them None where no gradient comes, or for NSA (dout,);
             `results` is what `forward` returned, for NSA without out. None: the operation carries no gradient.
         operation: the operation that the functions compute.
-        saves: a NamedTuple of what `backward` reads beside the results, with a classmethod `like(*operands, geometry=)` that
-            returns uninitialised tensors of the same shapes.
+        saves: `saves(*operands, geometry=)` returns what `backward` reads beside the results, uninitialised; None for what is not
+            there, which `backward` does not get.
     """
     inputs, is_choice = _Inputs(operation), operation is Operation.SELECT
     returned = "Tensor" if is_choice else "(Tensor, Tensor, Tensor[])" if saves else "(Tensor, Tensor)"
     result = FusedOutput if operation is Operation.NSA else BranchOutput
 
-    def returns(found: Sequence[Tensor]) -> Any:
-        return (found[0], found[1], list(found[2:])) if saves else (found[0], found[1])
+    def returns(found: Sequence[Tensor | None]) -> Any:
+        return (*found[:2], [x for x in found[2:] if x is not None]) if saves else tuple(found)
 
     def run_forward(*arguments: Any) -> Any:
         *flat, geometry, scale, needs_grad = arguments
@@ -118,7 +118,7 @@ def attention_op(
         operands, sizes = inputs.grouped(flat), geometry_of(*geometry)
         if is_choice:
             return _choice_like(operands[0], operands[1], sizes)
-        kept = saves.like(*operands, geometry=sizes) if saves and needs_grad else ()
+        kept = saves(*operands, geometry=sizes) if saves and needs_grad else ()
         return returns((*_results_like(operation, operands[0], operands[1], sizes), *kept))
 
     schema = f"({inputs.schema}, int[] geometry, float scale, bool needs_grad) -> {returned}"
