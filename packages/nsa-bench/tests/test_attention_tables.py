@@ -8,11 +8,11 @@ from rich.console import Console
 
 from nsa_bench.attention_tables import attention_tables, best_dense, progress_line, sweep_table, targets_table
 from nsa_bench.cases import SHAPES, Case, Selection
-from nsa_bench.checking import Check
 from nsa_bench.measurements import Direction, Measurement
 from nsa_bench.sweep import SweepPoint, judge_sweep
 from nsa_bench.targets import all_targets, judge_targets
 from nsa_bench.timing import Timing
+from nsa_core.testing.sampled import Check
 
 FWD, BOTH = Direction
 CASE = Case(shape=SHAPES["P"], seq_len=65536)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from nsa_bench.cases import SHAPES, Case
-from nsa_bench.checking import Check
 from nsa_bench.environment import describe_environment
 from nsa_bench.measurements import Direction, Measurement, common_columns, to_row
 from nsa_bench.results import write_csv, write_json
 from nsa_bench.timing import Timing
+from nsa_core.testing.sampled import Check
 
 CASE = Case(shape=SHAPES["M"], seq_len=1000, dtype=torch.bfloat16, lengths=(400, 600))
 RIGHT = Check(error=0.001, error_of="dq", limit_used=0.4, method="rows", near_ties=3)

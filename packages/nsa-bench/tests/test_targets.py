@@ -6,9 +6,9 @@ from attrs import evolve
 
 from nsa_bench.cases import SHAPES, Case, Selection
 from nsa_bench.measurements import Direction, Measurement
-from nsa_bench.reference import OPERANDS
 from nsa_bench.targets import all_targets, judge_targets, target_jobs
 from nsa_bench.timing import Timing
+from nsa_core.testing.sampled import OPERANDS
 
 FWD, BOTH = Direction
 TARGETS = all_targets()

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from nsa_bench.baselines import find_baseline
 from nsa_bench.cases import Case
-from nsa_bench.checking import compare_selection
 from nsa_bench.inputs import make_tensors
 from nsa_bench.measurements import DENSE, Direction, Measurement
 from nsa_bench.measuring import Place, Subject, Wanted, check_all, describe_failure, finish, measure
-from nsa_bench.reference import choices, expect, operands_of
-from nsa_bench.rows import sample_rows
 from nsa_bench.selections import free_overlap, make_block_indices, positions_of
 from nsa_bench.timing import free_cached_memory, held_bytes
 from nsa_core import compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
 from nsa_core.testing.inputs import Inputs
+from nsa_core.testing.sampled import choices, compare_selection, expect, operands_of
+from nsa_core.testing.sampled_rows import sample_rows
 
 BASELINE_PATIENCE = 1.5
 """A dense kernel whose first time is this many times the best one's median is not timed again."""
@@ -98,7 +97,7 @@ def _measure_whole(job: Job, inputs: Inputs, place: Place, held_before: int) -> 
     overlap = _overlap(case, inputs, place)
     subject = Subject(operation="nsa", case=case, run=run, operands=operands_of("nsa", inputs))
     # what is expected lives no longer than this line, so that it is no part of the peak
-    checked = check_all(subject, expect("nsa", inputs, case), job.directions, place.registry)
+    checked = check_all(subject, expect("nsa", inputs, case.geometry, case.lengths), job.directions, place.registry)
     wanted = evolve(_wanted(job), held_before=held_before)
     for one in measure(subject, checked, wanted, place.device):
         yield evolve(one, overlap=overlap)
@@ -119,7 +118,7 @@ def _measure_branch(operation: str, job: Job, inputs: Inputs, place: Place) -> I
         return out
 
     subject = Subject(operation=operation, case=case, run=run, operands=operands_of(operation, inputs))
-    checked = check_all(subject, expect(operation, inputs, case, block_indices), job.directions, place.registry)
+    checked = check_all(subject, expect(operation, inputs, case.geometry, case.lengths, block_indices), job.directions, place.registry)
     for one in measure(subject, checked, _wanted(job), place.device):
         yield evolve(one, overlap=overlap)
 
@@ -135,9 +134,9 @@ def _measure_selection(job: Job, inputs: Inputs, place: Place) -> Iterator[Measu
         with torch.no_grad():
             lse = compressed_attention(q, k_cmp, inputs.v_cmp, **options).lse
             place.registry.forget()
-            sample = sample_rows(case, place.device)
+            sample = sample_rows(case.sequence_lengths, case.geometry, place.device)
             got = select_blocks(q, k_cmp, lse, **options)[0, sample.rows]
-            chosen, kept = choices({"q": q, "k_cmp": k_cmp}, sample, case)
+            chosen, kept = choices({"q": q, "k_cmp": k_cmp}, sample)
             check = compare_selection(got, chosen, kept, f"scores in float64, {len(got)} of {case.seq_len} rows")
     except Exception as error:  # noqa: BLE001 - one kernel's failure is a result, not the end of the others
         yield evolve(one, reason=describe_failure(error))
@@ -154,7 +153,7 @@ def _measure_selection(job: Job, inputs: Inputs, place: Place) -> Iterator[Measu
 
 def _measure_baselines(job: Job, inputs: Inputs, place: Place) -> Iterator[Measurement]:
     best: dict[Direction, float] = {}
-    expected = expect(DENSE, inputs, job.case)
+    expected = expect(DENSE, inputs, job.case.geometry)
     for name in job.baselines:
         baseline = find_baseline(name, job.case, place.device)
         if baseline.run is None:

@@ -15,11 +15,11 @@ from nsa_bench.inputs import make_tensors
 from nsa_bench.measurements import Direction, Measurement
 from nsa_bench.measuring import Place, Subject, Wanted, check_all, describe_failure, measure
 from nsa_bench.peers import PEERS, Peer
-from nsa_bench.reference import Expected, attend_exactly, choices, expectation
-from nsa_bench.rows import Sample, sample_rows
 from nsa_bench.timing import free_cached_memory, held_bytes
 from nsa_core import BlockGeometry, nsa_attention
 from nsa_core.compression import block_windows
+from nsa_core.testing.sampled import Expected, attend_sample, choices, expectation
+from nsa_core.testing.sampled_rows import Sample, sample_rows
 
 OPERANDS = ("q", "k", "v", "gates")
 
@@ -93,22 +93,22 @@ def _measured(subject: Subject, wanted: Comparison, place: Place, held_before: i
 
 def expect_shared(operands: dict[str, Tensor], case: Case, *, has_window: bool) -> Expected:
     """Return what attention over one shared K and V should give; without the window where a peer has none."""
-    sample = sample_rows(case, operands["q"].device)
+    sample = sample_rows(case.sequence_lengths, case.geometry, operands["q"].device)
     # scores are taken of the compressed keys as everybody holds them, rounded to the inputs' dtype
     compressed = {"q": operands["q"], "k_cmp": _means(operands["k"][0].detach(), case).unsqueeze(0)}
-    chosen, kept = choices(compressed, sample, case)
+    chosen, kept = choices(compressed, sample)
 
     def attend(leaves: dict[str, Tensor]) -> Tensor:
         return _attend_shared(leaves, sample, chosen, case, has_window=has_window)
 
-    return expectation(attend, attend, operands, sample, kept, case, "rows")
+    return expectation(attend, attend, operands, sample, kept, "rows")
 
 
 def _attend_shared(leaves: dict[str, Tensor], sample: Sample, chosen: Tensor, case: Case, *, has_window: bool) -> Tensor:
     q, k, v, gates = (leaves[name] for name in OPERANDS)
     is_open = torch.tensor([1, 1, int(has_window)], device=gates.device)
     parts = {"q": q, "k_cmp": _means(k, case), "v_cmp": _means(v, case), "k_slc": k, "v_slc": v, "k_win": k, "v_win": v}
-    return attend_exactly("nsa", {**parts, "gates": gates * is_open}, sample, chosen, case.geometry)
+    return attend_sample("nsa", {**parts, "gates": gates * is_open}, sample, chosen)
 
 
 def _means(x: Tensor, case: Case) -> Tensor:

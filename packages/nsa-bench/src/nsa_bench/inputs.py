@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from nsa_bench.cases import Case, Selection
-from nsa_bench.rows import Piece, choose_rows
 from nsa_bench.selections import SHARE_KEPT, free_overlap
 from nsa_core.testing.inputs import Inputs
+from nsa_core.testing.sampled_rows import Piece, choose_rows
 
 CHUNK = 256
 """Rows of one step of the drift."""
@@ -89,13 +89,14 @@ def _probes(case: Case, device: torch.device) -> list[Piece]:
     place = case.sequence_lengths.index(longest)
     before = Case(shape=case.shape, seq_len=0, geometry=case.geometry, lengths=case.sequence_lengths[:place])
     stops = [longest * (i + 1) // PROBE_PLACES for i in range(PROBE_PLACES)]
-    return [Piece(0, longest, before.num_blocks, torch.arange(max(0, stop - PROBE_ROWS), stop, device=device)) for stop in stops]
+    return [
+        Piece(0, longest, before.num_blocks, torch.arange(max(0, stop - PROBE_ROWS), stop, device=device), case.geometry) for stop in stops
+    ]
 
 
 def _probe(case: Case, piece: Piece, k_cmp: Tensor, correlation: float, generator: torch.Generator) -> float | None:
     """Return the share that persists among the piece's queries where they drift with `correlation`."""
     count = len(piece.positions)
     q = drifting_queries(count, case, correlation, generator).float()
-    longest = Case(shape=case.shape, seq_len=piece.length, geometry=case.geometry)
-    keys = k_cmp[piece.first_block : piece.first_block + longest.num_blocks].float()
-    return free_overlap(choose_rows(piece, q, keys, case.geometry).chosen, piece.positions, case.geometry)
+    keys = k_cmp[piece.first_block : piece.first_block + piece.num_blocks].float()
+    return free_overlap(choose_rows(piece, q, keys).chosen, piece.positions, case.geometry)

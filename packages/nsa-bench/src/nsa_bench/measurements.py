@@ -6,8 +6,8 @@ from typing import Any
 from attrs import frozen
 
 from nsa_bench.cases import Case, geometry_text, visible_pairs
-from nsa_bench.checking import Check
 from nsa_bench.timing import Timing
+from nsa_core.testing.sampled import Check
 
 
 class Direction(StrEnum):

@@ -8,12 +8,11 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from nsa_bench.cases import Case
-from nsa_bench.checking import Check, backward_values, compare, forward_values
 from nsa_bench.measurements import Direction, Measurement
-from nsa_bench.reference import Expected
 from nsa_bench.routes import RouteRecorder
 from nsa_bench.timing import peak_bytes, replay_of, time_call
 from nsa_core import BackendUnavailableError
+from nsa_core.testing.sampled import Check, Expected, backward_values, compare, forward_values
 
 
 @frozen(kw_only=True)
@@ -41,7 +40,7 @@ class Subject:
     def check(self, direction: Direction, expected: Expected) -> Check:
         """Return how far the result of one run in `direction` lies from what is expected."""
         values = forward_values if direction is Direction.FORWARD else backward_values
-        return compare(values(self.run, self.operands, expected), expected, self.case.dtype)
+        return compare(values(self.run, self.operands, expected), expected)
 
     def call(self, direction: Direction, dout: Tensor) -> Callable[[], object]:
         """Return the call that is timed."""

@@ -1,7 +1,6 @@
-"""Attention of a few query rows, written as masks over all keys: what results at long lengths are compared with.
+"""Attention of a few query rows, written as masks over all keys: the reference of long sequences, and its yardstick.
 
-Everything runs in the dtype of its operands through torch's MATH attention, so the same lines give the float64 reference
-and the error that torch itself makes in a lower precision. Rows are (R, H, D), keys (T, G, D) of one sequence.
+Rows are (R, H, D), keys (T, G, D) of one sequence.
 """
 
 from typing import NamedTuple
@@ -9,17 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_bench.cases import Case
-from nsa_core import BlockGeometry
 from nsa_core.blocks import num_compressed_blocks, num_selection_blocks
+from nsa_core.config import BlockGeometry
 from nsa_core.selection import choose_blocks, pool_importance
-from nsa_core.testing.masks import math_attention
+from nsa_core.testing.masks import compressed_mask, math_attention, window_mask
 
 NUM_ROWS = 32
 """Query rows that are compared, shared among the sequences."""
 MAX_SEQUENCES = 4
 """Packed sequences that are compared: the longest."""
-KEYS = {"cmp": ("k_cmp", "v_cmp"), "slc": ("k_slc", "v_slc"), "win": ("k_win", "v_win"), "dense": ("k_win", "v_win")}
+BRANCHES = ("cmp", "slc", "win")
+KEYS = {name: (f"k_{name}", f"v_{name}") for name in BRANCHES} | {"dense": ("k_win", "v_win")}
 """The keys and values that an attention reads; dense attention is given the window's."""
 ROW_OPERANDS = ("q", "gates")
 """Operands with a row per query."""
@@ -35,12 +34,20 @@ class Piece(NamedTuple):
     """Row of its first compressed block."""
     positions: Tensor
     """int64 (R,), inside the sequence, ascending."""
+    geometry: BlockGeometry
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the compressed blocks of the sequence."""
+        return num_compressed_blocks(self.length, self.geometry)
 
 
 class Sample(NamedTuple):
-    """The compared rows of a case."""
+    """The compared rows of a batch entry."""
 
     pieces: tuple[Piece, ...]
+    num_tokens: int
+    """Rows of the batch entry, those that are not compared included."""
 
     @property
     def rows(self) -> Tensor:
@@ -52,68 +59,61 @@ class Sample(NamedTuple):
         """Return int64 `(R,)`: their positions in their own sequences."""
         return torch.cat([piece.positions for piece in self.pieces])
 
-    def split(self, operands: dict[str, Tensor], geometry: BlockGeometry) -> list[dict[str, Tensor]]:
+    def split(self, operands: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the operands of each piece: its rows of those in ROW_OPERANDS, its sequence's keys of the others."""
         parts, row = [], 0
         for piece in self.pieces:
-            count = len(piece.positions)
+            rows = slice(row, row + len(piece.positions))
             tokens = slice(piece.start, piece.start + piece.length)
-            blocks = slice(piece.first_block, piece.first_block + num_compressed_blocks(piece.length, geometry))
-            places = dict.fromkeys(ROW_OPERANDS, slice(row, row + count)) | {"k_cmp": blocks, "v_cmp": blocks}
-            parts.append({name: x[places.get(name, tokens)] for name, x in operands.items()})
-            row += count
+            blocks = slice(piece.first_block, piece.first_block + piece.num_blocks)
+            slices = dict.fromkeys(ROW_OPERANDS, rows) | {"k_cmp": blocks, "v_cmp": blocks}
+            parts.append({name: x[slices.get(name, tokens)] for name, x in operands.items()})
+            row = rows.stop
         return parts
 
 
-def sample_rows(case: Case, device: torch.device, seed: int = 0) -> Sample:
-    """Return the rows to compare: those beside every edge, and random ones; all rows of short sequences."""
-    starts, blocks, sequences = 0, 0, []
-    for length in case.sequence_lengths:
-        sequences.append((length, starts, blocks))
-        starts, blocks = starts + length, blocks + num_compressed_blocks(length, case.geometry)
-    longest = sorted(sorted(sequences, key=lambda sequence: -sequence[0])[:MAX_SEQUENCES], key=lambda sequence: sequence[1])
+def sample_rows(lengths: tuple[int, ...], geometry: BlockGeometry, device: torch.device, seed: int = 0) -> Sample:
+    """Return the rows to compare of sequences of `lengths`: those beside every edge, and random ones; all rows of short ones."""
+    start, first_block, sequences = 0, 0, []
+    for length in lengths:
+        sequences.append((length, start, first_block))
+        start, first_block = start + length, first_block + num_compressed_blocks(length, geometry)
+    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[:MAX_SEQUENCES]
     share = NUM_ROWS // len(longest)
     generator = torch.Generator().manual_seed(seed)
     pieces = [
-        Piece(start, length, block, _positions(length, case.geometry, share, generator).to(device))
-        for length, start, block in longest
-        if length
+        Piece(start, length, first_block, _positions(length, geometry, share, generator).to(device), geometry)
+        for index, (length, start, first_block) in enumerate(sequences)
+        if length and index in longest
     ]
-    return Sample(tuple(pieces))
+    return Sample(tuple(pieces), sum(lengths))
 
 
 def _positions(length: int, geometry: BlockGeometry, count: int, generator: torch.Generator) -> Tensor:
     if length <= count:
         return torch.arange(length)
-    size, stride, selection, num_selected, _, _, window = geometry.as_tuple()
-    last_block = (length - 1) // selection * selection
+    size, window, block = geometry.compression_block_size, geometry.window_size, geometry.selection_block_size
+    last_block = (length - 1) // block * block
     edges = [
-        length - 1,
-        window,
-        num_selected * selection,
-        last_block,
-        last_block - 1,
-        window - 1,
-        size - 1,
-        size - 2 + stride,
-        selection,
-        0,
+        *(length - 1, window, geometry.num_selected_blocks * block, last_block, last_block - 1, window - 1),
+        *(size - 1, size - 2 + geometry.compression_stride, block, 0),
     ]
     kept = [edge for edge in dict.fromkeys(edges) if 0 <= edge < length][: count // 2]
     others = torch.randperm(length, generator=generator)[:count].tolist()
     return torch.tensor(sorted(list(dict.fromkeys(kept + others))[:count]))
 
 
-def attend_rows(operation: str, piece: Piece, operands: dict[str, Tensor], chosen: Tensor | None, geometry: BlockGeometry) -> Tensor:
+def attend_rows(operation: str, piece: Piece, operands: dict[str, Tensor], chosen: Tensor | None) -> Tensor:
     """Return out `(R, H, D_v)` of "cmp", "slc", "win" or "dense", or of "nsa", the gated sum of the first three.
 
-    chosen int `(R, G, n)` are the blocks of "slc" and "nsa".
+    Everything runs in the dtype of the operands through torch's MATH attention, so the same lines give the float64
+    reference and the error that torch itself makes in a lower precision. chosen int `(R, G, n)` are the blocks of "slc" and "nsa".
     """
     if operation == "nsa":
-        outs = [attend_rows(branch, piece, operands, chosen, geometry) for branch in ("cmp", "slc", "win")]
-        return torch.stack([out * operands["gates"][..., place, None] for place, out in enumerate(outs)]).sum(0)
+        outs = [attend_rows(branch, piece, operands, chosen) for branch in BRANCHES]
+        return torch.stack([out * gate.unsqueeze(-1) for out, gate in zip(outs, operands["gates"].unbind(-1), strict=True)]).sum(0)
     k_name, v_name = KEYS[operation]
-    return _attend(operands["q"], operands[k_name], operands[v_name], _mask(operation, piece, chosen, geometry))
+    return _attend(operands["q"], operands[k_name], operands[v_name], _mask(operation, piece, chosen))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -133,15 +133,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.cat(groups, 1)
 
 
-def _mask(operation: str, piece: Piece, chosen: Tensor | None, geometry: BlockGeometry) -> Tensor:
+def _mask(operation: str, piece: Piece, chosen: Tensor | None) -> Tensor:
     """Return bool `(1 or G, R, T)`: what each row sees."""
-    t = piece.positions.unsqueeze(1)
+    geometry, t = piece.geometry, piece.positions.unsqueeze(1)
     if operation == "cmp":
-        return _visible_blocks(piece, geometry).unsqueeze(0)
+        return compressed_mask(piece.length, piece.num_blocks, geometry, piece.positions).unsqueeze(0)
+    if operation == "win":
+        return window_mask(piece.length, geometry, piece.positions).unsqueeze(0)
     token = torch.arange(piece.length, device=t.device)
     causal = token <= t
-    if operation == "win":
-        return (causal & (t - token < geometry.window_size)).unsqueeze(0)
     if operation == "dense":
         return causal.unsqueeze(0)
     assert chosen is not None
@@ -151,15 +151,8 @@ def _mask(operation: str, piece: Piece, chosen: Tensor | None, geometry: BlockGe
     return is_chosen.movedim(1, 0)[..., token // geometry.selection_block_size] & causal
 
 
-def _visible_blocks(piece: Piece, geometry: BlockGeometry) -> Tensor:
-    """Return bool `(R, C)`: the compressed blocks that end at or before each row."""
-    count = num_compressed_blocks(piece.length, geometry)
-    ends = torch.arange(count, device=piece.positions.device) * geometry.compression_stride + geometry.compression_block_size - 1
-    return ends <= piece.positions.unsqueeze(1)
-
-
 class Choice(NamedTuple):
-    """What a row's scores choose."""
+    """The blocks that a row's scores choose."""
 
     chosen: Tensor
     """int32 (R, G, n), ascending, -1 last."""
@@ -169,16 +162,16 @@ class Choice(NamedTuple):
     """(R, G): the row's highest score."""
 
 
-def choose_rows(piece: Piece, q: Tensor, k_cmp: Tensor, geometry: BlockGeometry) -> Choice:
+def choose_rows(piece: Piece, q: Tensor, k_cmp: Tensor) -> Choice:
     """Return the choice of q `(R, H, D_k)` over k_cmp `(C, G, D_k)` of the piece's sequence (Eq. 8-11)."""
-    num_blocks = num_selection_blocks(piece.length, geometry)
-    visible = _visible_blocks(piece, geometry)
+    geometry = piece.geometry
+    visible = compressed_mask(piece.length, piece.num_blocks, geometry, piece.positions)
     groups = []
     for group, queries in enumerate(q.unflatten(1, (k_cmp.shape[1], -1)).unbind(1)):
         scores = (queries @ k_cmp[:, group].T * q.shape[-1] ** -0.5).masked_fill(~visible.unsqueeze(1), float("-inf"))
         # a row that sees nothing has no weights at all
         groups.append(scores.softmax(-1).nan_to_num(nan=0.0).sum(1))
-    importance = pool_importance(torch.stack(groups, 1), geometry, num_blocks)
+    importance = pool_importance(torch.stack(groups, 1), geometry, num_selection_blocks(piece.length, geometry))
     chosen = choose_blocks(importance, piece.positions.unsqueeze(1), geometry)
     return Choice(chosen, _margin(importance, piece.positions, geometry), importance.amax(-1))
 

@@ -5,32 +5,29 @@ import torch
 from attrs import evolve
 
 import nsa_core
-from nsa_bench import reference
-from nsa_bench.cases import Case, head_shape, parse_geometry
-from nsa_bench.checking import NotFiniteError, backward_values, compare, compare_selection, forward_values
-from nsa_bench.inputs import make_tensors
-from nsa_bench.reference import expect, operands_of
-from nsa_bench.selections import make_block_indices
+from nsa_core import BlockGeometry
 from nsa_core.reference.causal import causal_attention
+from nsa_core.testing import sampled
+from nsa_core.testing.inputs import Shape, make_inputs, random_block_indices
+from nsa_core.testing.sampled import NotFiniteError, backward_values, compare, compare_selection, expect, forward_values, operands_of
 
-CPU = torch.device("cpu")
-GEOMETRY = parse_geometry("8/4/8/6/16")
-
-
-def case_of(dtype, seq_len=300, lengths=None):
-    return Case(shape=head_shape(4, 2, 16, 8), seq_len=seq_len, geometry=GEOMETRY, dtype=dtype, lengths=lengths)
+GEOMETRY = BlockGeometry(8, 4, 8, 6, window_size=16)
 
 
-class Subject:
-    def __init__(self, case, operation, geometry=GEOMETRY):
-        self.case, self.operation, self.inputs = case, operation, make_tensors(case, CPU)
-        self.block_indices = make_block_indices(case, CPU) if operation == "slc" else None
+class Operation:
+    """An operation of nsa_core with its operands, and the judge's expectation of it."""
+
+    def __init__(self, operation, dtype, seq_len=300, *, lengths=None, geometry=GEOMETRY):
+        shape = Shape(geometry=GEOMETRY, num_queries=seq_len, lengths=lengths, num_heads=4, num_kv_heads=2, head_dim_qk=16, head_dim_v=8)
+        self.operation, self.lengths = operation, lengths
+        self.inputs = make_inputs(shape, dtype).with_grad()
+        self.block_indices = random_block_indices(shape) if operation == "slc" else None
         self.options = {"geometry": geometry, "cu_seqlens": self.inputs.cu_seqlens}
         self.operands = operands_of(operation, self.inputs)
 
     @property
     def expected(self):
-        return expect(self.operation, self.inputs, self.case, self.block_indices)
+        return expect(self.operation, self.inputs, GEOMETRY, self.lengths, self.block_indices)
 
     def run(self, *operands):
         run = {
@@ -46,27 +43,27 @@ class Subject:
         def run(*operands):
             return spoil(self.run(*operands))
 
-        return compare(backward_values(run, self.operands, self.expected), self.expected, self.case.dtype)
+        return compare(backward_values(run, self.operands, self.expected), self.expected)
 
 
 @pytest.mark.parametrize("oracle", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("operation", ["nsa", "cmp", "slc", "win", "dense"])
 def test_the_reference_backend_is_right(operation, dtype, oracle, monkeypatch):
-    monkeypatch.setattr(reference, "ORACLE_MAX_LENGTH", 10_000 if oracle else 0)
-    subject = Subject(case_of(dtype), operation)
-    check = subject.check()
+    monkeypatch.setattr(sampled, "ORACLE_MAX_LENGTH", 10_000 if oracle else 0)
+    tried = Operation(operation, dtype)
+    check = tried.check()
     assert check.problems == ()
     assert 0 <= check.limit_used <= 0.9
     assert check.method == f"{'oracle' if oracle else 'rows'} in float64, 32 of 300 rows"
-    forward = compare(forward_values(subject.run, subject.operands, subject.expected), subject.expected, dtype)
+    forward = compare(forward_values(tried.run, tried.operands, tried.expected), tried.expected)
     assert forward.problems == ()
     assert forward.error_of == "out"
 
 
 def test_packed_sequences_are_right_too():
     for operation in ("nsa", "cmp", "slc", "win"):
-        assert Subject(case_of(torch.float32, 300, (0, 120, 3, 177)), operation).check().problems == ()
+        assert Operation(operation, torch.float32, lengths=(0, 120, 3, 177)).check().problems == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,19 +78,19 @@ def test_packed_sequences_are_right_too():
     ],
 )
 def test_a_kernel_of_a_slightly_different_operation_is_caught(operation, geometry, dtype):
-    subject = Subject(case_of(dtype, 3000), operation, geometry)
-    check = subject.check()
+    tried = Operation(operation, dtype, 3000, geometry=geometry)
+    check = tried.check()
     assert check.limit_used > 1
     assert any(problem.startswith("out is off by") for problem in check.problems)
 
 
 def test_a_block_that_one_late_query_left_out_is_caught():
-    subject = Subject(case_of(torch.bfloat16, 3000), "slc")
-    expected = subject.expected
-    subject.block_indices = subject.block_indices.clone()
+    tried = Operation("slc", torch.bfloat16, 3000)
+    expected = tried.expected
+    tried.block_indices = tried.block_indices.clone()
     # a slot of every query, near its free blocks' end
-    subject.block_indices[0, 2900:, :, 3] = -1
-    check = compare(forward_values(subject.run, subject.operands, expected), expected, torch.bfloat16)
+    tried.block_indices[0, 2900:, :, 3] = -1
+    check = compare(forward_values(tried.run, tried.operands, expected), expected)
     assert check.limit_used > 1
 
 
@@ -109,13 +106,13 @@ class ScaledGradient(torch.autograd.Function):
 
 @pytest.mark.parametrize("name", ["q", "k_cmp", "v_slc", "k_win", "gates"])
 def test_a_wrong_gradient_is_named(name):
-    subject = Subject(case_of(torch.bfloat16), "nsa")
-    place = list(subject.operands).index(name)
+    tried = Operation("nsa", torch.bfloat16)
+    place = list(tried.operands).index(name)
 
     def run(*operands):
-        return subject.run(*operands[:place], ScaledGradient.apply(operands[place]), *operands[place + 1 :])
+        return tried.run(*operands[:place], ScaledGradient.apply(operands[place]), *operands[place + 1 :])
 
-    check = compare(backward_values(run, subject.operands, subject.expected), subject.expected, torch.bfloat16)
+    check = compare(backward_values(run, tried.operands, tried.expected), tried.expected)
     assert [problem.split()[0] for problem in check.problems] == [f"d{name}"]
     assert check.error_of == f"d{name}"
 
@@ -123,35 +120,35 @@ def test_a_wrong_gradient_is_named(name):
 @pytest.mark.parametrize(("dtype", "noise"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
 def test_a_gradient_that_is_nothing_but_rounding_is_right_and_more_is_not(dtype, noise):
     # one block is compressed: whatever its score, it has all the weight
-    subject = Subject(case_of(dtype, 11), "cmp")
-    assert float(subject.expected.values["dk_cmp"].abs().max()) < 1e-12
-    assert subject.check().problems == ()
-    values = backward_values(subject.run, subject.operands, subject.expected)
-    check = compare({**values, "dk_cmp": values["dk_cmp"] + noise}, subject.expected, dtype)
+    tried = Operation("cmp", dtype, 11)
+    assert float(tried.expected.values["dk_cmp"].abs().max()) < 1e-12
+    assert tried.check().problems == ()
+    values = backward_values(tried.run, tried.operands, tried.expected)
+    check = compare({**values, "dk_cmp": values["dk_cmp"] + noise}, tried.expected)
     assert [problem.split()[0] for problem in check.problems] == ["dk_cmp"]
     assert 1 < check.limit_used < 1e6
 
 
 def test_what_is_not_finite_is_wrong_on_any_row():
-    subject = Subject(case_of(torch.float32), "win")
-    unsampled = min(set(range(300)) - set(subject.expected.sample.rows.tolist()))
+    tried = Operation("win", torch.float32)
+    unsampled = min(set(range(300)) - set(tried.expected.sample.rows.tolist()))
 
     def spoil(out):
         return out.index_fill(1, torch.tensor([unsampled]), float("nan"))
 
     with pytest.raises(NotFiniteError, match="out has NaN or infinite elements"):
-        subject.check(spoil)
+        tried.check(spoil)
 
 
 def spoiled(dtype, operation, rows, share):
     """Return the check of a right forward pass whose late or early rows are off by a share of their largest value."""
-    subject = Subject(case_of(dtype, 3000), operation)
-    expected = subject.expected
-    values = forward_values(subject.run, subject.operands, expected)
+    tried = Operation(operation, dtype, 3000)
+    expected = tried.expected
+    values = forward_values(tried.run, tried.operands, expected)
     out = values["out"].double()
     largest = out.abs().amax((1, 2), keepdim=True)
     values["out"] = torch.where(rows(expected.sample.positions).view(-1, 1, 1), out + share * largest, out)
-    return compare(values, expected, dtype)
+    return compare(values, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -169,36 +166,36 @@ def test_the_largest_numbers_keep_the_projects_own_limit():
 
 @pytest.mark.parametrize("operation", ["cmp", "win", "dense"])
 def test_late_rows_weigh_as_much_in_the_gradients_of_keys_as_early_ones(operation):
-    values = Subject(case_of(torch.float32, 3000), operation).expected.values
+    values = Operation(operation, torch.float32, 3000).expected.values
     for name in list(values)[2:]:
         largest = values[name].abs().flatten(1).amax(1)
         assert float(largest[len(largest) // 2 :].max() / largest.max()) > 0.25, name
 
 
 def test_late_rows_share_in_the_gradients_of_keys_is_seen():
-    subject = Subject(case_of(torch.bfloat16, 3000), "cmp")
+    tried = Operation("cmp", torch.bfloat16, 3000)
 
     def run(q, k, v):
-        early, late = subject.run(q, k, v), subject.run(q, k.detach(), v.detach())
+        early, late = tried.run(q, k, v), tried.run(q, k.detach(), v.detach())
         return torch.cat([early[:, :1500], late[:, 1500:]], 1)
 
-    check = compare(backward_values(run, subject.operands, subject.expected), subject.expected, torch.bfloat16)
+    check = compare(backward_values(run, tried.operands, tried.expected), tried.expected)
     assert [problem.split()[0] for problem in check.problems] == ["dk_cmp", "dv_cmp"]
     assert check.limit_used > 10
 
 
 def test_near_ties_count_neither_in_outputs_nor_in_gradients():
-    subject = Subject(case_of(torch.float32), "nsa")
+    tried = Operation("nsa", torch.float32)
     # two blocks of equal keys score equally: whoever needs one of them has a tie
     with torch.no_grad():
-        subject.inputs.k_cmp.copy_(subject.inputs.k_cmp[:, :1].expand_as(subject.inputs.k_cmp))
-    expected = subject.expected
+        tried.inputs.k_cmp.copy_(tried.inputs.k_cmp[:, :1].expand_as(tried.inputs.k_cmp))
+    expected = tried.expected
     assert expected.num_near_ties > 0
     dropped = ~expected.kept.repeat_interleave(2, 1)
     assert float(expected.dout[dropped].abs().sum()) == 0
-    values = backward_values(subject.run, subject.operands, expected)
+    values = backward_values(tried.run, tried.operands, expected)
     values["out"] = torch.where(dropped.unsqueeze(-1), 1e3, values["out"])
-    assert compare(values, expected, torch.float32).problems == ()
+    assert compare(values, expected).problems == ()
 
 
 def test_choices_that_differ_are_wrong_but_for_near_ties():

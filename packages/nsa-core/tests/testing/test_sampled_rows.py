@@ -3,20 +3,19 @@
 import pytest
 import torch
 
-from nsa_bench.cases import Case, head_shape, parse_geometry
-from nsa_bench.inputs import make_tensors
-from nsa_bench.reference import operands_of
-from nsa_bench.rows import NUM_ROWS, attend_rows, choose_rows, sample_rows
 from nsa_core import BlockGeometry
 from nsa_core.reference import naive
-from nsa_core.testing.inputs import Shape, random_block_indices
+from nsa_core.testing.inputs import SMALL, Shape, make_inputs, random_block_indices
+from nsa_core.testing.sampled import attend_sample, operands_of
+from nsa_core.testing.sampled_rows import NUM_ROWS, choose_rows, sample_rows
 
 CPU = torch.device("cpu")
-GEOMETRIES = [parse_geometry("8/4/8/4/12"), BlockGeometry(6, 3, 9, 5, 0, 2, 7), BlockGeometry(4, 4, 4, 6, 2, 1, 50)]
+GEOMETRIES = [SMALL, BlockGeometry(6, 3, 9, 5, 0, 2, 7), BlockGeometry(4, 4, 4, 6, 2, 1, 50)]
 
 
-def case_of(seq_len, geometry, lengths=None):
-    return Case(shape=head_shape(6, 2, 8, 5), seq_len=seq_len, geometry=geometry, dtype=torch.float64, lengths=lengths)
+def shape_of(*lengths, geometry):
+    sizes = {"num_queries": sum(lengths), "lengths": lengths if len(lengths) > 1 else None}
+    return Shape(geometry=geometry, num_heads=6, num_kv_heads=2, head_dim_v=5, **sizes)
 
 
 def oracle(operation, inputs, geometry, chosen):
@@ -36,27 +35,23 @@ def oracle(operation, inputs, geometry, chosen):
 @pytest.mark.parametrize("lengths", [(70,), (5, 0, 40, 1, 33)])
 @pytest.mark.parametrize("operation", ["cmp", "slc", "win", "dense"])
 def test_sampled_rows_equal_the_oracles(operation, lengths, geometry):
-    case = case_of(sum(lengths), geometry, lengths if len(lengths) > 1 else None)
-    inputs = make_tensors(case, CPU)
-    shape = Shape(geometry=geometry, num_queries=case.seq_len, lengths=case.lengths, num_kv_heads=2)
+    shape = shape_of(*lengths, geometry=geometry)
+    inputs = make_inputs(shape)
     chosen = random_block_indices(shape, holes=True)
-    sample = sample_rows(case, CPU)
-    parts = sample.split({name: x[0, sample.rows] if name == "q" else x[0] for name, x in operands_of(operation, inputs).items()}, geometry)
-    counts = [len(piece.positions) for piece in sample.pieces]
-    picked = chosen[0, sample.rows].split(counts)
-    rows = [attend_rows(operation, *each, geometry) for each in zip(sample.pieces, parts, picked, strict=True)]
-    torch.testing.assert_close(torch.cat(rows), oracle(operation, inputs, geometry, chosen)[0, sample.rows], rtol=1e-12, atol=1e-12)
+    sample = sample_rows(lengths, geometry, CPU)
+    leaves = {name: x[0, sample.rows] if name == "q" else x[0] for name, x in operands_of(operation, inputs).items()}
+    rows = attend_sample(operation, leaves, sample, chosen[0, sample.rows])
+    torch.testing.assert_close(rows, oracle(operation, inputs, geometry, chosen)[0, sample.rows], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_choices_and_margins_equal_the_oracles(geometry):
-    case = case_of(90, geometry)
-    inputs = make_tensors(case, CPU)
+    inputs = make_inputs(shape_of(90, geometry=geometry))
     lse = naive.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, geometry=geometry).lse
     options = {"geometry": geometry}
-    [piece] = sample_rows(case, CPU).pieces
+    [piece] = sample_rows((90,), geometry, CPU).pieces
     q, k_cmp = inputs.q[0, piece.positions].detach(), inputs.k_cmp[0].detach()
-    choice = choose_rows(piece, q, k_cmp, geometry)
+    choice = choose_rows(piece, q, k_cmp)
     assert torch.equal(choice.chosen, naive.select_blocks(inputs.q, inputs.k_cmp, lse, **options)[0, piece.positions])
     margin = naive.selection_margin(inputs.q, inputs.k_cmp, lse, **options)[0, piece.positions]
     torch.testing.assert_close(choice.margin, margin, rtol=1e-9, atol=1e-12)
@@ -66,7 +61,7 @@ def test_choices_and_margins_equal_the_oracles(geometry):
 
 @pytest.mark.parametrize("seq_len", [1, 7, 32, 33, 1000])
 def test_a_sample_is_in_order_without_repetition_and_holds_the_ends(seq_len):
-    [piece] = sample_rows(case_of(seq_len, GEOMETRIES[0]), CPU).pieces
+    [piece] = sample_rows((seq_len,), SMALL, CPU).pieces
     positions = piece.positions.tolist()
     assert positions == sorted(set(positions))
     assert len(positions) == min(seq_len, NUM_ROWS)
@@ -75,7 +70,7 @@ def test_a_sample_is_in_order_without_repetition_and_holds_the_ends(seq_len):
 
 def test_the_longest_sequences_are_sampled_where_there_are_many():
     lengths = (3, 50, 0, 60, 2, 70, 80, 1)
-    sample = sample_rows(case_of(sum(lengths), GEOMETRIES[0], lengths), CPU)
+    sample = sample_rows(lengths, SMALL, CPU)
     assert [piece.length for piece in sample.pieces] == [50, 60, 70, 80]
     assert [piece.start for piece in sample.pieces] == [3, 53, 115, 185]
     assert sample.rows.tolist() == sorted(sample.rows.tolist())
