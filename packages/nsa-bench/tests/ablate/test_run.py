@@ -89,8 +89,9 @@ def test_after_the_minutes_trials_are_saved_and_left_for_the_next_call(folders: 
     runs_as({folders[2].trial.name: SAVES})
     said: list[str] = []
     assert not run_trials(folders, side_by_side=2, minutes=0.03, say=said.append)
-    # on a busy machine it may not have come as far as its handler
-    assert said[-1] in [f"saved {folders[2].trial.name}", f"stopped {folders[2].trial.name} before it had anything to save"]
+    # on a busy machine it may not have come as far as its handler, and another trial may have been running beside it
+    name = folders[2].trial.name
+    assert {f"saved {name}", f"stopped {name} before it had anything to save"} & set(said)
     assert any("0.03 minutes are over" in line for line in said)
 
 
