@@ -36,15 +36,17 @@ class CachedLaunch:
         if not arguments[0].is_cuda:
             self.kernel[grid](*arguments, **constants)
             return
-        passed, kinds = [], [arguments[0].device.index, *constants.items()]
+        passed, kinds = [], [arguments[0].device.index, tuple(constants), *constants.values()]
         for x in arguments:
-            if isinstance(x, Tensor):
-                address = x.data_ptr()
-                passed.append(address)
-                kinds.append((x.dtype, address % 16))
-            else:
-                passed.append(x)
-                kinds.append((x == 1, x % 16 == 0, x in _INT32) if x.__class__ is int else x.__class__)
+            value, kind = x, x.__class__
+            if kind is int:
+                kind = (16 if x % 16 == 0 else x == 1) if x in _INT32 else (x % 16 == 0,)
+            elif x is not None and isinstance(x, Tensor):
+                kinds.append(x.dtype)
+                value = x.data_ptr()
+                kind = value % 16
+            passed.append(value)
+            kinds.append(kind)
         key = tuple(kinds)
         found = self.found.get(key)
         if found is not None:
