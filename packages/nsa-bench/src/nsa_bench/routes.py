@@ -7,7 +7,6 @@ import torch
 from nsa_bench.cases import OURS, Case
 from nsa_bench.errors import BenchError, OptionError
 from nsa_core import BackendRegistry, BranchBackend, BranchRequest, DuplicateBackendError, Layout, Operation, load_plugins
-from nsa_core.backends.registry import RequestFacts
 
 
 class RouteRecorder(BackendRegistry):
@@ -31,7 +30,7 @@ class RouteRecorder(BackendRegistry):
         self._served: dict[str, str] = {}
         self.observers.append(self._note)
 
-    def _note(self, asked_for: str, facts: RequestFacts, backend: str | None) -> None:
+    def _note(self, asked_for: str, facts: BranchRequest, backend: str | None) -> None:
         if backend is not None:
             self._served[facts.operation] = backend
 

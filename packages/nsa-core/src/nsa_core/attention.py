@@ -89,9 +89,7 @@ def select_blocks(
     q, k_cmp = _autocast(q, k_cmp)
     keywords = Keywords(cu_seqlens, max_seqlen, query_start, query_count, page_table)
     queries, keys = operands_of(q, {"_cmp": (k_cmp, None)}, geometry, keywords)
-    checks.check_shape("lse", lse, tuple(q.shape[:3]), "(B, S, H)")
-    checks.check_floating("lse", lse)
-    checks.check_device("lse", lse, "q", q)
+    checks.check_floats("lse", lse, tuple(q.shape[:3]), "(B, S, H)", q)
     result: Tensor = run(Operation.SELECT, make_call(q, geometry, scale, backend, registry), queries, keys["_cmp"], lse)
     return result
 
@@ -277,10 +275,9 @@ def _check_new_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
         raise InputError("a store is paged or of FP8 (rows are appended to contiguous stores of their own dtype); use such stores")
     if store.shape[0] != batch:
         raise InputError(f"the store holds {store.shape[0]} sequences, the step has {batch} (one each); give both the same batch")
-    for name, x in (("start", start), ("count", count)):
-        checks.check_integers(name, x, 1, "(B,)", new.k)
-        checks.check_shape(name, x, (batch,), "(B,)")
-    if not checks.can_read(start) or not start.numel():
+    checks.check_integers("start", start, (batch,), "(B,)", new.k)
+    checks.check_integers("count", count, (batch,), "(B,)", new.k)
+    if not checks.can_read(start):
         return
     if int(count.min()) < 0 or int(count.max()) > num_rows:
         raise InputError(f"count={count.tolist()} leaves 0 .. {num_rows} (the rows of the step); fix it")
@@ -335,10 +332,7 @@ def _gated_attention(
 ) -> Tensor:
     """Return Eq. 5: by a backend that does all of it where one may, else branch by branch."""
     q, observers = queries.q, call.observers
-    checks.check_tensor("gates", gates)
-    checks.check_shape("gates", gates, (*q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win")
-    checks.check_floating("gates", gates)
-    checks.check_device("gates", gates, "q", q)
+    checks.check_floats("gates", gates, (*q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win", q)
     heads = {x.k.shape[2] for x in (cmp, slc, win) if x is not None}
     if len(heads) > 1:
         raise InputError(f"the branches have {sorted(heads)} KV heads (one choice per group serves all); give them equal G")
