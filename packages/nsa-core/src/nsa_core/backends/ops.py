@@ -116,10 +116,9 @@ def attention_op(
     def fake(*arguments: Any) -> Any:
         *flat, geometry, _scale, needs_grad = arguments
         operands, sizes = inputs.grouped(flat), geometry_of(*geometry)
-        if is_choice:
-            return _choice_like(operands[0], operands[1], sizes)
+        results = _results_like(operation, operands[0], operands[1], sizes)
         kept = saves(*operands, geometry=sizes) if saves and needs_grad else ()
-        return returns((*_results_like(operation, operands[0], operands[1], sizes), *kept))
+        return results[0] if is_choice else returns((*results, *kept))
 
     schema = f"({inputs.schema}, int[] geometry, float scale, bool needs_grad) -> {returned}"
     op = torch.library.custom_op(name, run_forward, mutates_args=(), schema=schema)
@@ -179,13 +178,11 @@ def _declare_backward(op: Any, name: str, backward: Callable[..., Any], operatio
     op.register_autograd(differentiate, setup_context=keep)
 
 
-def _choice_like(queries: Queries, keys: Keys, geometry: BlockGeometry) -> Tensor:
-    return queries.q.new_empty(*queries.q.shape[:2], keys.k.shape[2], geometry.num_selected_blocks, dtype=torch.int32)
-
-
-def _results_like(operation: Operation, queries: Queries, keys: Keys, geometry: BlockGeometry) -> tuple[Tensor, Tensor]:
+def _results_like(operation: Operation, queries: Queries, keys: Keys, geometry: BlockGeometry) -> tuple[Tensor, ...]:
+    """Return the results of `operation`, uninitialised, for its queries and its first Keys."""
     q = queries.q
-    out = q.new_empty(*q.shape[:-1], keys.v.shape[-1])
-    if operation is Operation.NSA:
-        return out, _choice_like(queries, keys, geometry)
-    return out, q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    choice = q.new_empty(*q.shape[:2], keys.k.shape[2], geometry.num_selected_blocks, dtype=torch.int32)
+    if operation is Operation.SELECT:
+        return (choice,)
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:3], keys.v.shape[3]), choice if operation is Operation.NSA else lse
