@@ -81,7 +81,10 @@ def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometr
 def check_keywords(q: Tensor, keywords: Keywords) -> None:
     """Raise InputError where the placement keywords do not fit q, or a layer's x, or each other."""
     cu_seqlens, max_seqlen, query_start, query_count, page_table = keywords
-    batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    batch = q.shape[0]
+    if cu_seqlens is not None:
+        checks.check_rank("cu_seqlens", cu_seqlens, 1, "(N + 1,)")
+        batch = cu_seqlens.shape[0] - 1
     if page_table is not None:
         tables = page_table if isinstance(page_table, tuple) else (page_table, page_table)
         if len(tables) != 2:
