@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_core import checks
 from nsa_core.backends.base import Keys, NewRows
 from nsa_core.config import BRANCHES, NSAConfig
-from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.errors import InputError
 from nsa_core.kv_cache.bounds import DeviceBounds, HostBounds
 from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK, Stores
 from nsa_core.reference.append import join_rows
@@ -82,7 +82,7 @@ class NSACache:
         self.stores = Stores(config, (batch_size, heads), capacity, self.max_rollback, dtype, device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
-        self.bounds = DeviceBounds(self.lengths) if static else HostBounds(batch_size)
+        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths) if static else HostBounds(batch_size)
         # Table 4 counts all three branches, so nothing is counted of a layer with fewer
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
@@ -169,31 +169,11 @@ class NSACache:
             # a count that no one may read is clipped
             added = self.bounds.begin(wanted.clamp(0, num_queries), self.max_seqlen, in_place=in_place)
             return Step(self.lengths.clone(), added, in_place)
-        self._make_room(num_queries, query_count, in_place)
-        return Step(self.lengths.clone(), wanted, in_place)
+        # importing it loads torch's compiler, which only a step needs
+        from nsa_core.kv_cache.growth import make_room
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _make_room(self, num_queries: int, query_count: Tensor | None, in_place: bool) -> None:
-        """Count a step on the host and let the stores grow where they must; the end of a graph that is being traced."""
-        assert isinstance(self.bounds, HostBounds)
-        if is_captured(self.lengths.device):
-            raise InputError(
-                "a CUDA graph captures a step of a cache that grows (its bounds live on the host, so a replay would not advance them); "
-                f"use new_cache({self.batch_size}, {self.stores.capacity}, static=True)"
-            )
-        if self.read_counter is not None:
-            self.read_counter.reads = None
-        is_exact = query_count is None or query_count.device.type == "cpu"
-        counts = query_count.long() if is_exact and query_count is not None else torch.full_like(self.bounds.held, num_queries)
-        where, longest = self.bounds.longest_after(counts)
-        if longest > self.max_seqlen:
-            raise CacheOverflowError(
-                f"sequence {where} would hold {longest} tokens (the cache was built for max_seqlen={self.max_seqlen}); "
-                f"build it with new_cache({self.batch_size}, {longest}) or append at most {self.max_seqlen - int(self.bounds.held[where])}"
-            )
-        if longest > self.stores.capacity:
-            self.stores.grow(min(max(longest, 2 * self.stores.capacity), self.max_seqlen))
-        self.bounds.begin(counts, is_exact=is_exact, in_place=in_place)
+        make_room(self, num_queries, query_count, in_place)
+        return Step(self.lengths.clone(), wanted, in_place)
 
     def new_rows(self, name: str, k: Tensor, v: Tensor | None) -> NewRows:
         """Return a step's keys and values `(B, m, G, D)` for the store `name`."""
@@ -333,8 +313,3 @@ class NSACache:
                     f"indices name sequence {int(outside[0])} (the cache holds {self.batch_size}); use 0 .. {self.batch_size - 1}"
                 )
         return indices.to(self.lengths.device, torch.int64, non_blocking=True)
-
-
-def is_captured(device: torch.device) -> bool:
-    """Return True where a CUDA graph captures what runs on `device`."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

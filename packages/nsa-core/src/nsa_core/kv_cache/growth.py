@@ -1,0 +1,47 @@
+"""The part of a step that a growing cache does on the host. Importing this file loads torch's compiler."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.kv_cache.bounds import HostBounds
+
+if TYPE_CHECKING:
+    from nsa_core.kv_cache.cache import NSACache
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, in_place: bool) -> None:
+    """Count a step on the host, and let the stores grow where it does not fit. A graph that is being traced ends here.
+
+    Raises:
+        CacheOverflowError: when a sequence may outgrow `max_seqlen`.
+        InputError: where a CUDA graph captures the step.
+    """
+    bounds, stores = cache.bounds, cache.stores
+    assert isinstance(bounds, HostBounds)
+    if is_captured(cache.lengths.device):
+        raise InputError(
+            "a CUDA graph captures a step of a cache that grows (its bounds live on the host, so a replay would not advance them); "
+            f"use new_cache({cache.batch_size}, {stores.capacity}, static=True)"
+        )
+    if cache.read_counter is not None:
+        cache.read_counter.reads = None
+    is_exact = query_count is None or query_count.device.type == "cpu"
+    counts = query_count.long() if is_exact and query_count is not None else torch.full_like(bounds.held, num_queries)
+    where, longest = bounds.longest_after(counts)
+    if longest > cache.max_seqlen:
+        raise CacheOverflowError(
+            f"sequence {where} would hold {longest} tokens (the cache was built for max_seqlen={cache.max_seqlen}); "
+            f"build it with new_cache({cache.batch_size}, {longest}) or append at most {cache.max_seqlen - int(bounds.held[where])}"
+        )
+    if longest > stores.capacity:
+        stores.grow(min(max(longest, 2 * stores.capacity), cache.max_seqlen))
+    bounds.begin(counts, is_exact=is_exact, in_place=in_place)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return True where a CUDA graph captures what runs on `device`."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
