@@ -78,9 +78,9 @@ class DeviceBounds:
         self.overflowed = torch.zeros_like(lengths, dtype=torch.bool)
         """bool (B,): the sequences that lost tokens, because they did not fit."""
 
-    def begin(self, wanted: Tensor, limit: int, *, in_place: bool) -> Tensor:
+    def begin(self, wanted: Tensor, limit: int | Tensor, *, in_place: bool) -> Tensor:
         """Return how many of the `wanted` int32 `(B,)` tokens fit below `limit`; where some do not, the sequence is marked."""
-        added = torch.minimum(wanted, limit - self.lengths)
+        added = torch.minimum(wanted, (limit - self.lengths).clamp(min=0))
         self.overflowed.logical_or_(added < wanted)
         if in_place:
             self.reached.copy_(torch.maximum(self.reached, self.lengths + added))

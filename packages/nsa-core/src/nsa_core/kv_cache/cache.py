@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_core import checks
+from nsa_core import blocks, checks
 from nsa_core.backends.base import Keys, NewRows
 from nsa_core.config import BRANCHES, NSAConfig
 from nsa_core.errors import InputError
 from nsa_core.kv_cache.bounds import DeviceBounds, HostBounds
-from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK, Stores
+from nsa_core.kv_cache.pages import PageTable
+from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK, StoreOptions, Stores
 from nsa_core.reference.append import join_rows
 from nsa_core.telemetry import ReadCounter, Reads
 from nsa_core.varlen import compressed_lengths
@@ -49,6 +50,9 @@ class NSACache:
         max_seqlen: int | None = None,
         *,
         static: bool = False,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        kv_dtype: torch.dtype | None = None,
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
         count_reads: bool = True,
@@ -61,25 +65,36 @@ class NSACache:
         The stores grow by doubling. A `static` cache is allocated whole instead and keeps no state on the host: CUDA graphs may capture
         its steps. Tokens that do not fit it are dropped and noted on the device, where `check` finds the note.
 
+        `page_size`: tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks lie in `num_pages`
+        pages (None: enough for all sequences), and a sequence has room where `reserve` gave it pages; such stores do not grow.
+        `kv_dtype=torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per
+        token and KV head; phi and the choice of blocks read what was there before.
+
         `max_rollback`: how far `crop` may go back, in tokens; `keep_raw` keeps every raw token so that it may go back
         to the start. `count_reads`: count the tokens that each step reads, where all three branches exist. `num_kv_heads`: the KV
         heads of this rank, where tensor parallelism shares them out; None: the config's.
 
         Raises:
-            InputError: for sizes below 1 (batch_size, max_rollback: below 0), or a static cache without a bound.
+            InputError: for sizes below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound, a page that does
+                not hold whole selection blocks, or an unknown kv_dtype.
         """
         if batch_size < 0 or (max_seqlen is not None and max_seqlen < 1) or max_rollback < 0:
             raise InputError(
                 f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (at least 0, 1 and 0); use 1, 4096 and 64"
             )
-        if static and max_seqlen is None:
-            raise InputError("max_seqlen=None with static=True (a static cache is allocated once, whole); use max_seqlen=4096")
+        is_fixed = static or page_size is not None
+        if is_fixed and max_seqlen is None:
+            kind = "static=True (a static cache" if static else f"page_size={page_size} (a table of pages"
+            raise InputError(f"max_seqlen=None with {kind} is allocated once, whole); use max_seqlen=4096")
         self.config = config
         self.max_seqlen = UNLIMITED if max_seqlen is None else max_seqlen
         self.max_rollback = UNLIMITED if keep_raw else max_rollback
         heads = config.num_kv_heads if num_kv_heads is None else num_kv_heads
-        capacity = self.max_seqlen if static else min(self.max_seqlen, FIRST_CAPACITY)
-        self.stores = Stores(config, (batch_size, heads), capacity, self.max_rollback, dtype, device)
+        self.pages = None if page_size is None else self._page_table(batch_size, page_size, num_pages, device)
+        """The pages of a paged cache, None for another one."""
+        capacity = self.max_seqlen if is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
+        options = StoreOptions(capacity, self.max_rollback, dtype, kv_dtype, self.pages)
+        self.stores = Stores(config, batch_size, heads, options, device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
         self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths) if static else HostBounds(batch_size)
@@ -90,6 +105,12 @@ class NSACache:
             Reads(*(torch.zeros(*size, dtype=torch.int64, device=device) for size in ((batch_size,), (batch_size, heads))))
             for _ in range(2)
         )
+
+    def _page_table(self, batch_size: int, page_size: int, num_pages: int | None, device: torch.device | str) -> PageTable:
+        if page_size < 1 or (num_pages is not None and num_pages < 1):
+            raise InputError(f"page_size={page_size}, num_pages={num_pages} (at least 1 each); use 64 and None")
+        enough = batch_size * -(-self.max_seqlen // page_size)
+        return PageTable(batch_size, self.max_seqlen, enough if num_pages is None else num_pages, page_size, device)
 
     @property
     def is_static(self) -> bool:
@@ -113,8 +134,13 @@ class NSACache:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all stores."""
+        """Return the bytes of all stores, scales included."""
         return self.stores.nbytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Return the bytes that one more token of a sequence takes, its share of the compressed blocks included; rings are left out."""
+        return self.stores.bytes_per_token
 
     @property
     def batch_size(self) -> int:
@@ -167,7 +193,8 @@ class NSACache:
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
         if isinstance(self.bounds, DeviceBounds):
             # a count that no one may read is clipped
-            added = self.bounds.begin(wanted.clamp(0, num_queries), self.max_seqlen, in_place=in_place)
+            limit = self.max_seqlen if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
+            added = self.bounds.begin(wanted.clamp(0, num_queries), limit, in_place=in_place)
             return Step(self.lengths.clone(), added, in_place)
         # importing it loads torch's compiler, which only a step needs
         from nsa_core.kv_cache.growth import make_room
@@ -191,9 +218,28 @@ class NSACache:
             return new.store
         most = min(self.config.geometry.window_size - 1, self.stores.capacity)
         tail = step.start.clamp(max=most)
-        k, v = join_rows(new, step.start - tail, tail, most)
-        assert v is not None
-        return Keys(k, v, k.shape[1], first=step.start - tail)
+        k, v, *scales = join_rows(new, step.start - tail, tail, most)
+        if scales:
+            k, v = k.view(new.store.k.dtype), v.view(new.store.v.dtype)
+        k_scale, v_scale = scales or (None, None)
+        return Keys(k, v, k.shape[1], first=step.start - tail, k_scale=k_scale, v_scale=v_scale)
+
+    def reserve(self, sequence: int, num_tokens: int, *, length: int) -> None:
+        """Make room for `num_tokens` tokens of a sequence of a paged cache that has `length` now, in pages that it alone writes.
+
+        Pages that other sequences read as well are copied where a later step would write them: tokens from `length` on, and blocks
+        that are not complete. The caller says the length, so nothing waits for a GPU.
+
+        Raises:
+            CacheOverflowError: where too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
+            InputError: for a cache without pages, or a sequence that it does not hold.
+        """
+        if self.pages is None:
+            raise InputError("the cache has no pages to reserve (it was built without page_size); use new_cache(..., page_size=64)")
+        geometry = self.config.geometry
+        first_open = blocks.num_compressed_blocks(length, geometry) * geometry.compression_stride
+        copies = self.pages.own(sequence, first_open // self.pages.page_size, max(num_tokens, length))
+        self.stores.copy_pages(copies)
 
     def end_step(self, step: Step) -> None:
         """Advance the lengths and add up the reads."""
@@ -261,7 +307,7 @@ class NSACache:
                 f"indices name {chosen.shape[0]} sequences (a static cache keeps its {self.batch_size}); "
                 f"give {self.batch_size}, or use select(indices)"
             )
-        self._reorder(indices, chosen)
+        self._reorder(indices, chosen, self._sources(indices))
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences at `indices` `(B',)` alone, in order. A static cache keeps its batch size: those behind them are empty.
@@ -273,7 +319,7 @@ class NSACache:
         chosen = self._checked(indices)
         spare = self.batch_size - chosen.shape[0]
         if not self.is_static:
-            self._reorder(indices, chosen)
+            self._reorder(indices, chosen, self._sources(indices))
             return
         if spare < 0:
             raise InputError(
@@ -281,15 +327,25 @@ class NSACache:
             )
         self.check()
         padded = torch.nn.functional.pad(chosen, (0, spare))
-        self._reorder(padded, padded)
+        self._reorder(padded, padded, [*self._sources(indices), *[None] * spare])
         if spare:
             self.reset(torch.arange(self.batch_size - spare, self.batch_size, device=self.lengths.device))
 
-    def _reorder(self, indices: Tensor, chosen: Tensor) -> None:
-        """Reorder by `indices` of the caller, `chosen` on the cache's device."""
+    def _sources(self, indices: Tensor) -> list[int | None]:
+        """Return the indices as the page table takes them; empty without pages."""
+        if self.pages is None:
+            return []
+        if indices.device.type != "cpu":
+            raise InputError(f"indices are on {indices.device} (pages are kept on the host, which reads them); use indices.cpu()")
+        return list(indices.tolist())
+
+    def _reorder(self, indices: Tensor, chosen: Tensor, sources: list[int | None]) -> None:
+        """Reorder by `indices` of the caller, `chosen` on the cache's device, `sources` for the pages."""
         in_place = self.is_static
         self.stores.reorder(chosen, in_place=in_place)
         self.bounds.reorder(chosen if in_place else indices)
+        if self.pages is not None:
+            self.pages.reorder(sources)
         if in_place:
             for x in (self.lengths, *self._last_reads, *self._total_reads):
                 x.copy_(x.index_select(0, chosen))

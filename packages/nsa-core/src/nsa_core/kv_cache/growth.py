@@ -37,6 +37,15 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
             f"sequence {where} would hold {longest} tokens (the cache was built for max_seqlen={cache.max_seqlen}); "
             f"build it with new_cache({cache.batch_size}, {longest}) or append at most {cache.max_seqlen - int(bounds.held[where])}"
         )
+    if cache.pages is not None:
+        room = cache.pages.limits(bounds.held, cache.config.geometry)
+        short = (counts > 0) & (bounds.held + counts > room)
+        if bool(short.any()):
+            b = int(short.int().argmax())
+            raise CacheOverflowError(
+                f"sequence {b} would hold {int((bounds.held + counts)[b])} tokens (its own pages have room for {int(room[b])}); "
+                f"use reserve({b}, {int((bounds.held + counts)[b])}, length={int(bounds.held[b])}) before the step"
+            )
     if longest > stores.capacity:
         stores.grow(min(max(longest, 2 * stores.capacity), cache.max_seqlen))
     bounds.begin(counts, is_exact=is_exact, in_place=in_place)
