@@ -148,7 +148,11 @@ def test_selected_and_cropped_sequences_of_pages_go_on(random_layer, random_inpu
         (lambda cache: cache.pages.free(1), InputError, "sequence 1 has no pages (they are freed once); drop the second free"),
         (lambda cache: cache.pages.assign(1, [0, 4]), InputError, "page 4 is beyond the store (it has 4 pages); use 0 .. 3"),
         (lambda cache: cache.pages.assign(1, [-1]), InputError, "page -1 is beyond the store (it has 4 pages); use 0 .. 3"),
-        (lambda cache: cache.pages.assign(1, [3, 3]), InputError, "pages=[3, 3] (each once, at most 5 of a sequence); drop what is too much"),
+        (
+            lambda cache: cache.pages.assign(1, [3, 3]),
+            InputError,
+            "pages=[3, 3] (each once, at most 5 of a sequence); drop what is too much",
+        ),
         (lambda cache: cache.pages.assign(0, [3]), InputError, "sequence 0 has 3 pages (each holds tokens); free it first"),
         (lambda cache: cache.pages.free(2), InputError, "sequence 2 is none (the cache holds 2); use 0 .. 1"),
         (

@@ -263,11 +263,15 @@ def append_rows(
 
     Sequence b gets rows 0 .. count[b] - 1 at positions start[b] onwards; both int32 (B,). No gradient.
     """
-    first = rows[0] if rows else None if new_blocks is None else new_blocks.raw
     for new in rows:
         _check_new_rows(new, start, count)
-    if first is not None:
-        run_append(make_call(first.k, geometry, None, backend, registry), first, rows, new_blocks, start, count)
+    written = rows if new_blocks is None else (*rows, new_blocks.raw._replace(store=new_blocks.store))
+    # a backend is chosen by the store that asks most of it
+    asks = (
+        [new for new in written if new.store.page_table is not None] or [new for new in written if new.store.k_scale is not None] or written
+    )
+    if asks:
+        run_append(make_call(asks[0].k, geometry, None, backend, registry), asks[0], rows, new_blocks, start, count)
 
 
 def _check_new_rows(new: NewRows, start: Tensor, count: Tensor) -> None:

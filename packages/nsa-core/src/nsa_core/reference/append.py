@@ -92,8 +92,8 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Every row has a scale of its own, chosen from its largest value.
     """
-    largest = x.abs().amax(-1).float()
-    scale = torch.where(largest > 0, largest / LARGEST_FP8, 1.0)
+    # never 0: a row of zeros stays one
+    scale = (x.abs().amax(-1).float() / LARGEST_FP8).clamp(min=torch.finfo(torch.float32).tiny)
     return (x.float() / scale.unsqueeze(-1)).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scale
 
 
