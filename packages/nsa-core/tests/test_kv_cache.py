@@ -720,7 +720,7 @@ def test_a_ring_joins_what_it_remembers_with_what_is_new():
     write_rows(ring_rows(ring, past), int32([0, 0]), int32([6, 5]))
     new = torch.tensor([[100.0, 101], [200, 201]])[..., None, None]
 
-    joined, _ = join_rows(ring_rows(ring, new), int32([4, 4]), int32([2, 1]), 3)
+    (joined,) = join_rows(ring_rows(ring, new), int32([4, 4]), int32([2, 1]), 3)
 
     # sequence 0 holds 1..6 and joins its last two; sequence 1 holds 7..11 and joins its last one
     assert joined[0, :4, 0, 0].tolist() == [5, 6, 100, 101]

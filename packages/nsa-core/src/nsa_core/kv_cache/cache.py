@@ -154,13 +154,14 @@ class NSACache:
 
     @property
     def last_reads(self) -> Reads | None:
-        """Return the tokens read in the last step, predicted `(B,)` and actual `(B, G)`; None where nothing was counted.
+        """Return a copy of the tokens read in the last step, predicted `(B,)` and actual `(B, G)`; None where nothing was counted.
 
-        A static cache that counts returns its own tensors, which every step writes: zeros where nothing was read.
+        A static cache does not note on the host whether anything was: it returns the counts of the last step that had tokens, zeros
+        before the first one.
         """
         if self.read_counter is None or (self.read_counter.reads is None and not self.is_static):
             return None
-        return self._last_reads
+        return Reads(*(x.clone() for x in self._last_reads))
 
     @property
     def total_reads(self) -> Reads:
@@ -192,9 +193,10 @@ class NSACache:
             wanted = query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
         if isinstance(self.bounds, DeviceBounds):
-            # a count that no one may read is clipped
             limit = self.max_seqlen if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
-            added = self.bounds.begin(wanted.clamp(0, num_queries), limit, in_place=in_place)
+            # a count on a GPU is not read, so it is clipped
+            wanted = wanted if query_count is None else wanted.clamp(0, num_queries)
+            added = self.bounds.begin(wanted, limit, in_place=in_place)
             return Step(self.lengths.clone(), added, in_place)
         # importing it loads torch's compiler, which only a step needs
         from nsa_core.kv_cache.growth import make_room
