@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from nsa_core import BlockGeometry, NSAConfig
+from nsa_core import BlockGeometry, CacheOverflowError, NSAConfig
 from nsa_core.kv_cache import cache as cache_module
 
 GEOMETRY = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
@@ -32,10 +32,10 @@ def decode(step, x, cache, start):
     return torch.cat(outs, 1), num_graphs() - compiled
 
 
-@pytest.mark.parametrize("kv", ["separate", "shared"])
-def test_a_step_of_a_static_cache_is_one_graph_compiled_once_over_200_lengths(random_layer, random_input, kv):
+@pytest.mark.parametrize(("kv", "static"), [("separate", True), ("shared", True), ("separate", False)])
+def test_a_step_of_a_cache_that_need_not_grow_is_one_graph_compiled_once_over_200_lengths(random_layer, random_input, kv, static):
     layer, x = random_layer(CONFIG[kv]), random_input(2, 205, 8)
-    cache, whole = layer.new_cache(2, 220, static=True), layer(x)
+    cache, whole = layer.new_cache(2, 220, static=static), layer(x)
     layer(x[:, :5], cache=cache)
 
     out, recompiled = decode(torch.compile(layer, fullgraph=True, backend="aot_eager"), x, cache, 5)
@@ -58,6 +58,21 @@ def test_a_compiled_step_of_a_static_cache_notes_what_does_not_fit(random_layer,
     assert not out[:, 10:].any()
     assert cache.lengths.tolist() == [10, 10]
     assert cache.bounds.overflowed.tolist() == [True, True]
+
+
+def test_a_compiled_step_of_a_full_cache_raises_and_changes_nothing(random_layer, random_input):
+    layer, x = random_layer(CONFIG["separate"]), random_input(2, 12, 8)
+    cache, step = layer.new_cache(2, 10), torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for t in range(10):
+        out = step(x[:, t : t + 1], cache=cache)
+    torch.testing.assert_close(out, layer(x[:, :10])[:, 9:], rtol=1e-12, atol=1e-12)
+
+    with pytest.raises(CacheOverflowError, match="sequence 0 would hold 11 tokens"):
+        step(x[:, 10:11], cache=cache)
+
+    assert cache.lengths.tolist() == [10, 10]
+    cache.crop(3)
+    torch.testing.assert_close(step(x[:, 7:8], cache=cache), layer(x[:, :8])[:, 7:], rtol=1e-12, atol=1e-12)
 
 
 def test_compiled_steps_of_mixed_lengths_equal_each_sequence_alone(random_layer, random_input):

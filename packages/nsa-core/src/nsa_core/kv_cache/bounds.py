@@ -15,27 +15,27 @@ class HostBounds:
         """int64 (B,): no sequence has more tokens."""
         self.depth = torch.zeros_like(self.held)
         """int64 (B,): the tokens of each sequence that a later one may have replaced in the rings, counted back from its end."""
-        self._next = self.held, self.depth
+        self.planned = torch.zeros(2, batch_size, dtype=torch.int64)
+        """int64 (2, B): `held` and `depth` once the step that has begun ends."""
 
-    def longest_after(self, counts: Tensor) -> tuple[int, int]:
-        """Return the sequence that is longest once `counts` int64 `(B,)` tokens are added, and its length; (0, 0) without sequences."""
-        grown = self.held + counts
-        return (int(grown.argmax()), int(grown.max())) if grown.numel() else (0, 0)
+    def begin(self, num_queries: int, query_count: Tensor | None, *, in_place: bool, max_seqlen: int) -> int:
+        """Plan a step that adds `num_queries` tokens, or `query_count` int32 `(B,)` of them where the host may read that; return the longest length.
 
-    def begin(self, counts: Tensor, *, is_exact: bool, in_place: bool) -> None:
-        """Plan a step that adds `counts` int64 `(B,)` tokens, at most so many where not `is_exact`.
+        `in_place`: the rings take the tokens at once, so a rollback before the end of the step finds them there. In a graph that is
+        traced the lengths are counted when it runs, and 0 is returned.
 
-        `in_place`: the rings take the tokens at once, so a rollback before the end of the step finds them there.
+        Raises:
+            CacheOverflowError: for a sequence longer than `max_seqlen`. Nothing changes then.
         """
-        # what is not read may be 0, and then wins back nothing of what a rollback used up
-        won_back = (self.depth - counts).clamp(min=0) if is_exact else self.depth
-        self._next = self.held + counts, won_back
-        if in_place:
-            self.depth = torch.maximum(self.depth, counts)
+        is_exact = query_count is None or query_count.device.type == "cpu"
+        count = _count_in_graph if torch.compiler.is_compiling() else count_step
+        count(self.held, self.depth, self.planned, query_count if is_exact else None, num_queries, is_exact, in_place, max_seqlen)
+        return 0 if torch.compiler.is_compiling() or not self.held.numel() else int(self.planned[0].max())
 
     def end(self) -> None:
         """Count the step that `begin` planned."""
-        self.held, self.depth = self._next
+        self.held.copy_(self.planned[0])
+        self.depth.copy_(self.planned[1])
 
     def crop(self, counts: Tensor, max_rollback: int) -> None:
         """Take `counts` int64 `(B,)` tokens back, on the host.
@@ -55,9 +55,10 @@ class HostBounds:
         """Take the bounds of the sequences at `indices`; on a GPU those are not read, and every sequence gets the largest."""
         if indices.device.type == "cpu":
             self.held, self.depth = self.held[indices.long()], self.depth[indices.long()]
-            return
-        size = (indices.shape[0],)
-        self.held, self.depth = (x.new_full(size, int(x.max()) if x.numel() else 0) for x in (self.held, self.depth))
+        else:
+            size = (indices.shape[0],)
+            self.held, self.depth = (x.new_full(size, int(x.max()) if x.numel() else 0) for x in (self.held, self.depth))
+        self.planned = torch.stack([self.held, self.depth])
 
     def reset(self, indices: Tensor | None) -> None:
         """Note that the sequences at `indices` (None: all) are empty; indices on a GPU are not read and lower no bound."""
@@ -65,6 +66,36 @@ class HostBounds:
             self.held, self.depth = torch.zeros_like(self.held), torch.zeros_like(self.depth)
         elif indices.device.type == "cpu":
             self.held, self.depth = (x.index_fill(0, indices.long(), 0) for x in (self.held, self.depth))
+
+
+def count_step(
+    held: Tensor,
+    depth: Tensor,
+    planned: Tensor,
+    query_count: Tensor | None,
+    num_queries: int,
+    is_exact: bool,
+    in_place: bool,
+    max_seqlen: int,
+) -> None:
+    """Write into `planned` what `held` and `depth` are after a step; see `HostBounds.begin`."""
+    counts = torch.full_like(held, num_queries) if query_count is None else query_count.long()
+    grown = held + counts
+    if bool((grown > max_seqlen).any()):
+        where, longest = int(grown.argmax()), int(grown.max())
+        raise CacheOverflowError(
+            f"sequence {where} would hold {longest} tokens (the cache was built for max_seqlen={max_seqlen}); "
+            f"build it with new_cache({held.shape[0]}, {longest}) or append at most {max_seqlen - int(held[where])}"
+        )
+    planned[0] = grown
+    # what is not read may be 0, and then wins back nothing of what a rollback used up
+    planned[1] = (depth - counts).clamp(min=0) if is_exact else depth
+    if in_place:
+        depth.copy_(torch.maximum(depth, counts))
+
+
+_count_in_graph = torch.library.custom_op("nsa_core::count_step", count_step, mutates_args=("depth", "planned"))
+_count_in_graph.register_fake(lambda *_: None)
 
 
 class DeviceBounds:

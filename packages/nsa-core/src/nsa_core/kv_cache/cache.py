@@ -93,6 +93,8 @@ class NSACache:
         self.pages = None if page_size is None else self._page_table(batch_size, page_size, num_pages, device)
         """The pages of a paged cache, None for another one."""
         capacity = self.max_seqlen if is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
+        # a truth value of its own: a compiled step would be compiled again for every other capacity that it compares
+        self.can_grow = capacity < self.max_seqlen
         options = StoreOptions(capacity, self.max_rollback, dtype, kv_dtype, self.pages)
         self.stores = Stores(config, batch_size, heads, options, device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
@@ -198,6 +200,12 @@ class NSACache:
             wanted = wanted if query_count is None else wanted.clamp(0, num_queries)
             added = self.bounds.begin(wanted, limit, in_place=in_place)
             return Step(self.lengths.clone(), added, in_place)
+        if self.read_counter is not None:
+            self.read_counter.reads = None
+        if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
+            # nothing is left to grow, so the graph need not end
+            self.bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=self.max_seqlen)
+            return Step(self.lengths.clone(), wanted, in_place)
         # importing it loads torch's compiler, which only a step needs
         from nsa_core.kv_cache.growth import make_room
 

@@ -27,17 +27,10 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
             "a CUDA graph captures a step of a cache that grows (its bounds live on the host, so a replay would not advance them); "
             f"use new_cache({cache.batch_size}, {stores.capacity}, static=True)"
         )
-    if cache.read_counter is not None:
-        cache.read_counter.reads = None
-    is_exact = query_count is None or query_count.device.type == "cpu"
-    counts = query_count.long() if is_exact and query_count is not None else torch.full_like(bounds.held, num_queries)
-    where, longest = bounds.longest_after(counts)
-    if longest > cache.max_seqlen:
-        raise CacheOverflowError(
-            f"sequence {where} would hold {longest} tokens (the cache was built for max_seqlen={cache.max_seqlen}); "
-            f"build it with new_cache({cache.batch_size}, {longest}) or append at most {cache.max_seqlen - int(bounds.held[where])}"
-        )
     if cache.pages is not None:
+        counts = bounds.held.new_full(bounds.held.shape, num_queries)
+        if query_count is not None and query_count.device.type == "cpu":
+            counts.copy_(query_count)
         room = cache.pages.limits(bounds.held, cache.config.geometry)
         short = (counts > 0) & (bounds.held + counts > room)
         if bool(short.any()):
@@ -46,9 +39,10 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
                 f"sequence {b} would hold {int((bounds.held + counts)[b])} tokens (its own pages have room for {int(room[b])}); "
                 f"use reserve({b}, {int((bounds.held + counts)[b])}, length={int(bounds.held[b])}) before the step"
             )
+    longest = bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=cache.max_seqlen)
     if longest > stores.capacity:
         stores.grow(min(max(longest, 2 * stores.capacity), cache.max_seqlen))
-    bounds.begin(counts, is_exact=is_exact, in_place=in_place)
+        cache.can_grow = stores.capacity < cache.max_seqlen
 
 
 def is_captured(device: torch.device) -> bool:
