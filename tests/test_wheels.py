@@ -99,13 +99,22 @@ def test_a_wheel_holds_the_licence_of_the_tree(package, wheels):
 
 @each_package
 def test_a_dependent_caps_every_package_of_this_tree(package):
-    ours = [line for line in project(package)["dependencies"] if line.startswith("nsa-")]
+    extras = project(package).get("optional-dependencies", {}).values()
+    ours = [line for lines in (project(package)["dependencies"], *extras) for line in lines if line.startswith("nsa-")]
     assert all("<" in line for line in ours)
 
 
 def test_the_recipes_travel_in_the_wheel(wheels):
     files = zipfile.ZipFile(wheels["nsa-train"]).namelist()
     assert {"nsa_train/recipes/demo.toml", "nsa_train/recipes/showcase.toml"} <= set(files)
+
+
+def test_the_trainer_is_an_extra_of_the_bench(wheels):
+    archive = zipfile.ZipFile(wheels["nsa-bench"])
+    metadata = archive.read(next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))).decode()
+    assert [line for line in metadata.splitlines() if "nsa-train" in line and line.startswith("Requires")] == [
+        "Requires-Dist: nsa-train<0.2,>=0.1; extra == 'train'"
+    ]
 
 
 @pytest.mark.parametrize("command", ["nsa-train", "nsa-bench"])

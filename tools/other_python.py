@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("nsa-core[testing]", "nsa-kernels-triton", "nsa-train", "nsa-bench")
+PACKAGES = ("nsa-core[testing]", "nsa-kernels-triton", "nsa-train", "nsa-bench[train]")
 TESTS = (
     "packages/nsa-core",
     "packages/nsa-kernels-triton/tests/test_ops.py",

@@ -223,6 +223,8 @@ def test_every_argument_and_option_has_a_help_text():
         for name in app
         if not name.startswith("-")
         for one in app[name].assemble_argument_collection()
+        # a group of options has none of its own
+        if one.name != "*"
     }
     assert {"smoke RUN_DIR", "train RECIPE", "backends --head-dim-qk"} <= set(found)
     assert [name for name, text in found.items() if not text] == []
@@ -274,3 +276,22 @@ def test_the_package_runs_as_a_module_and_reports_a_bad_option_without_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]
     assert "Traceback" not in done.stderr
+
+
+WITHOUT_TRAINER = """
+import json, sys
+sys.modules["nsa_train"] = None
+from nsa_bench.cli import run_command
+print([run_command(words) for words in json.loads(sys.argv[1])])
+"""
+
+
+def test_verbs_that_train_say_what_is_missing_and_the_others_need_no_trainer(tmp_path):
+    drives = [["train", "demo"], ["ablate", "recall"], ["smoke", str(tmp_path)]]
+    others = [["--help"], ["--version"], ["train", "--help"], ["env"], ["backends", "--device", "cpu"]]
+    words = [sys.executable, "-c", WITHOUT_TRAINER, json.dumps([*drives, *others])]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == str([2] * len(drives) + [0] * len(others))
+    sentence = "nsa-bench: {} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]"
+    assert done.stderr.splitlines() == [sentence.format(verb) for verb, *_ in drives]
+    assert not any(tmp_path.iterdir())

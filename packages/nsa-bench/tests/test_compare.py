@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from nsa_bench import compare
-from nsa_bench.cases import head_shape, parse_geometry
-from nsa_bench.compare import comparisons, run_comparisons
-from nsa_bench.measurements import Direction
-from nsa_bench.measuring import Place
-from nsa_bench.peers import PeerRun
+from nsa_bench.cases import Case, head_shape, parse_geometry
+from nsa_bench.compare import PeerRun, run_comparisons
+from nsa_bench.measurement import Direction, Job, Setup
 from nsa_bench.routes import RouteRecorder
 from nsa_core import nsa_attention
 from nsa_core.compression import block_windows
@@ -42,9 +40,9 @@ class Peer:
 
 
 def compared(*peers, dtype=torch.float32, backend="auto", seq_len=200):
-    wanted = comparisons((SHAPE,), (seq_len,), GEOMETRY, dtype, tuple(Direction))
-    place = Place(device=CPU, registry=RouteRecorder(tuple(sdpa_backends())), backend=backend)
-    return {(one.implementation, one.direction): one for one in run_comparisons(wanted, place, peers)}
+    job = Job(case=Case(shape=SHAPE, seq_len=seq_len, geometry=GEOMETRY, dtype=dtype), operations=("nsa",))
+    setup = Setup(device=CPU, registry=RouteRecorder(tuple(sdpa_backends())), backend=backend)
+    return {(one.implementation, one.direction): one for one in run_comparisons((job,), setup, peers)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -99,7 +97,7 @@ def test_we_are_judged():
         assert one.is_failure
 
 
-def test_what_does_not_fit_is_told(monkeypatch):
+def test_a_case_that_does_not_fit_is_reported(monkeypatch):
     def refuse(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from nsa_bench.cases import Case, Selection, head_shape, parse_geometry
-from nsa_bench.inputs import drifting_queries, make_tensors
-from nsa_bench.selections import free_overlap, positions_of
+from nsa_bench.inputs import drifting_queries, free_overlap, make_tensors, positions_of
 from nsa_core import compressed_attention, select_blocks
 
 CPU = torch.device("cpu")

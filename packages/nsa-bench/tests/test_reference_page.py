@@ -7,10 +7,10 @@ import attrs
 import pytest
 import torch
 
-from nsa_bench.cases import SHAPES, Case
+from nsa_bench.cases import OURS, SHAPES, Case
 from nsa_bench.cli import app
-from nsa_bench.measurements import OURS, Direction, Measurement, to_row
-from nsa_bench.plans import AttentionOptions
+from nsa_bench.measurement import Direction, Measurement, to_row
+from nsa_bench.options import AttentionOptions
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/reference/nsa-bench.md"
 

@@ -9,11 +9,15 @@ import torch
 from attrs import evolve
 from rich.console import Console
 
+from nsa_bench.attention.plan import Plan
+from nsa_bench.attention.run import run_plan
+from nsa_bench.attention.targets import Target, target_jobs
 from nsa_bench.cases import SHAPES, Case, head_shape, parse_geometry
-from nsa_bench.measurements import Direction, Measurement
-from nsa_bench.plans import Plan
-from nsa_bench.reporting import Report, collect, run_attention
-from nsa_bench.targets import Target, target_jobs
+from nsa_bench.measurement import Direction, Measurement, Setup
+from nsa_bench.options import ResultFiles
+from nsa_bench.reporting import collect
+from nsa_bench.results import Output
+from nsa_bench.routes import RouteRecorder
 from nsa_bench.timing import Timing
 
 CASE = Case(shape=SHAPES["S"], seq_len=64, dtype=torch.float32)
@@ -37,25 +41,29 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(tmp_path, console):
         yield evolve(ONE, operation="win")
         raise KeyboardInterrupt
 
-    report = Report.of({"lengths": "64"}, None, tmp_path / "a.json", tmp_path / "a.csv")
+    files = ResultFiles(json_file=tmp_path / "a.json", csv_file=tmp_path / "a.csv")
     with pytest.raises(KeyboardInterrupt):
-        collect(found(), report, console)
+        collect(found(), {"lengths": "64"}, Output(files, screen=console, progress=console))
     assert [row["operation"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == ["nsa", "win"]
     with (tmp_path / "a.csv").open(newline="") as file:
         assert [row["operation"] for row in csv.DictReader(file)] == ["nsa", "win"]
     assert "win fwd on sdpa: 1 ms" in console.file.getvalue()
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_runs(tmp_path):
+def test_a_file_that_cannot_be_written_is_reported_before_anything_runs(tmp_path):
+    def found():
+        raise AssertionError
+        yield ONE
+
     with pytest.raises(OSError, match="missing"):
-        Report.of({}, None, tmp_path / "missing" / "a.json", None)
+        collect(found(), {}, Output(ResultFiles(json_file=tmp_path / "missing" / "a.json")))
     with pytest.raises(IsADirectoryError):
-        Report.of({}, None, None, tmp_path)
+        collect(found(), {}, Output(ResultFiles(csv_file=tmp_path)))
 
 
 def test_a_given_commit_stands_for_the_checkouts():
-    assert Report.of({}, "abc", None, None).rows([ONE])[0]["commit"] == "abc"
-    assert Report.of({}, None, None, None).rows([ONE])[0]["commit"] != "abc"
+    assert Output(ResultFiles(), "abc").environment["commit"] == "abc"
+    assert Output(ResultFiles()).environment["commit"] != "abc"
 
 
 def test_targets_are_judged_in_table_and_file(tmp_path, console):
@@ -66,8 +74,8 @@ def test_targets_are_judged_in_table_and_file(tmp_path, console):
         evolve(job, case=evolve(job.case, geometry=parse_geometry("8/4/8/4/12"))) for job in target_jobs((*targets, memory), ("flash",))
     )
     plan = Plan(device=torch.device("cpu"), jobs=jobs, targets=(*targets, memory))
-    report = Report.of({}, None, tmp_path / "t.json", None)
-    measurements = run_attention(plan, "auto", report, console, console)
+    output = Output(ResultFiles(json_file=tmp_path / "t.json"), screen=console, progress=console)
+    measurements = run_plan(plan, Setup(device=plan.device, registry=RouteRecorder.of_installed()), {}, output)
     assert {one.operation for one in measurements} == {"nsa", "dense"}
     text = console.file.getvalue()
     assert "targets on one H200" in text

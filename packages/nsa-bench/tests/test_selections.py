@@ -5,7 +5,7 @@ import torch
 from attrs import evolve
 
 from nsa_bench.cases import Case, Selection, head_shape, parse_geometry
-from nsa_bench.selections import free_overlap, make_block_indices, positions_of
+from nsa_bench.inputs import free_overlap, make_block_indices, positions_of
 from nsa_core import BlockGeometry
 from nsa_core.reference import naive
 

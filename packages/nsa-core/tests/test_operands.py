@@ -225,6 +225,12 @@ def test_window_keys_that_end_before_the_queries_are_refused(step):
         step.attend(win=part)
 
 
+def test_a_store_shorter_than_another_is_refused_without_a_word_of_max_seqlen(step):
+    win = step.keys[2]
+    with pytest.raises(InputError, match="k_win holds 38 tokens, max_count allows 40 .* lower max_count"):
+        step.attend(win=win._replace(k=win.k[:, :38], v=win.v[:, :38]))
+
+
 def test_nothing_of_a_refused_call_is_written(step):
     before = [x.clone() for keys in step.keys for x in (keys.k, keys.v)]
     with pytest.raises(InputError):

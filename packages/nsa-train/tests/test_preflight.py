@@ -21,7 +21,6 @@ from nsa_core import (
     explain_routing,
 )
 from nsa_core.backends.base import Reason
-from nsa_core.backends.registry import RequestFacts
 from nsa_train.checkpoint import CheckpointWriter
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
@@ -183,7 +182,7 @@ def test_a_backend_that_cannot_serve_the_samples_of_a_run_fails(tiny_config, tmp
 def test_the_requests_of_samples_are_those_that_a_cached_step_makes(tiny_config, operation: str) -> None:
     config = tiny_config("model.head_dim_v=12", "train.precision=fp32")
     [prompt, token] = uses_of_sample(config)(Operation(operation))["a sample"]
-    seen: list[RequestFacts] = []
+    seen: list[BranchRequest] = []
     backends = [backend for backend in default_registry().backends if backend.name == "sdpa"]
     registry = BackendRegistry(tuple(backends))
     registry.observers.append(lambda asked_for, facts, backend: seen.append(facts))
@@ -191,7 +190,7 @@ def test_the_requests_of_samples_are_those_that_a_cached_step_makes(tiny_config,
     cache = layer.new_cache(1, 2 * config.train.seq_len)
     layer(torch.zeros(1, 16, 32), cache=cache)
     layer(torch.zeros(1, 1, 32), cache=cache)
-    first, *_, last = (facts.request() for facts in seen if facts.operation == operation)
+    first, *_, last = (facts for facts in seen if facts.operation == operation)
     assert evolve(first, num_queries=prompt.num_queries, num_keys=prompt.num_keys) == prompt
     assert evolve(last, num_keys=token.num_keys) == token
 

@@ -1,4 +1,4 @@
-"""What is measured: head shapes, lengths, geometry, dtype, selection; and how the command line writes them."""
+"""The cases that are measured: head shapes, lengths, geometry, dtype, selection, device; and how the command line writes them."""
 
 from enum import StrEnum
 
@@ -7,13 +7,19 @@ from attrs import field, frozen
 
 from nsa_bench.errors import OptionError
 from nsa_core import BlockGeometry, ConfigError
-from nsa_core.blocks import num_compressed_blocks
+from nsa_core.blocks import causal_pairs, compressed_pairs, num_compressed_blocks, selected_pairs, window_pairs
 
+OURS = ("nsa", "cmp", "select", "slc", "win")
+"""The operations that are measured: all of Eq. 5, then its parts."""
+DENSE = "dense"
 KIBI = 1024
 LENGTHS = "2k,4k,8k,16k,32k,64k,128k"
 """Tokens that are measured on a GPU where nothing is asked for."""
 CPU_LENGTHS = "256"
 """The same on a CPU, where the reference backend alone runs."""
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Selection(StrEnum):
@@ -91,6 +97,61 @@ class Case:
         return f"{self.shape}, {self.seq_len} tokens{packed}, {self.selection}"
 
 
+def visible_pairs(operation: str, case: Case) -> int:
+    """Return the pairs of query and key of `operation` over all query heads and sequences of `case`.
+
+    "select" scores the compressed branch's pairs; "nsa" counts those of the three branches, "dense" all of the past.
+    """
+    counts = {
+        "cmp": (compressed_pairs,),
+        "select": (compressed_pairs,),
+        "slc": (selected_pairs,),
+        "win": (window_pairs,),
+        "nsa": (compressed_pairs, selected_pairs, window_pairs),
+        "dense": (lambda length, _: causal_pairs(length),),
+    }[operation]
+    pairs = sum(count(length, case.geometry) for length in case.sequence_lengths for count in counts)
+    return case.shape.num_heads * pairs
+
+
+def find_device(kind: str | None) -> torch.device:
+    """Return the device of `--device`: by default the GPU where there is one.
+
+    Raises:
+        OptionError: when a GPU is asked for that is not here.
+    """
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device=cuda on a machine without a GPU (times are taken here, none is simulated); use --device cpu")
+    return torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def dtype_of(name: str | None, device_type: str) -> torch.dtype:
+    """Return the dtype of `--dtype`: by default bf16 on cuda, fp32 on cpu."""
+    return DTYPES[name or ("bf16" if device_type == "cuda" else "fp32")]
+
+
+def lengths_of(text: str | None, device: torch.device) -> tuple[int, ...]:
+    """Return the token counts of `--lengths`: by default those that `device` measures.
+
+    Raises:
+        OptionError: as `parse_lengths`.
+    """
+    return parse_lengths(text or (LENGTHS if device.type == "cuda" else CPU_LENGTHS))
+
+
+def parse_names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of "nsa,slc", each of `known`, in that order and once each.
+
+    Raises:
+        OptionError: for an unknown name.
+    """
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise OptionError(f"{option} has {unknown[0]!r} (the rule: some of {', '.join(known)}); use {known[0]}")
+    return tuple(name for name in known if name in names)
+
+
 def parse_lengths(text: str) -> tuple[int, ...]:
     """Return the token counts of "2k,8192,1m": k is 1024, m is 1024 * 1024.
 
@@ -150,5 +211,5 @@ def parse_geometry(text: str) -> BlockGeometry:
 
 def geometry_text(geometry: BlockGeometry) -> str:
     """Return l/d/l'/n/w, as `parse_geometry` reads it."""
-    size, stride, selection, count, _, _, window = geometry.as_tuple()
-    return f"{size}/{stride}/{selection}/{count}/{window}"
+    sizes = ("compression_block_size", "compression_stride", "selection_block_size", "num_selected_blocks", "window_size")
+    return "/".join(str(getattr(geometry, size)) for size in sizes)

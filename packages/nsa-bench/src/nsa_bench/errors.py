@@ -1,5 +1,11 @@
 """The errors that end a command on purpose; each knows the exit code that the command line returns for it. Imports no torch."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from nsa_core.errors import BackendUnavailableError, ConfigError, DuplicateBackendError, NSAError
+
 
 class BenchError(Exception):
     """Base of them all: what was found (with the value), why it is refused, what to do."""
@@ -16,3 +22,54 @@ class OptionError(BenchError, ValueError):
     def of(cls, problems: list[str]) -> "OptionError":
         """Return one error that lists every problem, a line each."""
         return cls("\n".join(problems))
+
+
+class TrainerError(BenchError):
+    """An error of nsa-train, with its message and its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def has_trainer() -> bool:
+    """Return True where nsa-train, an extra of this package, is installed."""
+    return find_spec("nsa_train") is not None
+
+
+@contextmanager
+def trainer_for(verb: str) -> Iterator[None]:
+    """Let `verb` drive nsa-train in the block.
+
+    Raises:
+        OptionError: when nsa-train is not installed.
+        TrainerError: when nsa-train refuses something, or fails.
+    """
+    if not has_trainer():
+        raise OptionError(f"{verb} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]")
+    from nsa_train.errors import TrainError
+
+    try:
+        yield
+    except TrainError as error:
+        raise TrainerError(str(error), error.exit_code) from error
+
+
+def shipped_recipes() -> Iterable[str]:
+    """Return the names of nsa-train's recipes; none where it is not installed."""
+    if not has_trainer():
+        return ()
+    from nsa_train.recipe import shipped_recipes
+
+    return shipped_recipes()
+
+
+def exit_code_of(error: NSAError) -> int:
+    """Return 2 where nsa-core refuses a configuration, else 1."""
+    is_refused = isinstance(error, ConfigError | BackendUnavailableError | DuplicateBackendError)
+    return OptionError.exit_code if is_refused else BenchError.exit_code
+
+
+def in_one_line(error: NSAError) -> str:
+    """Return the message of `error` as one line; nsa-core lists a backend's reasons on lines of their own."""
+    return "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")

@@ -1,18 +1,23 @@
-"""The tensors of a case, made on its device: independent queries, or queries that drift so that their choices persist."""
+"""The tensors of a case, made on its device: queries that are independent, or drift so that their choices of blocks persist.
+
+Choices are also made without scores, with a stated persistence.
+"""
 
 import torch
 from torch import Tensor
 
 from nsa_bench.cases import Case, Selection
-from nsa_bench.rows import Piece, choose_rows
-from nsa_bench.selections import SHARE_KEPT, free_overlap
+from nsa_core import BlockGeometry
 from nsa_core.testing.inputs import Inputs
+from nsa_core.testing.sampled_rows import Piece, choose_rows
 
+SHARE_KEPT = {Selection.RANDOM: 0.0, Selection.TRAINED_LIKE: 0.8}
+"""Share of a query's free blocks that the next query keeps; those not kept are drawn anew."""
 CHUNK = 256
 """Rows of one step of the drift."""
 PROBE_ROWS = 48
-PROBE_PLACES = 4
-"""Overlap is calibrated on so many runs of neighbouring queries of so many rows each."""
+PROBES = 4
+"""Overlap is calibrated on PROBES runs of PROBE_ROWS neighbouring queries each."""
 
 
 def make_tensors(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -30,14 +35,15 @@ def make_tensors(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     def pair(rows: int) -> tuple[Tensor, Tensor]:
         return normal(rows, shape.num_kv_heads, shape.head_dim_qk), normal(rows, shape.num_kv_heads, shape.head_dim_v)
 
-    stores = (*pair(case.num_blocks), *pair(tokens), *pair(tokens))
+    k_cmp, v_cmp = pair(case.num_blocks)
+    others = (*pair(tokens), *pair(tokens))
     if case.selection is Selection.TRAINED_LIKE:
-        correlation = calibrate_correlation(case, stores[0][0], generator)
+        correlation = calibrate_correlation(case, k_cmp[0], generator)
         q = drifting_queries(tokens, case, correlation, generator).unsqueeze(0)
     else:
         q = normal(tokens, shape.num_heads, shape.head_dim_qk)
     gates = torch.rand(1, tokens, shape.num_heads, 3, device=device, dtype=case.dtype, generator=generator)
-    return Inputs.of((x.requires_grad_() for x in (q, *stores, gates)), cu_seqlens_of(case, device))
+    return Inputs.of((x.requires_grad_() for x in (q, k_cmp, v_cmp, *others, gates)), cu_seqlens_of(case, device))
 
 
 def cu_seqlens_of(case: Case, device: torch.device) -> Tensor | None:
@@ -66,18 +72,17 @@ def drifting_queries(tokens: int, case: Case, correlation: float, generator: tor
 
 
 def calibrate_correlation(case: Case, k_cmp: Tensor, generator: torch.Generator) -> float:
-    """Return the correlation of neighbouring queries at which the wanted share of free blocks persists over k_cmp (C, G, D_k).
+    """Return the correlation of neighbouring queries at which the stated share of free blocks persists over k_cmp (C, G, D_k).
 
     Bisects the logarithm of 1 - correlation on runs of queries all along the longest sequence.
     """
     pieces = _probes(case, k_cmp.device)
-    wanted = SHARE_KEPT[case.selection]
     low, high = 0.0, 6.0
     for _ in range(12):
         middle = (low + high) / 2
         shares = [_probe(case, piece, k_cmp, 1 - 10**-middle, generator) for piece in pieces]
         known = [share for share in shares if share is not None]
-        if not known or sum(known) / len(known) < wanted:
+        if not known or sum(known) / len(known) < SHARE_KEPT[case.selection]:
             low = middle
         else:
             high = middle
@@ -86,16 +91,92 @@ def calibrate_correlation(case: Case, k_cmp: Tensor, generator: torch.Generator)
 
 def _probes(case: Case, device: torch.device) -> list[Piece]:
     longest = max(case.sequence_lengths)
-    place = case.sequence_lengths.index(longest)
-    before = Case(shape=case.shape, seq_len=0, geometry=case.geometry, lengths=case.sequence_lengths[:place])
-    stops = [longest * (i + 1) // PROBE_PLACES for i in range(PROBE_PLACES)]
-    return [Piece(0, longest, before.num_blocks, torch.arange(max(0, stop - PROBE_ROWS), stop, device=device)) for stop in stops]
+    earlier = case.sequence_lengths[: case.sequence_lengths.index(longest)]
+    before = Case(shape=case.shape, seq_len=0, geometry=case.geometry, lengths=earlier)
+    stops = [longest * (i + 1) // PROBES for i in range(PROBES)]
+    return [
+        Piece(0, longest, before.num_blocks, torch.arange(max(0, stop - PROBE_ROWS), stop, device=device), case.geometry) for stop in stops
+    ]
 
 
 def _probe(case: Case, piece: Piece, k_cmp: Tensor, correlation: float, generator: torch.Generator) -> float | None:
     """Return the share that persists among the piece's queries where they drift with `correlation`."""
     count = len(piece.positions)
     q = drifting_queries(count, case, correlation, generator).float()
-    longest = Case(shape=case.shape, seq_len=piece.length, geometry=case.geometry)
-    keys = k_cmp[piece.first_block : piece.first_block + longest.num_blocks].float()
-    return free_overlap(choose_rows(piece, q, keys, case.geometry).chosen, piece.positions, case.geometry)
+    keys = k_cmp[piece.first_block : piece.first_block + piece.num_blocks].float()
+    return free_overlap(choose_rows(piece, q, keys).chosen, piece.positions, case.geometry)
+
+
+def positions_of(case: Case, device: torch.device) -> Tensor:
+    """Return int64 `(S,)`: every row's position in its own sequence."""
+    return torch.cat([torch.arange(length, device=device) for length in case.sequence_lengths])
+
+
+def make_block_indices(case: Case, device: torch.device, seed: int = 0) -> Tensor:
+    """Return int32 block_indices `(1, S, G, n)`: valid choices, ascending, whose free blocks persist as the case says.
+
+    The free blocks 1 .. F of a query, F = n less the forced ones, are held in F slots. Slot s draws among the free
+    candidates j with j = s modulo F, so that no block is named twice, and draws anew with the stated probability.
+    """
+    geometry, positions = case.geometry, positions_of(case, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    num_free = geometry.num_selected_blocks - geometry.num_initial_blocks - geometry.num_local_blocks
+    free = _free_blocks(positions, num_free, case, generator)
+    own = (positions // geometry.selection_block_size).view(-1, 1, 1)
+    local = own - torch.arange(geometry.num_local_blocks, device=device)
+    initial = torch.arange(geometry.num_initial_blocks, device=device).expand(len(positions), 1, -1)
+    # an initial block that is local as well, or lies in the future, would be named twice or wrongly
+    initial = torch.where(initial <= own - geometry.num_local_blocks, initial, -1)
+    forced = torch.cat([initial, local.clamp(min=-1)], -1).expand(-1, case.shape.num_kv_heads, -1)
+    return _ascending(torch.cat([free, forced], -1), geometry).unsqueeze(0)
+
+
+def free_overlap(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> float | None:
+    """Return the mean share of a query's free blocks that the next query of its sequence chooses too.
+
+    block_indices `(S, G, n)`, positions int64 `(S,)`. Only queries that had to choose count, those with more than n
+    candidates; None where there is none.
+    """
+    here, before = block_indices[1:], block_indices[:-1]
+    own = positions[:-1] // geometry.selection_block_size
+    counts = (positions[1:] == positions[:-1] + 1) & (own + 1 > geometry.num_selected_blocks)
+    if not bool(counts.any()):
+        return None
+    here, before, own = here[counts], before[counts], own[counts].view(-1, 1, 1)
+    is_free = (before >= geometry.num_initial_blocks) & (before <= own - geometry.num_local_blocks)
+    kept = torch.zeros_like(is_free)
+    for slot in range(here.shape[-1]):
+        kept |= before == here[..., slot, None]
+    share = (kept & is_free).sum(-1) / is_free.sum(-1).clamp(min=1)
+    return float(share[is_free.any(-1)].double().mean()) if bool(is_free.any()) else None
+
+
+def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.Generator) -> Tensor:
+    """Return `(S, G, F)`: each slot's block, -1 where it has none to draw from."""
+    geometry, device = case.geometry, positions.device
+    sizes = (len(positions), case.shape.num_kv_heads, num_free)
+    if not num_free:
+        return torch.empty(sizes, dtype=torch.int64, device=device)
+    slot = torch.arange(num_free, device=device)
+    own = positions // geometry.selection_block_size
+    count = (own + 1 - geometry.num_initial_blocks - geometry.num_local_blocks).clamp(min=0)
+    # candidates of slot s: s, s + F, s + 2F, ... below `count`
+    choices = ((count.unsqueeze(1) - slot + num_free - 1).clamp(min=0) // num_free).unsqueeze(1)
+    drawn = (torch.rand(sizes, device=device, generator=generator) * choices).long()
+    block = torch.where(choices > 0, drawn.clamp(max=(choices - 1).clamp(min=0)) * num_free + slot + geometry.num_initial_blocks, -1)
+    # a new draw may fall on the old block
+    odds = (1 - SHARE_KEPT[case.selection]) * choices / (choices - 1).clamp(min=1)
+    anew = torch.rand(sizes, device=device, generator=generator) < odds
+    # a slot that had no candidate draws as soon as it has one, and so does every sequence at its start
+    anew[1:] |= block[:-1] < 0
+    anew |= (positions == 0).view(-1, 1, 1)
+    rows = torch.arange(len(positions), device=device).view(-1, 1, 1)
+    last_draw = torch.where(anew, rows, 0).cummax(0).values
+    return block.gather(0, last_draw)
+
+
+def _ascending(blocks: Tensor, geometry: BlockGeometry) -> Tensor:
+    """Return int32 `(S, G, n)` of `blocks`: ascending, -1 (none) last."""
+    most = torch.iinfo(torch.int64).max
+    ordered = torch.where(blocks < 0, most, blocks).sort(-1).values
+    return torch.where(ordered == most, -1, ordered).int()[..., : geometry.num_selected_blocks]

@@ -1,135 +1,144 @@
-"""A run from its plan to its files and tables. Files are written after every measurement, so a run that is cut off leaves them.
+"""The measurements of `attention` and `compare` as they come: a line each, files written anew, and a table per case at the end.
 
-The JSON file: `environment` (see `nsa_bench.environment`), `options` (as given), `rows`, the measurements, and with a
-sweep or a preset `sweep` or `targets`, the verdicts. The CSV file holds the rows, or with a sweep those of `sweep`.
+The tables are narrow enough for a terminal of 100 columns. Files are written after every measurement, so a run that is cut
+off leaves them. The JSON file: `environment`, `options` (as given) and `rows`, the measurements; the CSV file: the rows.
 """
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import attrs
-import torch
-from attrs import frozen
-from rich.console import Console
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from nsa_bench.attention import run_jobs
-from nsa_bench.attention_tables import attention_tables, progress_line, sweep_table, targets_table
-from nsa_bench.compare import Comparison, run_comparisons
-from nsa_bench.environment import describe_environment
-from nsa_bench.measurements import Measurement, common_columns, to_row
-from nsa_bench.measuring import Place
-from nsa_bench.plans import AttentionOptions, Plan
-from nsa_bench.results import write_csv, write_json
-from nsa_bench.routes import RouteRecorder
-from nsa_bench.sweep import SweepVerdict, judge_sweep
-from nsa_bench.targets import Judgement, judge_targets
+from nsa_bench.cases import DENSE, Case, HeadShape
+from nsa_bench.measurement import Direction, Measurement, common_columns, to_row
+from nsa_bench.results import Output
+
+GIB = 2**30
+FEW = 10
+"""Fewer repetitions than this are stated beside a median."""
+DenseTimes = dict[tuple[HeadShape, int, Direction], Measurement]
 
 
-@frozen(kw_only=True)
-class Report:
-    """Where results go, and what every one of them carries."""
-
-    environment: dict[str, Any]
-    options: dict[str, Any]
-    json_file: Path | None = None
-    csv_file: Path | None = None
-
-    @classmethod
-    def of(cls, options: dict[str, Any], commit: str | None, json_file: Path | None, csv_file: Path | None) -> "Report":
-        """Return a report of this machine; `commit` stands for the checkout's where that has none.
-
-        Raises:
-            OSError: when a file cannot be written, before anything is measured.
-        """
-        environment = describe_environment()
-        environment["commit"] = commit or environment["commit"]
-        for path in (json_file, csv_file):
-            if path is not None:
-                path.open("a").close()
-        return cls(environment=environment, options=options, json_file=json_file, csv_file=csv_file)
-
-    def rows(self, measurements: list[Measurement]) -> list[dict[str, Any]]:
-        """Return the flat rows of `measurements`."""
-        common = common_columns(self.environment)
-        return [to_row(one, common) for one in measurements]
-
-    def write(self, measurements: list[Measurement], plan: Plan | None = None) -> None:
-        """Write both files anew."""
-        rows = self.rows(measurements)
-        judged = {} if plan is None else self._judged(measurements, plan)
-        if self.json_file is not None:
-            write_json(self.json_file, {"environment": self.environment, "options": self.options, "rows": rows, **judged})
-        lines = judged.get("sweep", rows)
-        if self.csv_file is not None and lines:
-            write_csv(self.csv_file, lines)
-
-    def _judged(self, measurements: list[Measurement], plan: Plan) -> dict[str, list[dict[str, Any]]]:
-        common = common_columns(self.environment)
-        judged = {}
-        if plan.points:
-            judged["sweep"] = [_verdict_row(one) | to_row(one.measurement, common) for one in judge_sweep(plan.points, measurements)]
-        if plan.targets:
-            judged["targets"] = [_judgement_row(one) for one in judge_targets(plan.targets, measurements)]
-        return judged
-
-
-def run_attention(plan: Plan, backend: str, report: Report, screen: Console, progress: Console) -> list[Measurement]:
-    """Measure `plan`, print its tables, write its files, and return the measurements."""
-    place = Place(device=plan.device, registry=RouteRecorder.of_installed(), backend=backend)
-    measurements = collect(run_jobs(plan.jobs, place), report, progress, plan)
-    if plan.points:
-        # a table per point would bury the verdicts; the files have it all
-        screen.print(sweep_table(judge_sweep(plan.points, measurements)))
-        return measurements
-    for table in attention_tables(measurements):
-        screen.print(table)
-    if plan.targets:
-        screen.print(targets_table(judge_targets(plan.targets, measurements), measurements))
-    return measurements
-
-
-def run_comparison(
-    device: torch.device, wanted: tuple[Comparison, ...], backend: str, report: Report, screen: Console, progress: Console
+def collect(
+    found: Iterable[Measurement],
+    options: dict[str, Any],
+    output: Output,
+    judge: Callable[[list[Measurement], dict[str, Any]], dict[str, list[dict[str, Any]]]] = lambda *_: {},
 ) -> list[Measurement]:
-    """Measure `wanted`, print the table, write the files, and return the measurements."""
-    place = Place(device=device, registry=RouteRecorder.of_installed(), backend=backend)
-    measurements = collect(run_comparisons(wanted, place), report, progress)
-    for table in attention_tables(measurements):
-        screen.print(table)
-    return measurements
+    """Return the measurements of `found`, each reported and written as it comes.
 
-
-def collect(found: Iterable[Measurement], report: Report, progress: Console, plan: Plan | None = None) -> list[Measurement]:
-    """Return the measurements of `found`, each told and written as it comes."""
+    `judge` makes further lists of rows for the JSON file, given the columns that every row carries; a list named `sweep` is
+    the CSV file's in place of the rows.
+    """
+    output.check_files()
+    common = common_columns(output.environment)
     measurements: list[Measurement] = []
     for one in found:
         measurements.append(one)
-        progress.print(progress_line(one), markup=False, highlight=False, soft_wrap=True)
-        report.write(measurements, plan)
+        output.say(progress_line(one))
+        rows = [to_row(measurement, common) for measurement in measurements]
+        judged = judge(measurements, common)
+        output.write({"environment": output.environment, "options": options, "rows": rows, **judged}, judged.get("sweep", rows))
     return measurements
 
 
-def options_row(options: AttentionOptions, backend: str) -> dict[str, Any]:
-    """Return the options as the JSON file holds them."""
-    return attrs.asdict(options) | {"backend": backend}
+def attention_tables(measurements: list[Measurement]) -> Iterator[RenderableType]:
+    """Yield a table per case: a line per operation and implementation, both directions beside each other, then notes."""
+    best = best_dense(measurements)
+    for case in dict.fromkeys(one.case for one in measurements):
+        yield _case_table(case, [one for one in measurements if one.case == case], best)
 
 
-def _verdict_row(one: SweepVerdict) -> dict[str, Any]:
-    return {"variable": one.point.variable, "value": one.point.value, "ratio": one.ratio, "verdict": one.verdict}
+def best_dense(measurements: list[Measurement]) -> DenseTimes:
+    """Return the fastest dense attention by shape, tokens and direction: the baseline."""
+    best: DenseTimes = {}
+    for one in measurements:
+        if one.operation == DENSE and one.timing is not None:
+            key = _key(one)
+            if key not in best or one.timing.median_ms < median_of(best[key]):
+                best[key] = one
+    return best
 
 
-def _judgement_row(one: Judgement) -> dict[str, Any]:
-    target = one.target
-    return {
-        "shape": target.shape.name,
-        "seq_len": target.seq_len,
-        "selection": target.selection.value,
-        "operation": target.operation,
-        "direction": target.direction.value,
-        "unit": target.unit,
-        "measured": one.measured,
-        "must": target.must,
-        "aim": target.aim,
-        "verdict": one.verdict,
-    }
+def _case_table(case: Case, measurements: list[Measurement], best: DenseTimes) -> Table:
+    columns = ("", "runs on", *(f"{direction} ms" for direction in Direction), "peak GiB", "error", "limit")
+    table = Table(*columns, box=box.SIMPLE, pad_edge=False, title=Text(str(case), style="bold"), title_justify="left")
+    table.caption, table.caption_justify = _caption(measurements), "left"
+    lines: dict[tuple[str, str], list[Measurement]] = {}
+    for one in measurements:
+        lines.setdefault((one.operation, one.implementation), []).append(one)
+    for (operation, implementation), line in lines.items():
+        if all(one.check is None and not one.is_ours for one in line):
+            # an absent implementation stands in the notes
+            continue
+        by_direction = {one.direction: one for one in line}
+        times = [_time(by_direction.get(direction), best) for direction in Direction]
+        table.add_row(operation, Text(implementation), *times, _peak(line), *_error(line))
+    return table
+
+
+def _caption(measurements: list[Measurement]) -> Text:
+    """Return the text below a table: the reference, why times are missing, overlaps, notes."""
+    methods = dict.fromkeys(one.check.method for one in measurements if one.check is not None)
+    ties = max((one.check.near_ties for one in measurements if one.check is not None), default=0)
+    lines = [f"error: of a row's largest value, against {', '.join(methods)}"] if methods else []
+    lines += [f"{ties} choices of blocks are too close to call and not compared"] if ties else []
+    notes: dict[str, list[str]] = {}
+    for one in measurements:
+        overlap = [] if one.overlap is None else [f"{100 * one.overlap:.0f} % of free blocks persist to the next query"]
+        for text in (one.reason, one.note, *overlap):
+            if text:
+                notes.setdefault(f"{one.operation} on {one.implementation}: {text}", []).append(one.direction)
+    lines += [text if len(directions) > 1 else f"{directions[0]} {text}" for text, directions in notes.items()]
+    return Text("\n".join(lines))
+
+
+def progress_line(one: Measurement) -> str:
+    """Return the line of a measurement while a run goes on."""
+    figure = one.reason or ("right" if one.timing is None else f"{number(one.timing.median_ms)} ms")
+    return f"{one.case}: {one.operation} {one.direction} on {one.implementation}: {figure}"
+
+
+def _key(one: Measurement) -> tuple[HeadShape, int, Direction]:
+    return (one.case.shape, one.case.seq_len, one.direction)
+
+
+def median_of(one: Measurement) -> float:
+    """Return the median of a measurement that has a time, in ms."""
+    assert one.timing is not None
+    return one.timing.median_ms
+
+
+def _time(one: Measurement | None, best: DenseTimes) -> Text:
+    """Return the median, how many repetitions where they are few, and the best dense time over it."""
+    if one is None or one.timing is None:
+        return Text("-")
+    count = f" of {one.timing.count}" if one.timing.count < FEW else ""
+    dense = best.get(_key(one))
+    if dense is one:
+        return Text(f"{number(one.timing.median_ms)}{count} best", style="bold")
+    ratio = f" {median_of(dense) / one.timing.median_ms:.2f}x" if dense is not None and one.operation == "nsa" else ""
+    return Text(f"{number(one.timing.median_ms)}{count}{ratio}")
+
+
+def _peak(line: list[Measurement]) -> Text:
+    """Return the peak, and its ratio to the tensors that nothing can do without."""
+    return Text("".join(f"{one.peak_bytes / GIB:.2f} {one.peak_ratio:.2f}x" for one in line if one.peak_bytes is not None))
+
+
+def _error(line: list[Measurement]) -> tuple[Text, Text]:
+    """Return the largest error of the line and the largest share of the limit that one takes."""
+    checks = [one.check for one in line if one.check is not None]
+    if not checks:
+        return Text("-"), Text("-")
+    worst = max(checks, key=lambda check: check.limit_used)
+    style = "" if worst.limit_used <= 1 else "bold"
+    return Text(f"{worst.error:.1e} {worst.error_of}", style=style), Text(f"{worst.limit_used:.2f}", style=style)
+
+
+def number(value: float | None) -> str:
+    """Return a figure to four digits, "-" for none."""
+    return "-" if value is None else f"{value:.4g}"

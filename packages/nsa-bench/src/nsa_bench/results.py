@@ -1,9 +1,72 @@
-"""Result files: JSON for programs, CSV for tables."""
+"""Where the results of a verb go: tables to the screen, lines of progress to stderr, files that carry machine and commit."""
 
 import csv
 import json
+import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, RenderableType
+
+from nsa_bench.options import ResultFiles
+from nsa_core.environment import describe_environment
+
+TABLE_WIDTH = 110
+PACKAGES = (
+    *("nsa-core", "nsa-train", "nsa-bench", "nsa-kernels-triton", "nsa-kernels-cuda"),
+    *("torch", "triton", "numpy", "flash-attn", "transformers"),
+)
+"""The packages that a result may depend on."""
+
+
+def describe() -> dict[str, Any]:
+    """Return `nsa_core.environment.describe_environment` of this machine and checkout."""
+    return describe_environment(PACKAGES, Path(__file__).parent)
+
+
+class Output:
+    """The screen, the progress and the files of one call of a verb."""
+
+    def __init__(
+        self, files: ResultFiles, commit: str | None = None, *, screen: Console | None = None, progress: Console | None = None
+    ) -> None:
+        """Open nothing yet; `commit` stands for the checkout's. Output that is no terminal has room for a table's columns all the same."""
+        self.files, self.commit = files, commit
+        self.screen = screen or Console(width=None if sys.stdout and sys.stdout.isatty() else TABLE_WIDTH)
+        self.progress = progress or Console(stderr=True)
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Return time, machine, versions and commit, as of the first use; every result carries them."""
+        environment = describe()
+        return environment | {"commit": self.commit or environment["commit"]}
+
+    def check_files(self) -> None:
+        """Check that the files can be written, before anything is measured.
+
+        Raises:
+            OSError: when one cannot be.
+        """
+        for path in (self.files.json_file, self.files.csv_file):
+            if path is not None:
+                path.open("a").close()
+
+    def say(self, line: str) -> None:
+        """Print a line of progress."""
+        self.progress.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, *tables: RenderableType) -> None:
+        """Print tables."""
+        for table in tables:
+            self.screen.print(table)
+
+    def write(self, content: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """Write `content` to the JSON file and `rows` to the CSV file, where they are wanted."""
+        if self.files.json_file is not None:
+            write_json(self.files.json_file, content)
+        if self.files.csv_file is not None and rows:
+            write_csv(self.files.csv_file, rows)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,14 +1,12 @@
-"""Which backend serves: a registry that notes the backends that ran, and the check of a backend that is named."""
+"""The backends that serve: a registry that notes which ones ran, and the check of a backend that is named."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from nsa_bench.cases import Case
+from nsa_bench.cases import OURS, Case
 from nsa_bench.errors import BenchError, OptionError
-from nsa_bench.measurements import OURS
 from nsa_core import BackendRegistry, BranchBackend, BranchRequest, DuplicateBackendError, Layout, Operation, load_plugins
-from nsa_core.backends.registry import RequestFacts
 
 
 class RouteRecorder(BackendRegistry):
@@ -32,7 +30,7 @@ class RouteRecorder(BackendRegistry):
         self._served: dict[str, str] = {}
         self.observers.append(self._note)
 
-    def _note(self, asked_for: str, facts: RequestFacts, backend: str | None) -> None:
+    def _note(self, asked_for: str, facts: BranchRequest, backend: str | None) -> None:
         if backend is not None:
             self._served[facts.operation] = backend
 
@@ -42,13 +40,18 @@ class RouteRecorder(BackendRegistry):
 
     @property
     def served(self) -> str:
-        """Return who ran: "triton" where one did it all, else "cmp sdpa, slc triton"."""
-        names = set(self._served.values())
-        return names.pop() if len(names) == 1 else ", ".join(f"{operation} {name}" for operation, name in self._served.items())
+        """Return who ran, as `text_of`."""
+        return text_of(self._served)
 
 
-def check_backend(name: str, wanted: Iterable[tuple[str, Case]], device: torch.device) -> None:
-    """Check that the `--backend` of a measurement can serve some of it; `wanted`: operations (of OURS) and their cases.
+def text_of(routes: Mapping[str, str]) -> str:
+    """Return who served by operation: "triton" where one did it all, else "cmp sdpa, slc triton"."""
+    names = set(routes.values())
+    return names.pop() if len(names) == 1 else ", ".join(f"{operation} {name}" for operation, name in routes.items())
+
+
+def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch.device) -> None:
+    """Check that the `--backend` of a measurement can serve some of it; `measured`: operations (some of OURS) and their cases.
 
     The results give the reason for each case that it cannot serve.
 
@@ -62,7 +65,7 @@ def check_backend(name: str, wanted: Iterable[tuple[str, Case]], device: torch.d
     if name not in known:
         raise OptionError(f"--backend={name!r} is not installed (there is {', '.join(known)}); use --backend auto")
     reasons: dict[str, None] = {}
-    for operation, case in wanted:
+    for operation, case in measured:
         against = [_reasons_against(name, request, registry) for request in _requests(name, operation, case, device, registry)]
         if not any(against):
             return

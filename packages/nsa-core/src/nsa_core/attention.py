@@ -89,9 +89,7 @@ def select_blocks(
     q, k_cmp = _autocast(q, k_cmp)
     keywords = Keywords(cu_seqlens, max_seqlen, query_start, query_count, page_table)
     queries, keys = operands_of(q, {"_cmp": (k_cmp, None)}, geometry, keywords)
-    checks.check_shape("lse", lse, tuple(q.shape[:3]), "(B, S, H)")
-    checks.check_floating("lse", lse)
-    checks.check_device("lse", lse, "q", q)
+    checks.check_floats("lse", lse, tuple(q.shape[:3]), "(B, S, H)", q)
     result: Tensor = run(Operation.SELECT, make_call(q, geometry, scale, backend, registry), queries, keys["_cmp"], lse)
     return result
 
@@ -282,10 +280,9 @@ def _check_new_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
         raise InputError(f"the store holds {holds} sequences, the step has {batch} (one each); give both the same batch")
     if (store.dtype in FP8) != (new.store.k_scale is not None):
         raise InputError(f"the store is {store.dtype} (stores of FP8 have k_scale and v_scale, others none); give both, or neither")
-    for name, x in (("start", start), ("count", count)):
-        checks.check_integers(name, x, 1, "(B,)", new.k)
-        checks.check_shape(name, x, (batch,), "(B,)")
-    if not checks.can_read(start) or not start.numel():
+    checks.check_integers("start", start, (batch,), "(B,)", new.k)
+    checks.check_integers("count", count, (batch,), "(B,)", new.k)
+    if not checks.can_read(start):
         return
     if int(count.min()) < 0 or int(count.max()) > num_rows:
         raise InputError(f"count={count.tolist()} leaves 0 .. {num_rows} (the rows of the step); fix it")
@@ -339,16 +336,12 @@ def _gated_attention(
 ) -> Tensor:
     """Return Eq. 5: by a backend that does all of it where one may, else branch by branch."""
     q, observers = queries.q, call.observers
-    checks.check_tensor("gates", gates)
-    checks.check_shape("gates", gates, (*q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win")
-    checks.check_floating("gates", gates)
-    checks.check_device("gates", gates, "q", q)
-    check_no_tangent(gates)
+    checks.check_floats("gates", gates, (*q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win", q)
     heads = {x.k.shape[2] for x in (cmp, slc, win) if x is not None}
     if len(heads) > 1:
         raise InputError(f"the branches have {sorted(heads)} KV heads (one choice per group serves all); give them equal G")
     one_by_one = "a branch is absent" if absent else None
-    if any(observer.needs_branches for observer in observers):
+    if observers and any(observer.needs_branches for observer in observers):
         one_by_one = "observers want each branch"
     fused = run_fused(call, (queries, cmp, slc, win, gates), one_by_one)
     if fused is not None:
@@ -356,6 +349,7 @@ def _gated_attention(
         if block_indices is not None:
             _report_choice(block_indices, queries, call)
         return out
+    check_no_tangent(gates)
     outputs = _branch_outputs(queries, cmp, slc, win, absent, call)
     for name, out in zip(BRANCHES, outputs, strict=True):
         for observer in observers:

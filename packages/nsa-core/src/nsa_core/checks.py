@@ -1,5 +1,8 @@
 """Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading them waits for nothing."""
 
+from itertools import pairwise
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -36,28 +39,25 @@ def check_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
 
 def check_pair(q: Tensor, k: Tensor, v: Tensor | None, suffix: str, *, paged: bool = False, stored: bool = False) -> None:
     """Raise InputError unless keys `(B, T, G, D_k)` and values `(B, T, G, D_v)` fit q and each other; `stored`: in a dtype of their own."""
-    for name, x in ((f"k{suffix}", k), (f"v{suffix}", v)):
+    for letter, x in (("k", k), ("v", v)):
         if x is not None:
+            name = letter + suffix
             check_rank(name, x, 4, "(pages, page_size, G, D)" if paged else "(B, T, G, D)")
-            (check_device if stored else check_like)(name, x, "q", q)
-    if k.shape[3] != q.shape[3]:
-        raise InputError(f"k{suffix} has head dimension {k.shape[3]}, q has {q.shape[3]} (they meet in a product); make them equal")
-    if v is not None and v.shape[:3] != k.shape[:3]:
-        raise InputError(f"v{suffix} has shape {tuple(v.shape)}, k{suffix} {tuple(k.shape)} (equal but for the last); pair them up")
-    if not paged and k.shape[0] != q.shape[0]:
-        raise InputError(f"k{suffix} has batch size {k.shape[0]}, q has {q.shape[0]} (the rule: equal); give both the same batch")
-    num_heads, num_kv_heads = q.shape[2], k.shape[2]
+            if not stored and x.dtype != q.dtype:
+                raise InputError(f"{name} is {x.dtype}, q is {q.dtype} (q, k, v share one dtype); cast one with .to()")
+            check_device(name, x, "q", q)
+    (batch, _, num_heads, head_dim), shape = q.shape, k.shape
+    if shape[3] != head_dim:
+        raise InputError(f"k{suffix} has head dimension {shape[3]}, q has {head_dim} (they meet in a product); make them equal")
+    if v is not None and v.shape[:3] != shape[:3]:
+        raise InputError(f"v{suffix} has shape {tuple(v.shape)}, k{suffix} {tuple(shape)} (equal but for the last); pair them up")
+    if not paged and shape[0] != batch:
+        raise InputError(f"k{suffix} has batch size {shape[0]}, q has {batch} (the rule: equal); give both the same batch")
+    num_kv_heads = shape[2]
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise InputError(
             f"k{suffix} has {num_kv_heads} KV heads for {num_heads} query heads (each serves H/G of them); use a divisor of {num_heads}"
         )
-
-
-def check_like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise InputError unless `x` has the dtype and device of `other`."""
-    if x.dtype != other.dtype:
-        raise InputError(f"{name} is {x.dtype}, {other_name} is {other.dtype} (q, k, v share one dtype); cast one with .to()")
-    check_device(name, x, other_name, other)
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
@@ -72,22 +72,38 @@ def check_shape(name: str, x: Tensor, shape: tuple[int, ...], layout: str) -> No
         raise InputError(f"{name} has shape {tuple(x.shape)} (the layout is {layout}); give it {shape}")
 
 
-def check_integers(name: str, x: Tensor, rank: int, layout: str, q: Tensor) -> None:
-    """Raise InputError unless `x` is an int32 tensor of `rank` dimensions on q's device."""
-    check_rank(name, x, rank, layout)
-    if x.dtype != torch.int32:
-        raise InputError(f"{name} is {x.dtype} (kernels read int32); use {name}.to(torch.int32)")
+def check_floats(name: str, x: Tensor, shape: tuple[int, ...], layout: str, q: Tensor) -> None:
+    """Raise InputError unless `x` is a floating tensor of `shape` on q's device."""
+    check_tensor(name, x)
+    check_shape(name, x, shape, layout)
+    check_floating(name, x)
     check_device(name, x, "q", q)
 
 
-def can_read(x: Tensor) -> bool:
-    """Return True where the values of `x` may be read: on a CPU, outside a graph that is being traced."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+def check_integers(name: str, x: Tensor | None, shape: tuple[int | None, ...], layout: str, q: Tensor) -> None:
+    """Raise InputError unless `x` is None, or an int32 tensor of `shape` on q's device; a size of None may be any."""
+    if x is None:
+        return
+    check_rank(name, x, len(shape), layout)
+    if x.dtype != torch.int32:
+        raise InputError(f"{name} is {x.dtype} (kernels read int32); use {name}.to(torch.int32)")
+    check_device(name, x, "q", q)
+    check_shape(name, x, tuple(have if size is None else size for have, size in zip(x.shape, shape, strict=True)), layout)
+
+
+def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
+    """Return True where there are values of `x` that may be read: on a CPU, outside a graph that is being traced."""
+    return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
+
+
+def longest_of(cu_seqlens: Tensor, otherwise: int) -> int:
+    """Return the rows of the longest sequence, or `otherwise` where they may not be read."""
+    return int(cu_seqlens.diff().max()) if can_read(cu_seqlens) and cu_seqlens.shape[0] > 1 else otherwise
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, max_seqlen: int | None) -> None:
     """Raise InputError unless `cu_seqlens` bounds the rows of a packed q (or x) `(1, S, ...)`; its values are read on a CPU only."""
-    check_integers("cu_seqlens", cu_seqlens, 1, "(N + 1,)", q)
+    check_integers("cu_seqlens", cu_seqlens, (None,), "(N + 1,)", q)
     if cu_seqlens.shape[0] < 1:
         raise InputError("cu_seqlens is empty (it holds N + 1 offsets); use [0, S] for one sequence")
     if q.shape[0] != 1:
@@ -99,16 +115,12 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, max_seqlen: int | None) -> N
         raise InputError(
             f"cu_seqlens runs from {offsets[0]} to {offsets[-1]} (the rule: from 0 to the total S={q.shape[1]}); use [0, ..., {q.shape[1]}]"
         )
-    lengths = [after - before for before, after in zip(offsets, offsets[1:], strict=False)]
-    if any(length < 0 for length in lengths):
-        where = next(place for place, length in enumerate(lengths) if length < 0)
-        raise InputError(
-            f"cu_seqlens decreases from {offsets[where]} to {offsets[where + 1]} at entry {where + 1} (offsets never decrease); sort them"
-        )
-    if max_seqlen is not None and lengths and max(lengths) > max_seqlen:
-        raise InputError(
-            f"max_seqlen={max_seqlen} is below the longest sequence, {max(lengths)} (it bounds every one); use {max(lengths)} or more"
-        )
+    for entry, (before, after) in enumerate(pairwise(offsets), 1):
+        if after < before:
+            raise InputError(f"cu_seqlens decreases from {before} to {after} at entry {entry} (offsets never decrease); sort them")
+    longest = longest_of(cu_seqlens, 0)
+    if max_seqlen is not None and longest > max_seqlen:
+        raise InputError(f"max_seqlen={max_seqlen} is below the longest sequence, {longest} (it bounds every one); use {longest} or more")
 
 
 def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pages: int, page_size: int) -> None:
@@ -116,7 +128,7 @@ def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pag
 
     `last_tokens` `(B,)`: tokens of each sequence up to its last query row, 0 where it has none; a page holds `page_size` tokens.
     """
-    if not can_read(page_table) or not page_table.numel() or not page_size:
+    if not can_read(page_table) or not page_size:
         return
     num_needed = (last_tokens + page_size - 1) // page_size
     if int(num_needed.max()) > page_table.shape[1]:
@@ -126,19 +138,15 @@ def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pag
             f"(a page holds {page_size} tokens); give it {int(num_needed[b])} entries"
         )
     needed = torch.arange(page_table.shape[1]) < num_needed.unsqueeze(1)
-    outside = needed & ((page_table < 0) | (page_table >= num_pages))
-    if bool(outside.any()):
-        b, place = (int(index) for index in outside.nonzero()[0])
+    for b, entry in _first(needed & ((page_table < 0) | (page_table >= num_pages))):
         raise InputError(
-            f"page_table[{b}, {place}]={int(page_table[b, place])} names no page of {name} (it has {num_pages}, and sequence {b} "
+            f"page_table[{b}, {entry}]={int(page_table[b, entry])} names no page of {name} (it has {num_pages}, and sequence {b} "
             f"needs its first {int(needed[b].sum())}); use 0 .. {num_pages - 1}"
         )
-    ordered = torch.where(needed, page_table, -1).sort(-1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if bool(twice.any()):
-        b, place = (int(index) for index in twice.nonzero()[0])
+    ordered, is_repeated = _ordered(torch.where(needed, page_table, -1))
+    for b, entry in _first(is_repeated):
         raise InputError(
-            f"page_table[{b}] names page {int(ordered[b, place])} of {name} twice (a page holds the tokens of one stretch of a sequence); "
+            f"page_table[{b}] names page {int(ordered[b, entry])} of {name} twice (a page holds the tokens of one stretch of a sequence); "
             f"give each stretch a page of its own"
         )
 
@@ -151,20 +159,28 @@ def check_geometry(geometry: object) -> None:
 
 def check_block_indices(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
     """Raise InputError where a row of `(B, S, G, n)` names a block twice or outside 0 .. own; -1 is none. CPU only."""
-    if not can_read(block_indices) or not block_indices.numel():
+    if not can_read(block_indices):
         return
     own = torch.div(positions, geometry.selection_block_size, rounding_mode="floor")[:, :, None, None]
-    outside = (block_indices < -1) | (block_indices > own)
-    if bool(outside.any()):
-        b, t, g, slot = (int(place) for place in outside.nonzero()[0])
+    for b, t, g, slot in _first((block_indices < -1) | (block_indices > own)):
         raise InputError(
             f"block_indices[{b}, {t}, {g}, {slot}]={int(block_indices[b, t, g, slot])} is out of range (the query's candidates are "
             f"0 .. {int(own[b, t, 0, 0])}, and -1 for none); use what select_blocks returns"
         )
-    ordered = block_indices.sort(-1).values
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    if bool(twice.any()):
-        b, t, g, slot = (int(place) for place in twice.nonzero()[0])
+    ordered, is_repeated = _ordered(block_indices)
+    for b, t, g, slot in _first(is_repeated):
         raise InputError(
             f"block_indices[{b}, {t}, {g}] names block {int(ordered[b, t, g, slot])} twice (each chosen block counts once); use -1 for unused slots"
         )
+
+
+def _first(mask: Tensor) -> list[list[int]]:
+    """Return the index of the first True, in a list; an empty list where there is none."""
+    found: list[list[int]] = mask.nonzero()[:1].tolist()
+    return found
+
+
+def _ordered(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of `numbers` in order, and where an entry of at least 0 comes again."""
+    ordered = numbers.sort(-1).values
+    return ordered, (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

@@ -36,31 +36,29 @@ def operands_of(q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: Keyw
     """
     checks.check_query(q)
     checks.check_geometry(geometry)
-    tables = _page_tables(keywords.page_table, q, keywords.query_start, keywords.cu_seqlens)
+    check_keywords(q, keywords)
     for ending, (k, v) in pairs.items():
         if k is not None:
-            checks.check_pair(q, k, v, ending, paged=tables[ending == "_cmp"] is not None)
-    check_keywords(q, keywords)
-    queries, keys, tokens = place(q, pairs, geometry, keywords, tables)
+            checks.check_pair(q, k, v, ending, paged=keywords.page_table is not None)
+    queries, keys, tokens = place(q, pairs, geometry, keywords)
     check_operands(queries, keys, geometry, tokens)
     return queries, keys
 
 
-def place(
-    q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: Keywords, tables: tuple[Tensor | None, Tensor | None] = (None, None)
-) -> tuple[Queries, dict[str, Keys | None], int]:
-    """Return Queries, Keys by ending, and the bound on the tokens of a sequence; `tables` are those of tokens and of compressed keys."""
-    cu_seqlens, max_seqlen, start, count, _ = keywords
+def place(q: Tensor, pairs: Pairs, geometry: BlockGeometry, keywords: Keywords) -> tuple[Queries, dict[str, Keys | None], int]:
+    """Return Queries, Keys by ending, and the bound on the tokens of a sequence, of keywords that are checked."""
+    cu_seqlens, max_seqlen, start, count, page_table = keywords
+    # of tokens, and of compressed keys
+    tables = page_table if isinstance(page_table, tuple) else (page_table, page_table)
+    offsets: tuple[Tensor | None, Tensor | None] = (None, None)
+    tokens = max_count = q.shape[1]
     if cu_seqlens is None and start is None and count is not None:
         start = torch.zeros_like(count)
-    max_count = q.shape[1]
     if cu_seqlens is not None:
-        max_count = _longest(cu_seqlens, max_count) if max_seqlen is None or start is not None else max_seqlen
-    tokens = max_count
+        tokens = max_count = checks.longest_of(cu_seqlens, max_count) if max_seqlen is None or start is not None else max_seqlen
     if start is not None:
-        tokens = min([INT32_MAX, *_bounds(pairs, tables, geometry)[:1], *(() if max_seqlen is None else (max_seqlen,))])
-    offsets: tuple[Tensor | None, Tensor | None] = (None, None)
-    if cu_seqlens is not None and start is None:
+        tokens = min(INT32_MAX, _capacity(pairs, tables, geometry), INT32_MAX if max_seqlen is None else max_seqlen)
+    elif cu_seqlens is not None:
         offsets = (cu_seqlens, cu_blocks_from_cu_seqlens(cu_seqlens, geometry) if "_cmp" in pairs else None)
     found: dict[str, Keys | None] = {}
     for ending, (k, v) in pairs.items():
@@ -70,39 +68,31 @@ def place(
     return Queries(q, max_count, cu_seqlens, start, count), found, tokens
 
 
-def _page_tables(
-    page_table: PageTables, q: Tensor, query_start: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the page tables of tokens and of compressed keys."""
-    if page_table is None:
-        return None, None
-    tables = page_table if isinstance(page_table, tuple) else (page_table, page_table)
-    if len(tables) != 2:
-        raise InputError(f"page_table is a tuple of {len(tables)} (one table, or a pair: tokens, compressed keys); give 1 or 2 tables")
-    batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    for table in tables[: 1 if tables[0] is tables[1] else 2]:
-        checks.check_integers("page_table", table, 2, "(B, max_pages)", q)
-        checks.check_shape("page_table", table, (batch, table.shape[1]), "(B, max_pages)")
-    if query_start is None:
-        raise InputError("page_table came without query_start (pages hold whole sequences, so rows need a position); give it")
-    return tables
-
-
-def _bounds(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometry: BlockGeometry) -> list[int]:
-    """Return the most tokens of a sequence that each store can hold, stores of tokens first."""
-    found = []
-    for is_compressed in (False, True):
-        for ending, (k, _) in pairs.items():
-            if k is not None and (ending == "_cmp") == is_compressed:
-                table = tables[is_compressed]
-                rows = k.shape[1] * (1 if table is None else table.shape[1])
-                found.append(blocks.max_tokens(rows, geometry) if is_compressed else rows)
-    return found
+def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometry: BlockGeometry) -> int:
+    """Return the most tokens of a sequence that a store can hold: the first store of tokens, or that of compressed keys where it is alone."""
+    ending = next((ending for ending, (k, _) in pairs.items() if k is not None and ending != "_cmp"), "_cmp")
+    (k, _), is_compressed = pairs[ending], ending == "_cmp"
+    assert k is not None
+    table = tables[is_compressed]
+    rows = k.shape[1] * (1 if table is None else table.shape[1])
+    return blocks.max_tokens(rows, geometry) if is_compressed else rows
 
 
 def check_keywords(q: Tensor, keywords: Keywords) -> None:
     """Raise InputError where the placement keywords do not fit q, or a layer's x, or each other."""
     cu_seqlens, max_seqlen, query_start, query_count, page_table = keywords
+    batch = q.shape[0]
+    if cu_seqlens is not None:
+        checks.check_rank("cu_seqlens", cu_seqlens, 1, "(N + 1,)")
+        batch = cu_seqlens.shape[0] - 1
+    if page_table is not None:
+        tables = page_table if isinstance(page_table, tuple) else (page_table, page_table)
+        if len(tables) != 2:
+            raise InputError(f"page_table is a tuple of {len(tables)} (one table, or a pair: tokens, compressed keys); give 1 or 2 tables")
+        for table in tables:
+            checks.check_integers("page_table", table, (batch, None), "(B, max_pages)", q)
+        if query_start is None:
+            raise InputError("page_table came without query_start (pages hold whole sequences, so rows need a position); give it")
     if cu_seqlens is not None:
         if query_count is not None or (query_start is not None and page_table is None):
             raise InputError(
@@ -110,16 +100,7 @@ def check_keywords(q: Tensor, keywords: Keywords) -> None:
                 "give query_start and page_table, or cu_seqlens alone"
             )
         checks.check_cu_seqlens(cu_seqlens, q, max_seqlen if query_start is None else None)
-    batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    for name, x in (("query_start", query_start), ("query_count", query_count)):
-        if x is not None:
-            checks.check_integers(name, x, 1, "(B,)", q)
-            checks.check_shape(name, x, (batch,), "(B,)")
+    checks.check_integers("query_start", query_start, (batch,), "(B,)", q)
+    checks.check_integers("query_count", query_count, (batch,), "(B,)", q)
     if cu_seqlens is query_start is query_count is None and max_seqlen is not None and max_seqlen < q.shape[1]:
         raise InputError(f"max_seqlen={max_seqlen} is below S={q.shape[1]} (it bounds every sequence); use {q.shape[1]} or None")
-
-
-def _longest(cu_seqlens: Tensor, total: int) -> int:
-    if checks.can_read(cu_seqlens) and cu_seqlens.shape[0] > 1:
-        return int(cu_seqlens.diff().max())
-    return total

@@ -136,8 +136,6 @@ class BranchRequest:
     operation: Operation = field(converter=Operation)
     geometry: BlockGeometry = field(factory=BlockGeometry)
     device_type: str = "cpu"
-    compute_capability: tuple[int, int] | None = None
-    """(major, minor) of a CUDA device, None elsewhere."""
     dtype: torch.dtype = torch.float32
     """The dtype of q."""
     kv_dtype: torch.dtype = torch.float32
@@ -153,6 +151,8 @@ class BranchRequest:
     needs_grad: bool = False
     is_aligned: bool = True
     """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices alone."""
+    compute_capability: tuple[int, int] | None = None
+    """(major, minor) of a CUDA device, None elsewhere."""
     deterministic: bool = False
     """True under `torch.use_deterministic_algorithms`: gradients must be bit-identical from run to run."""
 
@@ -175,9 +175,6 @@ class Capability:
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return every reason why `request` is out of reach, all of kind `incapable`; empty where it is within."""
-        return tuple(Reason.incapable(message) for message in self._objections(request))
-
-    def _objections(self, request: BranchRequest) -> list[str]:
         found = []
         if self.device_types is not None and request.device_type not in self.device_types:
             found.append(f"device {request.device_type} (needs {' or '.join(self.device_types)})")
@@ -196,7 +193,7 @@ class Capability:
         largest = max(request.head_dim_qk, request.head_dim_v)
         if self.max_head_dim is not None and largest > self.max_head_dim:
             found.append(f"head dimension {largest} (at most {self.max_head_dim})")
-        return found
+        return tuple(map(Reason.incapable, found))
 
 
 def _dotted(capability: tuple[int, int] | None) -> str:

@@ -6,10 +6,10 @@ A backend asked for by name never falls back: an incapable one raises, one that 
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import fields, frozen
 
 from nsa_core.backends.base import BranchBackend, BranchRequest, NotingBackend, Operation, Reason, ReasonKind
 from nsa_core.config import BlockGeometry
@@ -21,39 +21,7 @@ MAX_ROUTES = 4096
 """Requests remembered before the memory starts anew."""
 
 
-class RequestFacts(NamedTuple):
-    """The fields of a BranchRequest as constants, and the index of the device: what a graph being traced can pass on."""
-
-    device_index: int
-    operation: str
-    geometry: tuple[int, ...]
-    device_type: str
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    batch: int
-    num_sequences: int
-    num_queries: int
-    num_keys: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_v: int
-    layout: str
-    needs_grad: bool
-    is_aligned: bool
-
-    def request(self) -> BranchRequest:
-        """Return the request; compute capability and determinism are read from torch."""
-        fields = self._asdict()
-        index = fields.pop("device_index")
-        return BranchRequest(
-            **fields | {"geometry": BlockGeometry(*self.geometry)},
-            compute_capability=torch.cuda.get_device_capability(index) if self.device_type == "cuda" else None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-
-
-RouteObserver = Callable[[str, RequestFacts, str | None], None]
+RouteObserver = Callable[[str, BranchRequest, str | None], None]
 """Called at each choice with what was asked for, the request, and the name of the backend, None where none serves."""
 
 
@@ -111,7 +79,8 @@ class BackendRegistry:
         self.backends: list[BranchBackend] = []
         self.observers: list[RouteObserver] = []
         """Called at every choice that a call makes."""
-        self._routes: dict[tuple[Any, ...], int] = {}
+        self._routes: dict[tuple[Any, ...], tuple[int, BranchRequest]] = {}
+        self._indices: dict[tuple[str, Operation | str], int] = {}
         self._warned: set[int] = set()
         for backend in backends:
             self.register(backend)
@@ -124,18 +93,19 @@ class BackendRegistry:
         """
         if backend.name == AUTO:
             raise DuplicateBackendError(f"{backend!r} calls itself 'auto', which names routing itself; use another name")
-        for known in self.backends:
-            if (known.name, known.operation) == (backend.name, backend.operation):
-                raise DuplicateBackendError(
-                    f"backend {backend.name!r} for operation {str(backend.operation)!r} is registered twice, by "
-                    f"{_origin(known)} and {_origin(backend)} (names are unique per operation); rename or uninstall one"
-                )
+        if self.has(backend.operation, backend.name):
+            known = self.named(backend.operation, backend.name)
+            raise DuplicateBackendError(
+                f"backend {backend.name!r} for operation {str(backend.operation)!r} is registered twice, by "
+                f"{_origin(known)} and {_origin(backend)} (names are unique per operation); rename or uninstall one"
+            )
+        self._indices[backend.name, backend.operation] = len(self.backends)
         self.backends.append(backend)
         self._routes.clear()
 
-    def has(self, operation: Operation, name: str) -> bool:
+    def has(self, operation: Operation | str, name: str) -> bool:
         """Return True where `name` implements `operation`."""
-        return any((backend.name, backend.operation) == (name, operation) for backend in self.backends)
+        return (name, operation) in self._indices
 
     def named(self, operation: Operation | str, name: str) -> BranchBackend:
         """Return the backend `name` of `operation`.
@@ -143,9 +113,8 @@ class BackendRegistry:
         Raises:
             BackendUnavailableError: when there is none; the message lists those that exist.
         """
-        for backend in self.backends:
-            if (backend.name, backend.operation) == (name, operation):
-                return backend
+        if self.has(operation, name):
+            return self.backends[self._indices[name, operation]]
         known = [backend.name for backend in self.backends if backend.operation == operation]
         raise BackendUnavailableError(
             f"no backend {name!r} for operation {str(operation)!r} is installed; use {' or '.join(map(repr, [AUTO, *known]))}"
@@ -153,7 +122,17 @@ class BackendRegistry:
 
     def explain(self, request: BranchRequest, backend: str = AUTO) -> RoutingDecision:
         """Return the decision for `request` and every reason behind it; raises nothing for an incapable choice."""
-        found = self._candidates(request)
+        found = [
+            Candidate(
+                name=known.name,
+                preference=known.preference(request),
+                reasons=tuple(known.reasons_against(request)),
+                notes=tuple(known.notes_on(request)) if isinstance(known, NotingBackend) else (),
+            )
+            for known in self.backends
+            if known.operation == request.operation
+        ]
+        found.sort(key=lambda candidate: (-candidate.preference, candidate.name))
         takers = [c for c in found if (c.is_eligible if backend == AUTO else c.name == backend and c.is_capable)]
         chosen = takers[0].name if takers else None
         return RoutingDecision(request=request, backend=backend, chosen=chosen, candidates=tuple(found))
@@ -164,29 +143,31 @@ class BackendRegistry:
         Raises:
             BackendUnavailableError: when `backend` is unknown or incapable, or "auto" finds none; with all reasons.
         """
-        return self.backends[self._remembered((backend, False, request), lambda: request)]
+        return self.backends[self._remembered((backend, False, request), lambda: request)[0]]
 
     @constant_when_traced
-    def resolve_index(self, backend: str, optional: bool, *facts: Any) -> int:
-        """Return the index in `backends` of the choice for the request of `facts`, the fields of RequestFacts, and call the observers.
+    def resolve_index(self, backend: str, optional: bool, device_index: int, *facts: Any) -> int:
+        """Return the index in `backends` of the choice for the request of `facts`, the first fields of BranchRequest, and call the observers.
 
         Takes and returns constants only, so that a compiled graph can ask while it is traced; observers are called then. `optional`:
         -1 where "auto" finds no eligible backend, instead of an error.
         """
+        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), device_index, *facts)
         # the request itself, with its checks, is made at the first of such calls alone
-        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts)
-        index = self._remembered(key, lambda: RequestFacts(*facts).request())
+        index, request = self._remembered(key, lambda: _request(device_index, facts))
         for observer in self.observers:
-            observer(backend, RequestFacts(*facts), None if index < 0 else self.backends[index].name)
+            observer(backend, request, None if index < 0 else self.backends[index].name)
         return index
 
-    def _remembered(self, key: tuple[Any, ...], request: Callable[[], BranchRequest]) -> int:
+    def _remembered(self, key: tuple[Any, ...], request: Callable[[], BranchRequest]) -> tuple[int, BranchRequest]:
         """Return the choice for `key`, which begins with what is asked for and whether it is optional."""
-        if key not in self._routes:
+        found = self._routes.get(key)
+        if found is None:
             if len(self._routes) >= MAX_ROUTES:
                 self._routes.clear()
-            self._routes[key] = self._choose(request(), key[0], key[1])
-        return self._routes[key]
+            made = request()
+            found = self._routes[key] = self._choose(made, key[0], key[1]), made
+        return found
 
     def _choose(self, request: BranchRequest, backend: str, optional: bool) -> int:
         if backend != AUTO:
@@ -195,8 +176,17 @@ class BackendRegistry:
         if decision.chosen is None:
             if optional and backend == AUTO:
                 return -1
-            raise BackendUnavailableError(f"{_unserved(backend)}:\n{decision}")
-        index = self.backends.index(self.named(request.operation, decision.chosen))
+            why = (
+                "no backend serves this request (backend='auto' takes one that nothing stands against); "
+                "name one that only policy refuses, or fix the reasons against them"
+            )
+            if backend != AUTO:
+                why = (
+                    f"backend {backend!r} cannot serve this request (a named backend never falls back); "
+                    f"use backend='auto' or fix the reasons against it"
+                )
+            raise BackendUnavailableError(f"{why}:\n{decision}")
+        index = self._indices[decision.chosen, request.operation]
         chosen = next(candidate for candidate in decision.candidates if candidate.name == decision.chosen)
         if chosen.reasons and index not in self._warned:
             self._warned.add(index)
@@ -207,29 +197,14 @@ class BackendRegistry:
             )
         return index
 
-    def _candidates(self, request: BranchRequest) -> list[Candidate]:
-        found = [
-            Candidate(
-                name=backend.name,
-                preference=backend.preference(request),
-                reasons=tuple(backend.reasons_against(request)),
-                notes=tuple(backend.notes_on(request)) if isinstance(backend, NotingBackend) else (),
-            )
-            for backend in self.backends
-            if backend.operation == request.operation
-        ]
-        return sorted(found, key=lambda candidate: (-candidate.preference, candidate.name))
 
-
-def _unserved(backend: str) -> str:
-    if backend == AUTO:
-        return (
-            "no backend serves this request (backend='auto' takes one that nothing stands against); "
-            "name one that only policy refuses, or fix the reasons against them"
-        )
-    return (
-        f"backend {backend!r} cannot serve this request (a named backend never falls back); "
-        f"use backend='auto' or fix the reasons against it"
+def _request(device_index: int, facts: tuple[Any, ...]) -> BranchRequest:
+    """Return the request; compute capability and determinism are read from torch."""
+    named = dict(zip((field.name for field in fields(BranchRequest)), facts, strict=False))
+    return BranchRequest(
+        **named | {"geometry": BlockGeometry(*named["geometry"])},
+        compute_capability=torch.cuda.get_device_capability(device_index) if named["device_type"] == "cuda" else None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 

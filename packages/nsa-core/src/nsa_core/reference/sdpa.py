@@ -5,8 +5,8 @@ weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -22,19 +22,6 @@ from nsa_core.reference.choose import choose
 from nsa_core.reference.padded import padded_batch
 
 NAME = "sdpa"
-Result = TypeVar("Result")
-
-
-def without_autocast(body: Callable[..., Result]) -> Callable[..., Result]:
-    """Return `body` with autocast off: it has chosen the inputs' dtype by now, and inside would take float32 sums down with it."""
-
-    @wraps(body)
-    def run(*args: Any, **kwargs: Any) -> Result:
-        queries = next(x for x in args if isinstance(x, Queries))
-        with torch.autocast(queries.q.device.type, enabled=False):
-            return body(*args, **kwargs)
-
-    return run
 
 
 def _tiles(operation: Operation, queries: Queries, keys: Keys, choice: Sequence[Tensor], geometry: BlockGeometry) -> Iterable[tiles.Tile]:
@@ -47,20 +34,32 @@ def _tiles(operation: Operation, queries: Queries, keys: Keys, choice: Sequence[
     return branches.selected_tiles(queries, keys, choice[0], geometry)
 
 
-@without_autocast
+def _over_sequences(
+    compute: Callable[..., Sequence[Tensor]], queries: Queries, keys: Keys, *rows: Tensor | None, num_of_keys: int = 0
+) -> list[Tensor]:
+    """Return the results of `compute` for the operands, and for `rows` of queries; packed sequences go side by side where they may.
+
+    The last `num_of_keys` of the results are rows of keys, the others of queries.
+    """
+    # the inputs' dtype is chosen by now: autocast inside would take float32 sums down with it
+    with torch.autocast(queries.q.device.type, enabled=False):
+        batch = padded_batch(queries, keys)
+        if batch is None:
+            return list(compute(queries, keys, *rows))
+        found = compute(*batch.spread(queries, keys), *(x if x is None else batch.queries.spread(x) for x in rows))
+        places = [(batch.queries, queries.q.shape[1])] * (len(found) - num_of_keys) + [(batch.keys, keys.k.shape[1])] * num_of_keys
+        return [place.collect(x, num_rows) for x, (place, num_rows) in zip(found, places, strict=True)]
+
+
 def _forward(
     operation: Operation, queries: Queries, keys: Keys, *choice: Tensor, geometry: BlockGeometry, scale: float, needs_grad: bool
 ) -> BranchOutput:
-    batch, num_rows = padded_batch(queries, keys), queries.q.shape[1]
-    if batch is None:
-        return BranchOutput(*tiles.run_forward(queries, keys, _tiles(operation, queries, keys, choice, geometry), scale))
-    choice = tuple(map(batch.queries.spread, choice))
-    queries, keys = batch.spread(queries, keys)
-    results = tiles.run_forward(queries, keys, _tiles(operation, queries, keys, choice, geometry), scale)
-    return BranchOutput(*(batch.queries.collect(x, num_rows) for x in results))
+    def compute(queries: Queries, keys: Keys, *choice: Tensor) -> Sequence[Tensor]:
+        return tiles.run_forward(queries, keys, _tiles(operation, queries, keys, choice, geometry), scale)
+
+    return BranchOutput(*_over_sequences(compute, queries, keys, *choice))
 
 
-@without_autocast
 def _backward(
     operation: Operation,
     grads: tuple[Tensor | None, Tensor | None],
@@ -70,28 +69,21 @@ def _backward(
     *choice: Tensor,
     geometry: BlockGeometry,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
+    def compute(
+        queries: Queries, keys: Keys, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *choice: Tensor
+    ) -> Sequence[Tensor]:
+        return tiles.run_backward((dout, dlse), (out, lse), queries, keys, _tiles(operation, queries, keys, choice, geometry), scale)
+
     dout = torch.zeros_like(results[0]) if grads[0] is None else grads[0]
-    dlse, (out, lse) = grads[1], results
-    batch, num_rows, num_keys = padded_batch(queries, keys), queries.q.shape[1], keys.k.shape[1]
-    if batch is None:
-        steps = _tiles(operation, queries, keys, choice, geometry)
-        return tiles.run_backward((dout, dlse), (out, lse), queries, keys, steps, scale)
-    choice = tuple(map(batch.queries.spread, choice))
-    dout, out, lse = map(batch.queries.spread, (dout, out, lse))
-    dlse = None if dlse is None else batch.queries.spread(dlse)
-    queries, keys = batch.spread(queries, keys)
-    steps = _tiles(operation, queries, keys, choice, geometry)
-    dq, dk, dv = tiles.run_backward((dout, dlse), (out, lse), queries, keys, steps, scale)
-    return batch.queries.collect(dq, num_rows), batch.keys.collect(dk, num_keys), batch.keys.collect(dv, num_keys)
+    return _over_sequences(compute, queries, keys, dout, grads[1], *results, *choice, num_of_keys=2)
 
 
-@without_autocast
 def _select(queries: Queries, cmp: Keys, lse: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool) -> Tensor:
-    batch, num_rows = padded_batch(queries, cmp), queries.q.shape[1]
-    if batch is None:
-        return select.select_blocks(queries, cmp, lse, geometry, scale)
-    return batch.queries.collect(select.select_blocks(*batch.spread(queries, cmp), batch.queries.spread(lse), geometry, scale), num_rows)
+    def compute(queries: Queries, cmp: Keys, lse: Tensor) -> Sequence[Tensor]:
+        return [select.select_blocks(queries, cmp, lse, geometry, scale)]
+
+    return _over_sequences(compute, queries, cmp, lse)[0]
 
 
 COMPUTE: dict[Operation, Callable[..., Any]] = {

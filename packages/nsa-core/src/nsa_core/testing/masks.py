@@ -11,16 +11,18 @@ from nsa_core.config import BlockGeometry
 from nsa_core.testing.inputs import Shape
 
 
-def window_mask(length: int, geometry: BlockGeometry) -> Tensor:
-    """Return bool `(S, S)`: query t sees t - w < s <= t."""
-    distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
+def window_mask(length: int, geometry: BlockGeometry, positions: Tensor | None = None) -> Tensor:
+    """Return bool `(S, T)`: query t sees t - w < s <= t. The queries stand at `positions`, by default all of them."""
+    t = torch.arange(length) if positions is None else positions
+    distance = t.unsqueeze(1) - torch.arange(length, device=t.device)
     return (distance >= 0) & (distance < geometry.window_size)
 
 
-def compressed_mask(length: int, num_blocks: int, geometry: BlockGeometry) -> Tensor:
-    """Return bool `(S, C)`: query t sees block i iff its last token i*d + l - 1 <= t."""
-    ends = torch.arange(num_blocks) * geometry.compression_stride + geometry.compression_block_size - 1
-    return ends <= torch.arange(length).unsqueeze(1)
+def compressed_mask(length: int, num_blocks: int, geometry: BlockGeometry, positions: Tensor | None = None) -> Tensor:
+    """Return bool `(S, C)`: query t sees block i iff its last token i*d + l - 1 <= t. The queries stand at `positions`, by default all."""
+    t = torch.arange(length) if positions is None else positions
+    ends = torch.arange(num_blocks, device=t.device) * geometry.compression_stride + geometry.compression_block_size - 1
+    return ends <= t.unsqueeze(1)
 
 
 def math_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """How close is close enough: exact limits for float64 and float32, torch's own error as the yardstick below."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,17 @@ SMALLEST_SCALE = 0.1
 """Errors of smaller results are taken relative to this: products of inputs around 1 cancel to them."""
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Scores closer than this may be ranked either way by two backends."""
+Size = TypeVar("Size", float, Tensor)
+"""One size, or one for each row."""
+
+
+def allowed(scale: Size, dtype: torch.dtype, torch_error: Size) -> Size:
+    """Return the error that a result of `dtype` may have whose largest value is `scale`.
+
+    float64 and float32: `LIMITS` times the largest value. Below: twice the error of torch's MATH SDPA with an explicit
+    mask in that dtype (`torch_error`), plus 2^-8 of the largest value.
+    """
+    return LIMITS[dtype] * scale if dtype in LIMITS else 2 * torch_error + 2**-8 * scale
 
 
 def max_error(actual: Tensor, expected: Tensor) -> float:
@@ -35,13 +46,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def allowed_error(expected: Tensor, dtype: torch.dtype, torch_error: float = 0.0) -> float:
-    """Return the error that a result of `dtype` may have against `expected`.
-
-    float64 and float32: `LIMITS` times the largest value. Below: twice the error of torch's MATH SDPA with an explicit
-    mask in that dtype (`torch_error`), plus 2^-8 of the largest value.
-    """
-    scale = max(largest(expected), SMALLEST_SCALE)
-    return LIMITS[dtype] * scale if dtype in LIMITS else 2 * torch_error + 2**-8 * scale
+    """Return `allowed` for the largest finite |expected|, which counts as at least `SMALLEST_SCALE`."""
+    return allowed(max(largest(expected), SMALLEST_SCALE), dtype, torch_error)
 
 
 class Comparable(NamedTuple):

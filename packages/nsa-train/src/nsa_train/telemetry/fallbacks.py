@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from nsa_core import BackendRegistry, BranchBackend, Layout, NativeSparseAttention, Operation
-from nsa_core.backends.registry import AUTO, RequestFacts
+from nsa_core import BackendRegistry, BranchBackend, BranchRequest, Layout, NativeSparseAttention, Operation
+from nsa_core.backends.registry import AUTO
 from nsa_train.routing import NO_BACKEND
 
 COUNTED = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
@@ -26,7 +26,7 @@ class FallbackCounts:
         self.preferred = dict(preferred)
         self.by_operation = dict.fromkeys((operation.value for operation in COUNTED), 0)
 
-    def observe(self, asked_for: str, facts: RequestFacts, backend: str | None) -> None:
+    def observe(self, asked_for: str, facts: BranchRequest, backend: str | None) -> None:
         """Count a choice of a registry, as its observer; evaluation, samples and named backends do not count."""
         if asked_for == AUTO and facts.layout in (Layout.DENSE, Layout.PACKED) and torch.is_grad_enabled():
             self.note(facts.operation, backend)

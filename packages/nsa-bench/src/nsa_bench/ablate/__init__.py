@@ -1,0 +1,9 @@
+"""`nsa-bench ablate`: a grid of recipes, settings and seeds, trained beside each other."""
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def shipped_plans() -> dict[str, Path]:
+    """Return name -> path of the plans that come with the package."""
+    return {path.stem: path for path in sorted(Path(str(files(__name__))).glob("*.toml"))}

@@ -1,0 +1,177 @@
+"""The trials that PLAN.toml describes. Imports no torch.
+
+recipe = "demo"                      # a shipped recipe, or a TOML file beside the plan
+baseline = "dense"                   # the arm that the others are compared with; may be left away
+seeds = [0, 1, 2]                    # of train.seed: initial weights; the data keep their order
+
+[set]                                # keys of every trial
+train.steps = 900
+
+[arms.dense]                         # keys of one arm; an arm without keys is the recipe itself
+model.attention = "dense"
+[arms.nsa]
+
+[grid]                               # every arm is trained with each combination of these
+train.lr = [1e-3, 3e-3]
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attrs import frozen
+
+from nsa_bench.ablate import shipped_plans
+from nsa_bench.errors import OptionError
+from nsa_train.config import TABLES, RunConfig, listed, structure
+from nsa_train.errors import ConfigError
+from nsa_train.recipe import apply_override, find_recipe, read_toml
+
+KEYS = ("recipe", "baseline", "seeds", "set", "arms", "grid")
+MOST_TRIALS = 10_000
+
+
+class Variant(NamedTuple):
+    """One line of the table: an arm at one point of the grid."""
+
+    arm: str
+    point: tuple[tuple[str, Any], ...] = ()
+    """(key, value) of each key of the grid."""
+
+    def __str__(self) -> str:
+        return ", ".join((self.arm, *(f"{key.partition('.')[2]}={value}" for key, value in self.point)))
+
+
+@frozen(eq=False)
+class Trial:
+    """One run."""
+
+    variant: Variant
+    seed: int
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """The name of the run's directory."""
+        return re.sub(r"[^\w.=+-]+", "_", f"{self.variant} seed={self.seed}")
+
+
+@frozen(kw_only=True)
+class Plan:
+    """The trials, in the order in which they are run: all arms at a seed and a point, so that a plan that is cut short has whole comparisons."""
+
+    name: str
+    baseline: str | None
+    trials: tuple[Trial, ...]
+
+    @property
+    def variants(self) -> list[Variant]:
+        """The lines of the table: the arms in the plan's order, each with its points."""
+        found = list(dict.fromkeys(trial.variant for trial in self.trials))
+        arms = list(dict.fromkeys(variant.arm for variant in found))
+        return sorted(found, key=lambda variant: arms.index(variant.arm))
+
+
+def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
+    """Return the plan of a shipped name or a TOML file; `overrides` (`table.key=value`) take the place of keys of its section `set`.
+
+    Raises:
+        OptionError: a line for each thing that is wrong with it, with the trial where one cannot be.
+    """
+    path = shipped_plans().get(plan, Path(plan))
+    if not path.is_file():
+        raise OptionError(
+            f"PLAN={plan!r} is neither a shipped plan nor a file; use one of {listed(shipped_plans())}, or a TOML file's path"
+        )
+    try:
+        content = read_toml(path)
+        problems = [*_problems(content)]
+        if problems:
+            raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
+        beside = path.parent / content["recipe"]
+        base = read_toml(beside if beside.is_file() else find_recipe(content["recipe"]))
+        common: dict[str, Any] = {}
+        for override in overrides:
+            apply_override(common, override)
+    except ConfigError as error:
+        raise OptionError(str(error)) from None
+    return Plan(name=path.stem, baseline=content.get("baseline"), trials=tuple(_trials(content, base, _keys(common), path.name)))
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"{name} is unknown; use one of {listed(KEYS)}" for name in content if name not in KEYS)
+    if not isinstance(content.get("recipe"), str):
+        yield f'recipe={content.get("recipe")!r} names no recipe; use recipe = "demo"'
+    yield from _broken_seeds(content.get("seeds", [0]))
+    yield from _broken_arms(content.get("arms", {}), content.get("baseline"))
+    tables = {name: content.get(name, {}) for name in ("set", "grid")}
+    yield from (f"{name}={table!r} is not a table; use a section [{name}]" for name, table in tables.items() if not isinstance(table, dict))
+    if isinstance(tables["grid"], dict):
+        for key, values in _keys(tables["grid"]).items():
+            if not (isinstance(values, list) and values):
+                yield f"grid.{key}={values!r} is not a list of values; use [{values!r}]"
+
+
+def _broken_seeds(seeds: Any) -> Iterator[str]:
+    if not (isinstance(seeds, list) and seeds and all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds)):
+        yield f"seeds={seeds!r} is not a list of integers; use seeds = [0, 1, 2]"
+    elif len(set(seeds)) < len(seeds):
+        yield f"seeds={seeds!r} names a seed twice; name each once"
+
+
+def _broken_arms(arms: Any, baseline: Any) -> Iterator[str]:
+    if not (isinstance(arms, dict) and arms and all(isinstance(keys, dict) for keys in arms.values())):
+        yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
+    elif baseline is not None and baseline not in arms:
+        yield f"baseline={baseline!r} is none of the arms ({listed(arms)}); name one of them, or leave it away"
+
+
+def _keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `table.key` -> value of `tables`, whether they were written as sections or as dotted keys in quotes."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        if name in TABLES and isinstance(value, dict):
+            found |= {f"{name}.{key}": item for key, item in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Iterator[Trial]:
+    common, grid = {**_keys(content.get("set", {})), **overrides}, _keys(content.get("grid", {}))
+    points = [tuple(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    seeds = content.get("seeds", [0])
+    if (count := len(seeds) * len(content["arms"]) * len(points)) > MOST_TRIALS:
+        raise OptionError(f"{source}: {count:,} trials are more than {MOST_TRIALS:,}; cut the grid")
+    for seed in seeds:
+        for point in points:
+            for arm, keys in content["arms"].items():
+                settings = {**common, **_keys(keys), **dict(point), "train.seed": seed}
+                variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
+                yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as a part of a key of a dictionary."""
+    return value if isinstance(value, int | float | str | bool) else str(value)
+
+
+def _config(base: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> RunConfig:
+    tables = {name: dict(table) if isinstance(table, dict) else table for name, table in base.items()}
+    problems = []
+    for name, value in settings.items():
+        table, dot, key = name.partition(".")
+        if not dot or not isinstance(tables.setdefault(table, {}), dict):
+            problems.append(f"{name} is not of the form table.key; use train.steps")
+            continue
+        tables[table][key] = value
+    if problems:
+        raise OptionError.of([f"{where}: {problem}" for problem in problems])
+    try:
+        config = structure(tables)
+        config.pattern()
+    except ConfigError as error:
+        raise OptionError.of([f"{where}: {line}" for line in str(error).splitlines()]) from None
+    return config

@@ -1,0 +1,156 @@
+"""The trials of a plan as processes, some side by side; a finished one is not run again. Imports no torch."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from nsa_bench.ablate.plan import Plan, Trial
+from nsa_bench.errors import OptionError
+from nsa_train.errors import INTERRUPTED, TerminatedError
+from nsa_train.files import written_whole
+from nsa_train.recipe import to_toml
+from nsa_train.run_dir import RunDirectory
+
+JUDGED = "held_out.json"
+"""The last file that a trial writes, in the run's directory: its model on the held-out rows."""
+POLL_S = 0.2
+SAVED = (TerminatedError.exit_code, INTERRUPTED)
+"""Exit codes of a run that was stopped, and goes on where it was."""
+
+
+@frozen(eq=False)
+class TrialFolder:
+    """The files of a trial below the directory of its ablation."""
+
+    root: Path
+    trial: Trial
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.root / "recipes" / f"{self.trial.name}.toml"
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run's directory."""
+        return RunDirectory(self.root / "runs" / self.trial.name)
+
+    @property
+    def log(self) -> Path:
+        """The output of the run."""
+        return self.root / "logs" / f"{self.trial.name}.log"
+
+    @property
+    def judged(self) -> Path:
+        """The judgement of the trained model on its held-out rows; there once the trial is finished."""
+        return self.run.root / JUDGED
+
+
+def prepare(plan: Plan, root: Path) -> list[TrialFolder]:
+    """Write the recipe of every trial below `root` and return their folders.
+
+    Raises:
+        OptionError: when a run below `root` was begun with another recipe.
+    """
+    folders = [TrialFolder(root, trial) for trial in plan.trials]
+    others = [
+        f"--out={str(root)!r} holds the run {folder.trial.name!r} of another recipe (a trial goes on as it began); name another directory"
+        for folder in folders
+        if folder.recipe.is_file()
+        and folder.run.root.exists()
+        and folder.recipe.read_text(encoding="utf-8") != to_toml(folder.trial.config)
+    ]
+    if others:
+        raise OptionError.of(others)
+    for name in ("recipes", "runs", "logs"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        with written_whole(folder.recipe) as aside:
+            aside.write_text(to_toml(folder.trial.config), encoding="utf-8")
+    return folders
+
+
+class _Stop(Exception):  # noqa: N818 - a request, not an error
+    """SIGTERM came."""
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    def stop(number: int, frame: Any) -> None:
+        raise _Stop
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_trials(folders: list[TrialFolder], *, side_by_side: int, minutes: float | None, say: Callable[[str], None]) -> bool:
+    """Run the trials that are not finished, at most `side_by_side` at a time; return whether all were started and ended by themselves.
+
+    After `minutes`, at Ctrl-C and at SIGTERM the runs save and end; the next call goes on with them. A trial that fails
+    stops no other: its log says why.
+    """
+    waiting = [folder for folder in folders if not folder.judged.is_file()]
+    running: dict[TrialFolder, subprocess.Popen[bytes]] = {}
+    if len(folders) > len(waiting):
+        say(f"{len(folders) - len(waiting)} of {len(folders)} trials are finished already")
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    try:
+        with _stopped_by_signals():
+            while waiting or running:
+                while waiting and len(running) < side_by_side:
+                    folder = waiting.pop(0)
+                    say(f"started {folder.trial.name}")
+                    running[folder] = _started(folder)
+                for folder in [folder for folder, process in running.items() if process.poll() is not None]:
+                    say(_ended(folder, running.pop(folder).returncode))
+                if deadline is not None and time.monotonic() > deadline and (waiting or running):
+                    say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
+                    return False
+                time.sleep(POLL_S)
+    except (KeyboardInterrupt, _Stop):
+        say(f"stopped: {len(waiting) + len(running)} trials are left for the next call")
+        return False
+    finally:
+        _end(running, say)
+    return True
+
+
+def command_of(folder: TrialFolder) -> list[str]:
+    """Return the command line of a trial's process."""
+    return [sys.executable, "-m", "nsa_bench.ablate.trial", str(folder.recipe), str(folder.run.root)]
+
+
+def _started(folder: TrialFolder) -> "subprocess.Popen[bytes]":
+    with folder.log.open("ab") as log:
+        # a session of its own: Ctrl-C comes here alone, and is passed on once
+        return subprocess.Popen(command_of(folder), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _ended(folder: TrialFolder, code: int) -> str:
+    if code == 0:
+        return f"finished {folder.trial.name}"
+    if code in SAVED:
+        return f"saved {folder.trial.name}"
+    if code == -signal.SIGTERM:
+        return f"stopped {folder.trial.name} before it had anything to save"
+    lines = [line for line in folder.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"FAILED {folder.trial.name} (exit code {code}; {folder.log}): {lines[-1] if lines else 'it said nothing'}"
+
+
+def _end(running: "dict[TrialFolder, subprocess.Popen[bytes]]", say: Callable[[str], None]) -> None:
+    """Let every run save and end; a second signal meanwhile ends this process and leaves them to it."""
+    for process in running.values():
+        with suppress(ProcessLookupError):
+            process.terminate()
+    for folder, process in running.items():
+        say(_ended(folder, process.wait()))

@@ -1,0 +1,275 @@
+"""The results of an ablation: figures of each trial, of each variant over its seeds, table, files, curves. Imports no torch."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+from attrs import frozen
+from rich.table import Table
+from rich.text import Text
+
+from nsa_bench.ablate.plan import Plan, Variant, load_plan
+from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
+from nsa_bench.errors import OptionError
+from nsa_bench.results import Output
+from nsa_train.telemetry.records import load_json, read_rows
+
+COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
+
+
+def run_ablation(
+    name: str,
+    out: Path | None,
+    overrides: Sequence[str],
+    *,
+    side_by_side: int,
+    minutes: float | None,
+    png_file: Path | None,
+    output: Output,
+) -> bool:
+    """Run the trials of a plan that are not finished, print the table, write the files; return whether all trials are finished.
+
+    Raises:
+        OptionError: for a plan or options that cannot be, before anything is written.
+    """
+    if side_by_side < 1:
+        raise OptionError(f"--side-by-side={side_by_side} runs nothing; use 1 or more")
+    if minutes is not None and not minutes > 0:
+        raise OptionError(f"--minutes={minutes:g} leaves no time; use 9, for instance")
+    plan = load_plan(name, overrides)
+    folders = prepare(plan, out or Path("ablations") / plan.name)
+    run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say)
+    results = read_results(folders)
+    output.show(ablation_table(plan, results))
+    if results:
+        output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
+        if png_file is not None:
+            draw(plan, results, png_file)
+    return len(results) == len(folders)
+
+
+@frozen(kw_only=True)
+class TrialResult:
+    """The figures of one finished trial."""
+
+    variant: Variant
+    seed: int
+    steps: int
+    tokens: int
+    parameters: int
+    val_loss: float
+    """On held-out rows after the last step, in nats per token."""
+    best_val_loss: float
+    right: float
+    """Share of the held-out labels that are the model's likeliest token."""
+    toks_per_s: float
+    """Median over the steps."""
+    curve: list[tuple[int, float]]
+    """(step, loss on held-out rows)"""
+    by_position: list[dict[str, Any]]
+    """The fields of `trial.Bucket`."""
+
+
+class Mean(NamedTuple):
+    """A mean over seeds."""
+
+    mean: float
+    error: float | None
+    """Standard error of the mean; None of a single seed."""
+    num_seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Mean | None":
+        """Return the mean of `values`; None where there is none."""
+        if not values:
+            return None
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(statistics.fmean(values), error, len(values))
+
+
+@frozen(kw_only=True)
+class Summary:
+    """One line of the table."""
+
+    variant: Variant
+    parameters: int | None
+    tokens: int | None
+    val_loss: Mean | None
+    best_val_loss: Mean | None
+    right: Mean | None
+    toks_per_s: Mean | None
+    difference: Mean | None
+    """Difference of val_loss to the baseline's at the same point of the grid, seed by seed; None for the baseline itself."""
+    is_best: bool
+    """Whether no other point of the grid has a lower mean val_loss for this arm."""
+
+
+def read_results(folders: Sequence[TrialFolder]) -> list[TrialResult]:
+    """Return the figures of the trials that are finished."""
+    return [_result(folder) for folder in folders if folder.judged.is_file()]
+
+
+def _result(folder: TrialFolder) -> TrialResult:
+    metrics, curve = load_json(folder.run.metrics), [(int(row["step"]), row["val_loss"]) for row in read_rows(folder.run.validation)]
+    losses = [loss for _, loss in curve]
+    by_position = load_json(folder.judged)["by_position"]
+    targets = sum(bucket["targets"] for bucket in by_position)
+    return TrialResult(
+        variant=folder.trial.variant,
+        seed=folder.trial.seed,
+        steps=metrics["steps"],
+        tokens=metrics["tokens"],
+        parameters=metrics["parameters"],
+        val_loss=losses[-1],
+        best_val_loss=min(losses),
+        right=sum(bucket["targets"] * bucket["right"] for bucket in by_position) / targets,
+        toks_per_s=statistics.median(row["toks_per_s"] for row in read_rows(folder.run.training)),
+        curve=curve,
+        by_position=by_position,
+    )
+
+
+def summarize(plan: Plan, results: Sequence[TrialResult]) -> list[Summary]:
+    """Return a line for each variant of `plan`, also where none of its trials is finished."""
+    of = {variant: [result for result in results if result.variant == variant] for variant in plan.variants}
+    means = {variant: Mean.of([one.val_loss for one in found]) for variant, found in of.items()}
+
+    def is_best(variant: Variant) -> bool:
+        rivals = [mean.mean for other, mean in means.items() if other.arm == variant.arm and mean is not None]
+        mine = means[variant]
+        return mine is not None and mine.mean == min(rivals)
+
+    def mean(found: Sequence[TrialResult], figure: Callable[[TrialResult], float]) -> Mean | None:
+        return Mean.of([figure(one) for one in found])
+
+    return [
+        Summary(
+            variant=variant,
+            parameters=found[0].parameters if found else None,
+            tokens=found[0].tokens if found else None,
+            val_loss=means[variant],
+            best_val_loss=mean(found, lambda one: one.best_val_loss),
+            right=mean(found, lambda one: one.right),
+            toks_per_s=mean(found, lambda one: one.toks_per_s),
+            difference=_difference(found, of.get(Variant(plan.baseline or "", variant.point), []), variant.arm == plan.baseline),
+            is_best=is_best(variant),
+        )
+        for variant, found in of.items()
+    ]
+
+
+def _difference(found: Sequence[TrialResult], baseline: Sequence[TrialResult], is_baseline: bool) -> Mean | None:
+    """Return the mean difference over the seeds that both have: what a seed does to both alike falls out."""
+    by_seed = {one.seed: one.val_loss for one in baseline}
+    return None if is_baseline else Mean.of([one.val_loss - by_seed[one.seed] for one in found if one.seed in by_seed])
+
+
+def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of the JSON file."""
+    return {
+        "plan": plan.name,
+        "baseline": plan.baseline,
+        "environment": environment,
+        "num_trials": len(plan.trials),
+        "num_finished": len(results),
+        "variants": [_summary_row(summary) for summary in summarize(plan, results)],
+        "trials": [{**attrs.asdict(result), "variant": str(result.variant)} for result in results],
+    }
+
+
+def to_rows(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each variant, for CSV."""
+    common = {name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
+    return [{**_summary_row(summary), **common} for summary in summarize(plan, results)]
+
+
+def _summary_row(summary: Summary) -> dict[str, Any]:
+    row: dict[str, Any] = {"variant": str(summary.variant), "arm": summary.variant.arm, **dict(summary.variant.point)}
+    for name, value in attrs.asdict(summary, recurse=False).items():
+        if isinstance(value, Mean) or name in ("val_loss", "best_val_loss", "right", "toks_per_s", "difference"):
+            row[name], row[f"{name}_error"] = (value.mean, value.error) if value else (None, None)
+        elif name != "variant":
+            row[name] = value
+    row["seeds"] = summary.val_loss.num_seeds if summary.val_loss else 0
+    return row
+
+
+def ablation_table(plan: Plan, results: Sequence[TrialResult]) -> Table:
+    """Return a line for each variant; means are over seeds, with their standard error."""
+    table = Table(title=f"{plan.name}: loss on held-out rows, nats per token; {len(results)} of {len(plan.trials)} trials")
+    for title in ("variant", "weights", "tokens", "seeds", "loss at the end", "lowest loss", f"against {plan.baseline}", "right", "toks/s"):
+        if not title.endswith("None"):
+            table.add_column(title, justify="left" if title == "variant" else "right", no_wrap=title != "variant")
+    summaries = summarize(plan, results)
+    has_grid = any(summary.variant.point for summary in summaries)
+    for summary in summaries:
+        best = summary.is_best and has_grid
+        cells: list[Text | str] = [
+            Text(f"{summary.variant}{' *' if best else ''}", style="bold" if best else ""),
+            "" if summary.parameters is None else f"{summary.parameters:,}",
+            "" if summary.tokens is None else f"{summary.tokens:,}",
+            str(summary.val_loss.num_seeds if summary.val_loss else 0),
+            _shown(summary.val_loss, "{:.4f}"),
+            _shown(summary.best_val_loss, "{:.4f}"),
+        ]
+        if plan.baseline is not None:
+            cells.append(_shown(summary.difference, "{:+.4f}"))
+        table.add_row(*cells, _shown(summary.right, "{:.3f}"), _shown(summary.toks_per_s, "{:,.0f}", with_error=False))
+    if has_grid:
+        table.caption = "* the best point of the grid for its arm"
+    return table
+
+
+def _shown(mean: Mean | None, form: str, *, with_error: bool = True) -> str:
+    if mean is None:
+        return ""
+    error = f" ± {form.replace('+', '').format(mean.error)}" if with_error and mean.error is not None else ""
+    return form.format(mean.mean) + error
+
+
+def draw(plan: Plan, results: Sequence[TrialResult], path: Path) -> None:
+    """Draw the held-out loss by tokens, and at the end by position, of each arm at its best point of the grid."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = [summary.variant for summary in summarize(plan, results) if summary.is_best]
+    figure = Figure(figsize=(12, 4.5), dpi=110, layout="constrained")
+    by_tokens, by_position = figure.subplots(1, 2)
+    for index, variant in enumerate(shown):
+        found = [result for result in results if result.variant == variant]
+        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": str(variant), "lw": 1.3}
+        _draw_band(by_tokens, *_curve(found), style)
+        _draw_band(by_position, *_positions(found), style)
+    by_tokens.set(xlabel="tokens", ylabel="nats per token, held out", title=plan.name)
+    by_position.set(xlabel="position in the sequence", ylabel="nats per token, held out", title="at the end, by position", xscale="log")
+    by_tokens.legend(frameon=False)
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.print_png(path)
+
+
+def _draw_band(axis: Any, points: Sequence[float], means: Sequence[Mean], style: dict[str, Any]) -> None:
+    axis.plot(points, [mean.mean for mean in means], **style)
+    low, high = ([mean.mean + sign * (mean.error or 0.0) for mean in means] for sign in (-1, 1))
+    axis.fill_between(points, low, high, color=style["color"], alpha=0.2, lw=0)
+
+
+def _curve(found: Sequence[TrialResult]) -> tuple[list[float], list[Mean]]:
+    """Return tokens and mean loss of the evaluations that all of `found` have."""
+    curves = [dict(result.curve) for result in found]
+    steps = [step for step in curves[0] if all(step in curve for curve in curves)]
+    per_step = found[0].tokens / found[0].steps
+    return [step * per_step for step in steps], _means([[curve[step] for curve in curves] for step in steps])
+
+
+def _positions(found: Sequence[TrialResult]) -> tuple[list[float], list[Mean]]:
+    """Return the middle of each bucket of positions and the mean loss there."""
+    losses = [{(bucket["first"], bucket["last"]): bucket["loss"] for bucket in result.by_position} for result in found]
+    buckets = [bucket for bucket in losses[0] if all(bucket in loss for loss in losses)]
+    return [(first + last) / 2 + 1 for first, last in buckets], _means([[loss[bucket] for loss in losses] for bucket in buckets])
+
+
+def _means(columns: Sequence[Sequence[float]]) -> list[Mean]:
+    return [mean for column in columns if (mean := Mean.of(column)) is not None]

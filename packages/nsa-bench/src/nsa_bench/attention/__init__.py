@@ -1,0 +1,1 @@
+"""`nsa-bench attention`: the operations, timed and compared with the reference."""

@@ -1,0 +1,156 @@
+"""Dense causal attention by the fastest kernels at hand, which sparse attention must beat.
+
+Each takes q (B, S, H, D), k, v (B, S, G, D) and gives (B, S, H, D_v). Those that need D_k = D_v get zeros beside the
+shorter one, and that copy is in their time.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
+
+from nsa_bench.cases import Case
+from nsa_bench.errors import OptionError
+from nsa_core.reference.causal import causal_attention
+
+BASELINES = ("flash", "cudnn", "flex", "flash-attn")
+"""torch's SDPA by FlashAttention-2 and by cuDNN, FlexAttention compiled, the package flash-attn."""
+FLASH_ATTN_MODULES = {"flash_attn.cute": "flash-attn-4", "flash_attn_interface": "flash-attn-3", "flash_attn": "flash-attn-2"}
+"""Where versions of flash-attn keep `flash_attn_func`, best first."""
+FLEX_BLOCK = 128
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@frozen(kw_only=True)
+class Baseline:
+    """A dense kernel, or why there is none."""
+
+    name: str
+    run: Attention | None = None
+    reason: str = ""
+    """Why it is absent; "" where it is here."""
+
+
+def parse_baselines(text: str) -> tuple[str, ...]:
+    """Return the names of "all", "none" or "cudnn,flash".
+
+    Raises:
+        OptionError: for an unknown name.
+    """
+    if text in ("all", "none"):
+        return BASELINES if text == "all" else ()
+    unknown = [name for name in text.split(",") if name not in BASELINES]
+    if unknown:
+        raise OptionError(
+            f"--baseline={text!r} names {unknown[0]!r} (the rule: all, none, or some of {', '.join(BASELINES)}); use cudnn,flash"
+        )
+    return tuple(text.split(","))
+
+
+def find_baseline(name: str, case: Case, device: torch.device) -> Baseline:
+    """Return the kernel `name` for `case`, which has one sequence; whether it takes the case shows when it runs."""
+    if name == "flash":
+        return Baseline(name="SDPA flash", run=_sdpa(SDPBackend.FLASH_ATTENTION, is_padded=True))
+    if name == "cudnn":
+        if device.type != "cuda":
+            return Baseline(name="SDPA cuDNN", reason="runs on CUDA devices only")
+        return Baseline(name="SDPA cuDNN", run=_sdpa(SDPBackend.CUDNN_ATTENTION, is_padded=False))
+    if name == "flex":
+        if device.type != "cuda":
+            return Baseline(name="FlexAttention", reason="measured on CUDA devices only (it has no backward on a CPU)")
+        return Baseline(name="FlexAttention", run=_flex(case, device))
+    return _flash_attn(device)
+
+
+def _sdpa(backend: SDPBackend, *, is_padded: bool) -> Attention:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale, dim_v = q.shape[-1] ** -0.5, v.shape[-1]
+        if is_padded:
+            q, k, v = _equal_dims(q, k, v)
+        with sdpa_kernel(backend):
+            out = causal_attention(q, k, v, scale=scale)
+        return out[..., :dim_v]
+
+    return run
+
+
+def _equal_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with zeros up to the longest last dimension."""
+    longest = max(x.shape[-1] for x in tensors)
+    return tuple(x if x.shape[-1] == longest else pad(x, (0, longest - x.shape[-1])) for x in tensors)
+
+
+def _flex(case: Case, device: torch.device) -> Attention:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # a fresh cache: after a few shapes torch.compile would fall back to eager, which holds all scores
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    block_mask = causal_block_mask(case.seq_len, device)
+    is_grouped = case.shape.heads_per_group > 1
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=is_grouped)
+        return out.transpose(1, 2)
+
+    return run
+
+
+def causal_block_mask(length: int, device: torch.device) -> Any:
+    """Return the causal BlockMask of `length` tokens, without the length x length mask that create_block_mask makes."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count = -(-length // FLEX_BLOCK)
+    block = torch.arange(count, device=device, dtype=torch.int32)
+    # row i: block i in part, blocks 0 .. i - 1 wholly; a last row that is cut off takes all of them in part
+    in_part, whole = torch.ones_like(block), block.clone()
+    if length % FLEX_BLOCK:
+        in_part[-1], whole[-1] = count, 0
+    own_first = (block.unsqueeze(1) + block) % count
+    return BlockMask.from_kv_blocks(
+        in_part[None, None],
+        own_first[None, None].contiguous(),
+        whole[None, None],
+        block.expand(1, 1, count, count).contiguous(),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=_is_causal_pair,
+        seq_lengths=(length, length),
+    )
+
+
+def _is_causal_pair(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def _flash_attn(device: torch.device) -> Baseline:
+    if device.type != "cuda":
+        return Baseline(name="flash-attn", reason="runs on CUDA devices only")
+    problems = []
+    for module, name in FLASH_ATTN_MODULES.items():
+        # by name: a kernel package is never a dependency of this one
+        try:
+            function = import_module(module).flash_attn_func
+        except Exception as error:  # noqa: BLE001 - an extension built for another torch may raise anything
+            problems.append(f"{type(error).__name__}: {error}")
+        else:
+            return Baseline(name=name, run=_flash_attn_run(function, is_always_padded=name == "flash-attn-2"))
+    return Baseline(name="flash-attn", reason=f"cannot be imported ({'; '.join(dict.fromkeys(problems))})")
+
+
+def _flash_attn_run(function: Callable[..., Any], *, is_always_padded: bool) -> Attention:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale, dim_v = q.shape[-1] ** -0.5, v.shape[-1]
+        # newer versions take D_k != D_v forward, but not backward with grouped heads
+        if is_always_padded or torch.is_grad_enabled():
+            q, k, v = _equal_dims(q, k, v)
+        out = function(q, k, v, softmax_scale=scale, causal=True)
+        attended: Tensor = out[0] if isinstance(out, tuple) else out
+        return attended[..., :dim_v]
+
+    return run

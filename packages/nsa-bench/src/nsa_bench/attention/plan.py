@@ -1,0 +1,102 @@
+"""From the options of `nsa-bench attention` to jobs, and to the points or targets by which their results are judged."""
+
+import torch
+from attrs import frozen
+
+from nsa_bench.attention.baselines import parse_baselines
+from nsa_bench.attention.sweep import LENGTH, SweepPoint, sweep_jobs, sweep_points
+from nsa_bench.attention.targets import Target, all_targets, target_jobs
+from nsa_bench.cases import (
+    OURS,
+    Case,
+    Selection,
+    dtype_of,
+    find_device,
+    lengths_of,
+    parse_geometry,
+    parse_lengths,
+    parse_names,
+    parse_shapes,
+)
+from nsa_bench.errors import OptionError
+from nsa_bench.measurement import Direction, Job
+from nsa_bench.options import AttentionOptions
+
+FIXED_BY = {
+    "preset": ("sweep", "lengths", "shapes", "operations", "selection", "geometry", "dtype", "graph"),
+    "sweep": ("shapes", "baseline"),
+}
+"""The options that another one decides."""
+
+
+@frozen(kw_only=True)
+class Plan:
+    """The jobs, and the points of a sweep or the targets by which their results are judged."""
+
+    device: torch.device
+    jobs: tuple[Job, ...]
+    points: tuple[SweepPoint, ...] = ()
+    targets: tuple[Target, ...] = ()
+
+
+def make_plan(options: AttentionOptions) -> Plan:
+    """Return the plan of `options`.
+
+    Raises:
+        OptionError: for values that are no lengths, shapes, ..., or options that contradict each other.
+    """
+    _check_conflicts(options)
+    device = find_device(options.device)
+    if options.graph and device.type == "cpu":
+        raise OptionError("--graph times CUDA graphs, which a CPU does not have; drop it")
+    if options.preset is not None:
+        return _target_plan(options, device)
+    directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
+    # where a part has few pairs, as compressed attention of short sequences, its cost by the pair is that of its queries
+    default = "nsa" if options.sweep else ",".join(OURS)
+    operations = parse_names("--operations", options.operations or default, OURS)
+    selections = [Selection(name) for name in parse_names("--selection", options.selection or "random", tuple(Selection))]
+    geometry = parse_geometry(options.geometry or "32/16/64/16/512")
+    dtype = dtype_of(options.dtype, device.type)
+    if options.sweep:
+        points = tuple(point for selection in selections for point in sweep_points(_sweep_length(options), geometry, dtype, selection))
+        return Plan(device=device, jobs=sweep_jobs(points, operations, directions), points=points)
+    lengths = lengths_of(options.lengths, device)
+    baselines = parse_baselines(options.baseline or "all")
+    jobs = [
+        Job(
+            case=Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype, selection=selection),
+            operations=operations,
+            directions=directions,
+            # dense attention does not depend on the selection
+            baselines=baselines if selection is selections[0] else (),
+            is_replayed=options.graph,
+        )
+        for shape in parse_shapes(options.shapes or "P,L,M,S")
+        for length in lengths
+        for selection in selections
+    ]
+    return Plan(device=device, jobs=tuple(jobs))
+
+
+def _check_conflicts(options: AttentionOptions) -> None:
+    problems = []
+    for option, fixed in FIXED_BY.items():
+        given = [name for name in fixed if getattr(options, name)] if getattr(options, option) else []
+        problems += [f"--{name} came with --{option}, which decides it; drop one of the two" for name in given]
+    if problems:
+        raise OptionError.of(problems)
+
+
+def _sweep_length(options: AttentionOptions) -> int:
+    lengths = (LENGTH,) if options.lengths is None else parse_lengths(options.lengths)
+    if len(lengths) != 1 or lengths[0] < 2:
+        raise OptionError(f"--lengths={options.lengths} came with --sweep, which varies one length by 1; use one length >= 2, such as 8k")
+    return lengths[0]
+
+
+def _target_plan(options: AttentionOptions, device: torch.device) -> Plan:
+    if device.type != "cuda":
+        raise OptionError("--preset=targets on a CPU (its figures are those of one H200, and its lengths end at 128k); run it on a GPU")
+    targets = tuple(target for target in all_targets() if options.backward or target.direction is Direction.FORWARD)
+    return Plan(device=device, jobs=target_jobs(targets, parse_baselines(options.baseline or "all")), targets=targets)

@@ -1,0 +1,255 @@
+"""One line of a result, and how it is made: an implementation is compared first, then its memory is measured, then its time."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+from nsa_bench.cases import Case, geometry_text, visible_pairs
+from nsa_bench.routes import RouteRecorder
+from nsa_bench.timing import Timing, peak_bytes, replay_of, time_call
+from nsa_core import BackendUnavailableError
+from nsa_core.testing.sampled import Check, Expected, backward_values, compare, forward_values
+
+
+class Direction(StrEnum):
+    """Which passes are timed."""
+
+    FORWARD = "fwd"
+    """Without gradients, as in inference."""
+    BOTH = "fwd+bwd"
+    """Forward, then the gradients of every operand."""
+
+
+@frozen(kw_only=True)
+class Job:
+    """The measurements of one case."""
+
+    case: Case
+    operations: tuple[str, ...]
+    """Some of OURS."""
+    directions: tuple[Direction, ...] = tuple(Direction)
+    baselines: tuple[str, ...] = ()
+    """Dense kernels by name; packed cases have none."""
+    is_timed: bool = True
+    """False: only compared, and the memory measured."""
+    is_replayed: bool = False
+    """On a GPU, time CUDA graphs."""
+
+
+@frozen(kw_only=True)
+class Measurement:
+    """One operation in one direction by one implementation."""
+
+    case: Case
+    operation: str
+    """One of OURS, or DENSE."""
+    direction: Direction
+    implementation: str
+    """Who ran: backends of nsa_core by name, a dense kernel, a peer."""
+    is_ours: bool = True
+    """False for dense kernels and peers."""
+    check: Check | None = None
+    timing: Timing | None = None
+    reason: str = ""
+    """Why there is no time; "" where there is one, or none was asked for."""
+    note: str = ""
+    """Remarks on a time that there is."""
+    peak_bytes: int | None = None
+    """Most bytes held during forward and backward, inputs included; on CUDA, of the whole operation."""
+    tensor_bytes: int | None = None
+    """Bytes of the operands, out and their gradients, which nothing can do without."""
+    overlap: float | None = None
+    """Measured share of free blocks that the next query chooses too; None where no query had to choose."""
+
+    @property
+    def is_failure(self) -> bool:
+        """Return True where one of our own operations ended without the result that was asked for."""
+        return bool(self.reason) and self.is_ours
+
+    @property
+    def pair_cost_ps(self) -> float | None:
+        """Return picoseconds per visible pair and element of D_k + D_v."""
+        work = visible_pairs(self.operation, self.case) * self.case.shape.head_dims
+        return None if self.timing is None or not work else 1e9 * self.timing.median_ms / work
+
+    @property
+    def peak_ratio(self) -> float | None:
+        """Return peak_bytes over tensor_bytes."""
+        return None if self.peak_bytes is None or not self.tensor_bytes else self.peak_bytes / self.tensor_bytes
+
+
+def to_row(measurement: Measurement, common: dict[str, Any]) -> dict[str, Any]:
+    """Return the measurement as one flat row, the same keys for every one; `common` is machine, versions and commit."""
+    case, check, timing = measurement.case, measurement.check, measurement.timing
+    shape = case.shape
+    return {
+        "shape": shape.name,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim_qk": shape.head_dim_qk,
+        "head_dim_v": shape.head_dim_v,
+        "seq_len": case.seq_len,
+        "num_sequences": len(case.sequence_lengths),
+        "geometry": geometry_text(case.geometry),
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "selection": case.selection.value,
+        "overlap": measurement.overlap,
+        "operation": measurement.operation,
+        "direction": measurement.direction.value,
+        "implementation": measurement.implementation,
+        "median_ms": None if timing is None else timing.median_ms,
+        "min_ms": None if timing is None else timing.min_ms,
+        "max_ms": None if timing is None else timing.max_ms,
+        "count": None if timing is None else timing.count,
+        "visible_pairs": visible_pairs(measurement.operation, case),
+        "pair_cost_ps": measurement.pair_cost_ps,
+        "peak_bytes": measurement.peak_bytes,
+        "tensor_bytes": measurement.tensor_bytes,
+        "peak_ratio": measurement.peak_ratio,
+        "error": None if check is None else finite(check.error),
+        "error_of": None if check is None else check.error_of,
+        "limit_used": None if check is None else finite(check.limit_used),
+        "near_ties": None if check is None else check.near_ties,
+        "error_against": None if check is None else check.method,
+        "reason": measurement.reason,
+        "note": measurement.note,
+        **common,
+    }
+
+
+def finite(value: float) -> float | str:
+    """Return `value`, or "inf" where JSON has no number for it."""
+    return value if value < float("inf") else "inf"
+
+
+def common_columns(environment: dict[str, Any]) -> dict[str, Any]:
+    """Return machine, versions and commit, the columns that every row carries."""
+    names = ("time", "cpu", "gpu", "compute_capability", "python", "torch", "triton", "cuda", "commit")
+    packages = {f"{name}_version": version for name, version in environment["packages"].items() if name.startswith("nsa-")}
+    return {name: environment[name] for name in names} | packages
+
+
+@frozen(kw_only=True)
+class Setup:
+    """The device, and the backends that may serve."""
+
+    device: torch.device
+    registry: RouteRecorder
+    backend: str = "auto"
+
+
+@frozen(kw_only=True)
+class Implementation:
+    """A function of named, differentiable operands `(1, ...)`, which is compared and timed."""
+
+    operation: str
+    case: Case
+    run: Callable[..., Tensor]
+    operands: dict[str, Tensor]
+    name: str | None = None
+    """Who runs; None: the backends that the registry chooses."""
+    is_judged: bool = True
+    """False: a wrong result is timed all the same, its error beside it."""
+
+    def check(self, direction: Direction, expected: Expected) -> Check:
+        """Return how far the result of one run in `direction` lies from what is expected."""
+        values = forward_values if direction is Direction.FORWARD else backward_values
+        return compare(values(self.run, self.operands, expected), expected)
+
+    def call(self, direction: Direction, dout: Tensor) -> Callable[[], object]:
+        """Return the call that is timed."""
+        leaves = list(self.operands.values())
+
+        def forward() -> object:
+            with torch.no_grad():
+                return self.run(*leaves)
+
+        def both() -> object:
+            return torch.autograd.grad(self.run(*leaves), leaves, dout, allow_unused=True)
+
+        return forward if direction is Direction.FORWARD else both
+
+
+@frozen(kw_only=True)
+class Extent:
+    """Which figures of a right result are measured."""
+
+    is_timed: bool = True
+    held_before: int | None = None
+    """Bytes held before the inputs were made, where the peak of forward and backward is measured."""
+    is_replayed: bool = False
+    """On a GPU, time a CUDA graph of the call, which leaves the launches from Python out."""
+    patience_ms: Mapping[Direction, float] = field(factory=dict)
+    """A call that takes longer is timed once."""
+
+
+def check_all(tried: Implementation, expected: Expected, directions: tuple[Direction, ...], registry: RouteRecorder) -> list[Measurement]:
+    """Return a measurement without time per direction: right, or with the reason why it will get none."""
+    return [_check(tried, expected, direction, registry) for direction in directions]
+
+
+def measure(tried: Implementation, checked: list[Measurement], extent: Extent, device: torch.device) -> Iterator[Measurement]:
+    """Yield `checked` with memory and time. Where memory is measured, the expected values must be gone by now."""
+    case = tried.case
+    dout = torch.randn(1, case.seq_len, case.shape.num_heads, case.shape.head_dim_v, device=device, dtype=case.dtype)
+    total = 2 * (sum(x.nbytes for x in tried.operands.values()) + dout.nbytes)
+    for one in checked:
+        yield one if one.reason else finish(evolve(one, tensor_bytes=total), tried.call(one.direction, dout), extent, device)
+
+
+def finish(one: Measurement, call: Callable[[], object], extent: Extent, device: torch.device) -> Measurement:
+    """Return `one` with the memory and the time of `call`, or with the reason why it has none."""
+    try:
+        if extent.held_before is not None and one.direction is Direction.BOTH:
+            one = evolve(one, peak_bytes=peak_bytes(call, device, extent.held_before))
+        if extent.is_timed:
+            if extent.is_replayed and device.type == "cuda":
+                call = replay_of(call, device)
+            one = evolve(one, timing=time_call(call, device, extent.patience_ms.get(one.direction, float("inf"))))
+    except Exception as error:  # noqa: BLE001 - one kernel's failure is a result, not the end of the others
+        return evolve(one, reason=describe_failure(error))
+    return one
+
+
+def _check(tried: Implementation, expected: Expected, direction: Direction, registry: RouteRecorder) -> Measurement:
+    registry.forget()
+    check, reason = None, ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            check = tried.check(direction, expected)
+        except Exception as error:  # noqa: BLE001 - see finish
+            reason = describe_failure(error)
+    wrong = check is not None and bool(check.problems)
+    if check is not None and wrong and tried.is_judged:
+        reason = "wrong: " + "; ".join(check.problems)
+    notes = ["not the result of the reference"] if wrong and not tried.is_judged else []
+    # torch says in warnings why a kernel does not take the inputs
+    warned = dict.fromkeys(first_line(warning.message) for warning in caught if warning.category is UserWarning)
+    return Measurement(
+        case=tried.case,
+        operation=tried.operation,
+        direction=direction,
+        implementation=registry.served or "none" if tried.name is None else tried.name,
+        is_ours=tried.name is None,
+        check=check,
+        reason=f"{reason} ({'; '.join(warned)})" if reason and warned else reason,
+        note="" if reason else "; ".join([*notes, *warned]),
+    )
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return one line for the table: the kind of error and its first line, or all of them where they are reasons against a backend."""
+    if isinstance(error, BackendUnavailableError):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: object) -> str:
+    """Return the first line of a message; kernels' errors run to hundreds."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

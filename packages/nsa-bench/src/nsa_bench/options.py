@@ -1,0 +1,101 @@
+"""The options of the verbs as the command line gives them, in groups. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from attrs import frozen
+from cyclopts import Parameter
+
+from nsa_bench.errors import OptionError
+
+Device = Annotated[Literal["cpu", "cuda"] | None, Parameter(help="cuda where there is a GPU, by default.")]
+DType = Annotated[Literal["bf16", "fp16", "fp32", "fp64"] | None, Parameter(help="bf16 on cuda, fp32 on cpu by default.")]
+Lengths = Annotated[str | None, Parameter(help="Tokens, k for 1024: 2k,8k. On cuda 2k to 128k, on cpu 256 by default.")]
+Backend = Annotated[str, Parameter(help="auto, or a backend's name, which never falls back.")]
+Backward = Annotated[bool, Parameter(help="Time forward + backward as well.")]
+Commit = Annotated[str | None, Parameter(help="The commit that is measured, where the code lies outside its checkout.")]
+Settings = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value, as for nsa-train. Repeatable.")]
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class ResultFiles:
+    """The files that every verb writes."""
+
+    json_file: Annotated[Path | None, Parameter(name="--json", help="Write the result to this file as JSON.")] = None
+    csv_file: Annotated[Path | None, Parameter(name="--csv", help="Write the result to this file as CSV.")] = None
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class AttentionOptions:
+    """The options of `attention`; None where one was not given."""
+
+    device: Device = None
+    dtype: DType = None
+    lengths: Lengths = None
+    shapes: Annotated[str | None, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas; P,L,M,S by default.")] = None
+    operations: Annotated[str | None, Parameter(help="Of nsa, cmp, select, slc, win; all by default, of a sweep nsa.")] = None
+    selection: Annotated[str | None, Parameter(help="random, trained-like, or both by a comma; random by default.")] = None
+    geometry: Annotated[str | None, Parameter(help="l/d/l'/n/w; 32/16/64/16/512 by default.")] = None
+    backend: Backend = "auto"
+    baseline: Annotated[str | None, Parameter(help="Dense attention: all, none, or of flash, cudnn, flex, flash-attn.")] = None
+    backward: Backward = True
+    graph: Annotated[bool, Parameter(negative="", help="Time CUDA graphs, which no launch from Python holds up.")] = False
+    sweep: Annotated[bool, Parameter(negative="", help="Look for cliffs by --graph: D, H/G, S one off a tile, packed.")] = False
+    preset: Annotated[Literal["targets"] | None, Parameter(help="targets: what the kernels must reach on one H200.")] = None
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class CompareOptions:
+    """The options of `compare`."""
+
+    device: Device = None
+    dtype: DType = None
+    lengths: Lengths = None
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
+    geometry: Annotated[str, Parameter(help="l/d/l'/n/w; the peers share l = d = l' only.")] = "64/64/64/16/512"
+    backend: Backend = "auto"
+    backward: Backward = True
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class CallShape:
+    """The call that `backends` routes: one sequence, forward and backward by default.
+
+    Raises:
+        OptionError: when a number is below 1 or kv_heads does not divide heads; with every problem.
+    """
+
+    dtype: DType = None
+    seq_len: Annotated[int, Parameter(help="Tokens of the sequence.")] = 8192
+    heads: Annotated[int, Parameter(help="Query heads.")] = 64
+    kv_heads: Annotated[int, Parameter(help="KV heads.")] = 4
+    head_dim_qk: Annotated[int, Parameter(help="D_k: of queries and keys.")] = 192
+    head_dim_v: Annotated[int, Parameter(help="D_v: of values.")] = 128
+    layout: Annotated[
+        Literal["dense", "packed", "cached", "paged", "ragged"], Parameter(help="cached, paged and ragged are a decode step of one query.")
+    ] = "dense"
+    backward: Annotated[bool | None, Parameter(help="Gradients are needed; by default for dense and packed alone.")] = None
+    is_aligned: Annotated[bool, Parameter(name="--aligned", help="Every tensor starts at a multiple of 16 bytes.")] = True
+
+    def __attrs_post_init__(self) -> None:
+        numbers = ("seq_len", "heads", "kv_heads", "head_dim_qk", "head_dim_v")
+        problems = [
+            f"--{name.replace('_', '-')}={getattr(self, name)} is too small (the rule: an integer >= 1); use 1 or more"
+            for name in numbers
+            if getattr(self, name) < 1
+        ]
+        if not problems and self.heads % self.kv_heads:
+            problems.append(
+                f"--kv-heads={self.kv_heads} does not divide --heads={self.heads} (each serves H/G query heads); use a divisor of {self.heads}"
+            )
+        if problems:
+            raise OptionError.of(problems)
+
+    @property
+    def is_decode(self) -> bool:
+        """Return True where the keys are a cache: the call is then one query over seq_len tokens."""
+        return self.layout not in ("dense", "packed")

@@ -1,0 +1,73 @@
+"""A plan's trials: every arm at every point of the grid with every seed, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from nsa_bench.ablate.plan import load_plan, shipped_plans
+from nsa_bench.errors import OptionError
+from nsa_train.recipe import load_config
+
+
+def test_every_arm_is_trained_at_every_point_with_every_seed(plan_file: Path) -> None:
+    plan = load_plan(str(plan_file))
+    assert (plan.name, plan.baseline) == ("plan", "dense")
+    found = [(trial.seed, trial.config.model.attention, trial.config.train.lr) for trial in plan.trials]
+    assert found == [(seed, arm, rate) for seed in (3, 4) for rate in (1e-3, 1e-2) for arm in ("dense", "nsa")]
+    assert {(trial.config.train.steps, trial.config.train.eval_every) for trial in plan.trials} == {(2, 1)}
+    assert all(trial.config.train.seed == trial.seed for trial in plan.trials)
+    assert [str(variant) for variant in plan.variants] == ["dense, lr=0.001", "dense, lr=0.01", "nsa, lr=0.001", "nsa, lr=0.01"]
+    names = [trial.name for trial in plan.trials]
+    assert names[0] == "dense_lr=0.001_seed=3"
+    assert len(set(names)) == len(names)
+
+
+def test_an_option_takes_the_place_of_a_key_of_every_trial(plan_file: Path) -> None:
+    plan = load_plan(str(plan_file), ["train.steps=7", "train.lr=5"])
+    assert {trial.config.train.steps for trial in plan.trials} == {7}
+    # the grid's own keys stay
+    assert {trial.config.train.lr for trial in plan.trials} == {1e-3, 1e-2}
+
+
+def test_settings_leave_the_recipe_of_the_next_trial_alone(plan_file: Path) -> None:
+    plan_file.write_text(plan_file.read_text().replace("[arms.nsa]", '[arms.nsa]\nnsa.backends = {cmp = "sdpa"}\n[arms.last]'))
+    backends = {trial.variant.arm: trial.config.nsa.backends for trial in load_plan(str(plan_file)).trials}
+    assert backends == {"dense": {}, "nsa": {"cmp": "sdpa"}, "last": {}}
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "message"),
+    [
+        ('recipe = "tiny.toml"', "recipe = 3", 'plan.toml: recipe=3 names no recipe; use recipe = "demo"'),
+        ('recipe = "tiny.toml"', 'recipe = "tinny.toml"', "RECIPE='tinny.toml' is neither a shipped recipe nor a file"),
+        ('baseline = "dense"', 'baseline = "dens"', "plan.toml: baseline='dens' is none of the arms (dense, nsa); name one of them"),
+        ("[3, 4]", "[3, 3]", "plan.toml: seeds=[3, 3] names a seed twice; name each once"),
+        ("[3, 4]", "3", "plan.toml: seeds=3 is not a list of integers; use seeds = [0, 1, 2]"),
+        ("[grid]", "[gird]", "plan.toml: gird is unknown; use one of recipe, baseline, seeds, set, arms, grid"),
+        ("train.lr = [1e-3, 1e-2]", "train.lr = 1e-3", "plan.toml: grid.train.lr=0.001 is not a list of values; use [0.001]"),
+        ("[arms.dense]", "[harms.dense]", "plan.toml: harms is unknown"),
+        ("train.steps = 2", "train.stepz = 2", "plan.toml: dense, lr=0.001: train.stepz is unknown (every key is read or refused)"),
+        ("train.steps = 2", "steps = 2", "plan.toml: dense, lr=0.001: steps is not of the form table.key; use train.steps"),
+        ("[1e-3, 1e-2]", "[1e-3, -1]", "plan.toml: dense, lr=-1: train.lr=-1 is not a number from 1e-12 to 100"),
+        ("[1e-3, 1e-2]", "[" + "1e-3, " * 5001 + "]", "plan.toml: 20,004 trials are more than 10,000; cut the grid"),
+        ("[set]", "[set", "plan.toml cannot be read as TOML"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(plan_file: Path, was: str, becomes: str, message: str) -> None:
+    assert was in plan_file.read_text()
+    plan_file.write_text(plan_file.read_text().replace(was, becomes))
+    with pytest.raises(OptionError) as caught:
+        load_plan(str(plan_file))
+    assert message in str(caught.value)
+
+
+def test_an_unknown_plan_is_refused_with_those_that_are_shipped() -> None:
+    with pytest.raises(OptionError, match="PLAN='recal' is neither a shipped plan nor a file; use one of recall, or a TOML file's path"):
+        load_plan("recal")
+
+
+@pytest.mark.parametrize("name", shipped_plans())
+def test_a_shipped_plan_can_be_run(name: str) -> None:
+    plan = load_plan(name)
+    assert plan.baseline in {trial.variant.arm for trial in plan.trials}
+    assert load_config("demo") not in [trial.config for trial in plan.trials]

@@ -1,0 +1,126 @@
+"""`nsa-bench ablate`: trials beside each other, what is finished, what is stopped, what fails."""
+
+import csv
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nsa_bench.ablate import run as running
+from nsa_bench.ablate.plan import load_plan
+from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
+from nsa_bench.cli import run_command
+from nsa_bench.errors import OptionError
+
+FINISHES = "import sys; open(sys.argv[1], 'w').write('{}')"
+FAILS = "import sys; sys.exit('it cannot be')"
+SAVES = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); time.sleep(60)"
+
+
+@pytest.fixture
+def folders(plan_file: Path) -> list[TrialFolder]:
+    return prepare(load_plan(str(plan_file)), plan_file.parent / "out")
+
+
+@pytest.fixture
+def runs_as(monkeypatch: pytest.MonkeyPatch):
+    """A function that lets a trial be a program, by its place among the trials; all others finish at once."""
+
+    def replace(programs: dict[str, str]) -> None:
+        def command_of(folder: TrialFolder) -> list[str]:
+            folder.run.root.mkdir(parents=True, exist_ok=True)
+            return [sys.executable, "-c", programs.get(folder.trial.name, FINISHES), str(folder.judged)]
+
+        monkeypatch.setattr(running, "command_of", command_of)
+
+    return replace
+
+
+def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan_file.parent
+    files = ["--json", str(out / "a.json"), "--csv", str(out / "a.csv"), "--png", str(out / "a.png"), "--commit", "abc"]
+    words = ["ablate", str(plan_file), "--out", str(out / "out"), "--side-by-side", "2", "--set", "train.batch_size=4", *files]
+    plan_file.write_text(plan_file.read_text().replace("seeds = [3, 4]", "seeds = [3]").replace("[1e-3, 1e-2]", "[1e-2]"))
+    assert run_command(words) == 0
+    content = json.loads((out / "a.json").read_text())
+    assert (content["num_finished"], content["environment"]["commit"]) == (2, "abc")
+    dense, nsa = content["trials"]
+    assert (dense["variant"], nsa["variant"]) == ("dense, lr=0.01", "nsa, lr=0.01")
+    assert dense["tokens"] == nsa["tokens"] == 2 * 4 * 40
+    assert [step for step, _ in dense["curve"]] == [0, 1, 2]
+    assert dense["parameters"] < nsa["parameters"]
+    assert content["variants"][1]["difference"] == pytest.approx(nsa["val_loss"] - dense["val_loss"])
+    assert [row["arm"] for row in csv.DictReader((out / "a.csv").read_text().splitlines())] == ["dense", "nsa"]
+    assert (out / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 of 2 trials" in capsys.readouterr().out
+    # what is finished is not run again
+    began = time.monotonic()
+    assert run_command(words) == 0
+    assert "2 of 2 trials are finished already" in capsys.readouterr().err
+    assert time.monotonic() - began < 5
+
+
+def test_trials_run_side_by_side_and_once(folders: list[TrialFolder], runs_as) -> None:
+    runs_as({})
+    said: list[str] = []
+    assert run_trials(folders, side_by_side=3, minutes=None, say=said.append)
+    assert [line for line in said[:4] if line.startswith("started")] == [f"started {folder.trial.name}" for folder in folders[:3]]
+    assert sorted(line.split()[1] for line in said if line.startswith("finished")) == sorted(folder.trial.name for folder in folders)
+    again: list[str] = []
+    assert run_trials(folders, side_by_side=3, minutes=None, say=again.append)
+    assert again == ["8 of 8 trials are finished already"]
+
+
+def test_a_trial_that_fails_stops_no_other_and_is_tried_again(folders: list[TrialFolder], runs_as) -> None:
+    runs_as({folders[1].trial.name: FAILS})
+    said: list[str] = []
+    assert run_trials(folders, side_by_side=1, minutes=None, say=said.append)
+    [failure] = [line for line in said if line.startswith("FAILED")]
+    assert failure == f"FAILED {folders[1].trial.name} (exit code 1; {folders[1].log}): it cannot be"
+    assert [folder.judged.is_file() for folder in folders] == [True, False] + 6 * [True]
+    runs_as({})
+    assert run_trials(folders, side_by_side=1, minutes=None, say=said.append)
+    assert all(folder.judged.is_file() for folder in folders)
+
+
+def test_after_the_minutes_trials_are_saved_and_left_for_the_next_call(folders: list[TrialFolder], runs_as) -> None:
+    runs_as({folders[2].trial.name: SAVES})
+    said: list[str] = []
+    assert not run_trials(folders, side_by_side=2, minutes=0.03, say=said.append)
+    # on a busy machine it may not have come as far as its handler, and another trial may have been running beside it
+    name = folders[2].trial.name
+    assert {f"saved {name}", f"stopped {name} before it had anything to save"} & set(said)
+    assert any("0.03 minutes are over" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("code", "word"), [(0, "finished"), (75, "saved"), (130, "saved"), (-15, "stopped"), (1, "FAILED"), (-9, "FAILED")]
+)
+def test_the_end_of_a_trial_is_said_by_its_exit_code(folders: list[TrialFolder], code: int, word: str) -> None:
+    folders[0].log.write_text("")
+    assert running._ended(folders[0], code).startswith(f"{word} {folders[0].trial.name}")
+
+
+def test_a_directory_of_another_plan_is_refused_before_anything_is_written(plan_file: Path, folders: list[TrialFolder]) -> None:
+    folders[0].run.root.mkdir()
+    before = {path: path.read_bytes() for path in plan_file.parent.rglob("*.toml")}
+    with pytest.raises(OptionError, match="holds the run 'dense_lr=0.001_seed=3' of another recipe"):
+        prepare(load_plan(str(plan_file), ["train.steps=3"]), plan_file.parent / "out")
+    assert {path: path.read_bytes() for path in plan_file.parent.rglob("*.toml")} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--side-by-side", "0"], "--side-by-side=0 runs nothing; use 1 or more"),
+        (["--minutes", "0"], "--minutes=0 leaves no time; use 9, for instance"),
+        (["--minutes", "nan"], "--minutes=nan leaves no time"),
+        (["--set", "train.lrr=3"], "train.lrr is unknown"),
+    ],
+)
+def test_bad_options_are_refused(plan_file: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert run_command(["ablate", str(plan_file), "--out", str(plan_file.parent / "out"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (plan_file.parent / "out").exists()

@@ -1,0 +1,79 @@
+"""Means over seeds, their standard errors, and differences seed by seed."""
+
+import math
+from typing import Any
+
+import pytest
+
+from nsa_bench.ablate.plan import Plan, Trial, Variant
+from nsa_bench.ablate.table import Mean, TrialResult, ablation_table, summarize, to_json, to_rows
+from nsa_train.recipe import load_config
+
+CONFIG = load_config("demo")
+ENVIRONMENT = dict.fromkeys(("time", "cpu", "gpu", "torch", "triton", "commit"), "x")
+
+
+def plan_of(*variants: Variant, baseline: str | None = "dense", seeds: tuple[int, ...] = (0, 1, 2)) -> Plan:
+    return Plan(name="p", baseline=baseline, trials=tuple(Trial(variant, seed, CONFIG) for seed in seeds for variant in variants))
+
+
+def result_of(variant: Variant, seed: int, loss: float, **fields: Any) -> TrialResult:
+    known = {
+        "steps": 10,
+        "tokens": 100,
+        "parameters": 7,
+        "best_val_loss": loss - 1,
+        "right": 0.5,
+        "toks_per_s": 10.0,
+        "curve": [(10, loss)],
+    }
+    return TrialResult(variant=variant, seed=seed, val_loss=loss, by_position=[], **(known | fields))
+
+
+def test_a_mean_has_the_standard_error_of_its_seeds() -> None:
+    assert Mean.of([]) is None
+    assert Mean.of([2.0]) == (2.0, None, 1)
+    mean = Mean.of([1.0, 2.0, 6.0])
+    assert mean is not None
+    # deviations -2, -1, 3: variance 14 / 2, over three seeds
+    assert mean == (3.0, pytest.approx(math.sqrt(7 / 3)), 3)
+
+
+def test_differences_are_taken_seed_by_seed_at_the_same_point() -> None:
+    dense, other, nsa = Variant("dense", (("train.lr", 1),)), Variant("dense", (("train.lr", 2),)), Variant("nsa", (("train.lr", 1),))
+    results = [result_of(dense, 0, 2.0), result_of(dense, 1, 4.0), result_of(nsa, 0, 2.5), result_of(nsa, 1, 4.7), result_of(nsa, 2, 9.0)]
+    results += [result_of(other, seed, 1.0) for seed in range(3)]
+    summaries = {summary.variant: summary for summary in summarize(plan_of(dense, other, nsa), results)}
+    assert summaries[nsa].difference == (pytest.approx(0.6), pytest.approx(0.1), 2)
+    assert summaries[nsa].val_loss == (pytest.approx(5.4), pytest.approx(1.90, abs=0.01), 3)
+    assert summaries[dense].difference is None
+    assert summaries[nsa].best_val_loss is not None
+    assert summaries[nsa].best_val_loss.mean == pytest.approx(4.4)
+
+
+def test_the_best_point_is_that_of_the_arm() -> None:
+    variants = [Variant(arm, (("train.lr", rate),)) for arm in ("dense", "nsa") for rate in (1, 2)]
+    losses = [3.0, 2.0, 5.0, 6.0]
+    results = [result_of(variant, 0, loss) for variant, loss in zip(variants, losses, strict=True)]
+    assert [summary.is_best for summary in summarize(plan_of(*variants), results)] == [False, True, True, False]
+
+
+def test_what_is_not_finished_has_a_line_without_figures() -> None:
+    dense, nsa = Variant("dense"), Variant("nsa")
+    plan = plan_of(dense, nsa)
+    content = to_json(plan, [result_of(dense, 0, 2.0)], ENVIRONMENT)
+    assert (content["num_trials"], content["num_finished"]) == (6, 1)
+    assert content["variants"][1] == {
+        "variant": "nsa", "arm": "nsa", "parameters": None, "tokens": None, "val_loss": None, "val_loss_error": None,
+        "best_val_loss": None, "best_val_loss_error": None, "right": None, "right_error": None, "toks_per_s": None,
+        "toks_per_s_error": None, "difference": None, "difference_error": None, "is_best": False, "seeds": 0,
+    }  # fmt: skip
+    rows = to_rows(plan, [result_of(dense, 0, 2.0)], ENVIRONMENT)
+    assert [(row["variant"], row["val_loss"], row["commit"]) for row in rows] == [("dense", 2.0, "x"), ("nsa", None, "x")]
+
+
+def test_a_plan_without_a_baseline_compares_nothing() -> None:
+    plan = plan_of(Variant("a"), Variant("b"), baseline=None)
+    results = [result_of(Variant("a"), 0, 1.0), result_of(Variant("b"), 0, 2.0)]
+    assert [summary.difference for summary in summarize(plan, results)] == [None, None]
+    assert not [column for column in ablation_table(plan, results).columns if "against" in str(column.header)]

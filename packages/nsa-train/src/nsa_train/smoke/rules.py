@@ -1,0 +1,160 @@
+"""The rules that the records of a sound run keep, and the comparison with a baseline."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nsa_train.checkpoint.layout import step_folders
+from nsa_train.errors import ConfigError
+from nsa_train.smoke.records import Records, Verdict, read_metrics
+from nsa_train.telemetry.health import judge, steadiness
+from nsa_train.telemetry.records import Cause
+from nsa_train.telemetry.watch import ON_REQUEST, has_died, is_here
+
+FETCH_SHARE = 0.05
+"""Largest share of a step that waiting for data may take, at its 95th percentile."""
+WINDOW_SHARE = 0.1
+"""The losses of the first and last tenth of the steps are compared."""
+STEADY_SHARE = 0.5
+"""Share of the run's median throughput that its last tenth must keep; other programs on a machine move it by less."""
+FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
+"""Why steps are skipped in a run whose numbers are sound."""
+HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_mean", "reads_act_total", "fallbacks_total")
+"""The figures of the last logged step that are judged, as `nsa_train.telemetry.health` names them."""
+COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
+"""Figures of metrics.json that a baseline is compared in: 1 where more is better, -1 where less is."""
+
+
+def check_run(records: Records) -> list[Verdict]:
+    """Return the verdict of every rule on `records`."""
+    rules: tuple[Callable[[Records], Verdict], ...] = (_ending, _numbers, _improvement, _throughput, _fetch)
+    damage = [Verdict(rule="records", is_passed=None, found=line) for line in records.damaged]
+    return [*damage, *(rule(records) for rule in rules), *_health(records), _selection(records)]
+
+
+def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[Verdict]:
+    """Return how the run's metrics stand to those of `baseline`, a metrics.json: worse by at most `tolerance` per cent.
+
+    Raises:
+        ConfigError: when the file cannot be read, or shares no figure with this run.
+    """
+    before = read_metrics(baseline)
+    pairs = {name: (records.metrics.get(name), before.get(name)) for name in COMPARED}
+    verdicts = [_compared(name, now, then, tolerance) for name, (now, then) in pairs.items() if _is_number(now) and _is_number(then)]
+    if not verdicts:
+        raise ConfigError(f"--compare-baseline={str(baseline)!r} shares no figure with this run's metrics.json; use that of another run")
+    return verdicts
+
+
+def _ending(records: Records) -> Verdict:
+    rule, newest = "ending", records.newest
+    if newest.last.get("msg") == "finish":
+        return Verdict(rule=rule, is_passed=True, found="the last step was taken")
+    if newest.last.get("msg") == "halt":
+        code = newest.last.get("code")
+        return Verdict(rule=rule, is_passed=code in ON_REQUEST, found=f"stopped with exit code {code}: {newest.last.get('reason')}")
+    silence_s = time.time() - newest.last["ts"] if newest.last else 0.0
+    if has_died(newest, silence_s):
+        broke = f"broke off after step {newest.step}: its process is gone"
+        unseen = f"records no end after step {newest.step}: silent for {silence_s:.0f} s by its timestamps, its process not seen from here"
+        return Verdict(rule=rule, is_passed=False, found=broke if newest.has_failed or is_here(newest) else unseen)
+    return Verdict(rule=rule, is_passed=None, found=f"not judged: the run goes on at step {newest.step}")
+
+
+def _numbers(records: Records) -> Verdict:
+    bad = [int(row["step"]) for row in records.steps if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))]
+    bad += [int(row["step"]) for row in records.evaluations if not math.isfinite(row["val_loss"])]
+    # a step that was skipped has no row
+    bad += [skip["step"] for skip in records.skips if skip.get("cause") not in FINITE_CAUSES]
+    found = (
+        f"losses and gradients of {len(records.steps)} steps are finite" if not bad else f"not finite at step {min(bad)}, {len(bad)} in all"
+    )
+    return Verdict(rule="no NaN", is_passed=bool(records.steps) and not bad, found=found)
+
+
+def _improvement(records: Records) -> Verdict:
+    rule = "loss improves"
+    if records.settings.get("data", {}).get("source") == "synthetic":
+        return Verdict(rule=rule, is_passed=None, found="synthetic ids: there is nothing to learn")
+    if len(records.evaluations) >= 2:
+        first, last, which = records.evaluations[0]["val_loss"], records.evaluations[-1]["val_loss"], "held out"
+    elif records.steps:
+        size = max(1, int(WINDOW_SHARE * len(records.steps)))
+        losses = [row["loss"] for row in records.steps]
+        first, last, which = statistics.mean(losses[:size]), statistics.mean(losses[-size:]), "training"
+    else:
+        return Verdict(rule=rule, is_passed=False, found="no step was taken")
+    return Verdict(rule=rule, is_passed=last < first, found=f"{which}: {first:.3f} -> {last:.3f} nats per token")
+
+
+def _throughput(records: Records) -> Verdict:
+    speeds = [row["toks_per_s"] for row in records.steps]
+    share = steadiness(speeds)
+    if share is None:
+        return Verdict(rule="throughput", is_passed=False, found="no step was taken")
+    median = f"median {statistics.median(speeds):,.0f} tokens per second"
+    return Verdict(
+        rule="throughput",
+        is_passed=share >= STEADY_SHARE,
+        found=f"{median}, {100 * share:.0f} % of it at the end (at least {100 * STEADY_SHARE:.0f} %)",
+    )
+
+
+def _fetch(records: Records) -> Verdict:
+    rows = [row for row in records.steps if not math.isnan(row.get("step_ms", math.nan))]
+    if not rows:
+        return Verdict(rule="fetch", is_passed=None, found="steps have no time")
+    waits = sorted(row["fetch_ms"] for row in rows)
+    p95, step = waits[int(0.95 * (len(waits) - 1))], statistics.median(row["step_ms"] for row in rows)
+    return Verdict(rule="fetch", is_passed=p95 < FETCH_SHARE * step, found=f"p95 {p95:.2f} ms of steps of {step:.1f} ms")
+
+
+def _health(records: Records) -> list[Verdict]:
+    if records.settings.get("model", {}).get("attention") == "dense":
+        return [Verdict(rule="gates", is_passed=None, found="the dense twin has none")]
+    if not records.progress:
+        return [Verdict(rule="gates", is_passed=False, found="no step was logged")]
+    last = records.progress[-1]
+    judged = {
+        check.name: Verdict(rule=check.name, is_passed=check.is_healthy, found=f"{check.found} (healthy: {check.band})")
+        for check in judge(last)
+    }
+    return [judged.get(rule) or _unjudged(rule, last) for rule in HEALTH_RULES]
+
+
+def _selection(records: Records) -> Verdict:
+    rule = "selection repeats"
+    if records.settings.get("model", {}).get("attention") == "dense":
+        return Verdict(rule=rule, is_passed=None, found="the dense twin chooses none")
+    if not step_folders(records.paths.checkpoints):
+        return Verdict(rule=rule, is_passed=None, found="the run holds no checkpoint to choose with")
+    # only this rule runs a model; the others need no torch
+    from nsa_train.smoke.selection import selection_verdict
+
+    return selection_verdict(records, rule)
+
+
+def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:
+    """Return the verdict of a health rule that `last`, a logged step, gives nothing to judge by; NSA records gates in each."""
+    reason = f"the last logged step, {last['step']}, has no such figure"
+    is_gate = rule.startswith("gate_")
+    if is_gate and rule not in last:
+        return Verdict(rule=rule, is_passed=False, found=reason)
+    if is_gate:
+        # null stands where there was nothing to take the mean of
+        is_empty = last[rule] is None
+        reason = f"no token of step {last['step']} sees a compressed block" if is_empty else "a single branch holds every gate"
+    return Verdict(rule=rule, is_passed=None, found=f"not judged: {reason}")
+
+
+def _compared(name: str, now: Any, before: Any, tolerance: float) -> Verdict:
+    change = 100 * (now - before) / before if before else 0.0
+    found = f"{before:.6g} -> {now:.6g} ({change:+.1f} %, tolerance {tolerance:g} %)"
+    return Verdict(rule=f"baseline {name}", is_passed=COMPARED[name] * change >= -tolerance, found=found)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
