@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_core import BlockGeometry, CacheOverflowError, InputError, NSACache, NSAConfig, NSAError, RopeScaling, blocks
+from nsa_core.backends.base import Keys, NewRows
 from nsa_core.config import BRANCHES
 from nsa_core.reference.append import join_rows, write_rows
 
@@ -15,6 +16,8 @@ SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
 CONFIG = NSAConfig(8, 4, 2, 6, 5, geometry=SMALL, gate_hidden_size=8)
 SUBSETS = [("cmp",), ("slc",), ("win",), ("cmp", "slc"), ("cmp", "win"), ("slc", "win")]
 SHARINGS = ["separate", "shared"]
+GROWTHS = [False, True]
+"""Of a cache: False where it grows, True where it is static."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,11 @@ def assert_close(actual, expected):
 
 def int32(values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+def ring_rows(ring, new):
+    """New rows (B, m, 1, 1) of a ring that has keys alone."""
+    return NewRows(Keys(ring, ring, ring.shape[1], ring=True), new, None)
 
 
 def draw_steps(data, length, label="steps"):
@@ -88,7 +96,7 @@ def test_any_split_equals_one_pass_in_outputs_stores_and_reads(geometries, rando
     choices = {"gate": data.draw(st.sampled_from(["sigmoid", "softmax"])), "kv": data.draw(st.sampled_from(SHARINGS))}
     layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries()), **choices))
 
-    check_split(layer, random_input(2, length, 8), draw_steps(data, length))
+    check_split(layer, random_input(2, length, 8), draw_steps(data, length), static=data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +126,11 @@ def test_any_split_equals_one_pass_in_outputs_stores_and_reads(geometries, rando
     ],
     ids=lambda changes: "-".join(f"{value}" for value in changes.values()),
 )
-def test_prefill_and_steps_equal_one_pass_for_every_kind_of_layer(random_layer, random_input, changes):
+@pytest.mark.parametrize("static", GROWTHS)
+def test_prefill_and_steps_equal_one_pass_for_every_kind_of_layer(random_layer, random_input, changes, static):
     layer = random_layer(attrs.evolve(CONFIG, **changes))
 
-    check_split(layer, random_input(2, 19, 8), [3, 1, 1, 7, 0, 1, 1, 1, 4])
+    check_split(layer, random_input(2, 19, 8), [3, 1, 1, 7, 0, 1, 1, 1, 4], static=static)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +151,12 @@ def test_prefill_and_steps_equal_one_pass_for_every_kind_of_layer(random_layer, 
 )
 @pytest.mark.parametrize("max_rollback", [0, 1, 64])
 @pytest.mark.parametrize("steps", ["tokens", "one", "threes"])
-@pytest.mark.parametrize("kv", SHARINGS)
-def test_edges_of_block_and_window_equal_one_pass(random_layer, random_input, geometry, length, max_rollback, steps, kv):
+@pytest.mark.parametrize(("kv", "static"), [("separate", False), ("separate", True), ("shared", True)])
+def test_edges_of_block_and_window_equal_one_pass(random_layer, random_input, geometry, length, max_rollback, steps, kv, static):
     layer = random_layer(attrs.evolve(CONFIG, geometry=geometry, kv=kv))
     cut = {"tokens": [1] * length, "one": [length], "threes": [3] * (length // 3) + [length % 3]}[steps]
 
-    check_split(layer, random_input(1, length, 8), cut, max_rollback=max_rollback)
+    check_split(layer, random_input(1, length, 8), cut, max_rollback=max_rollback, static=static)
 
 
 def test_a_larger_cache_changes_nothing(random_layer, random_input):
@@ -174,7 +183,7 @@ def test_mixed_steps_equal_each_sequence_alone(geometries, random_layer, random_
     cuts = [cut + [0] * (num_steps - len(cut)) for cut in cuts]
     lengths = [sum(cut) for cut in cuts]
     sequences = [random_input(1, length, 8, seed=b) for b, length in enumerate(lengths)]
-    cache = layer.new_cache(3, max(1, *lengths), max_rollback=data.draw(st.integers(0, 3)))
+    cache = layer.new_cache(3, max(1, *lengths), max_rollback=data.draw(st.integers(0, 3)), static=data.draw(st.booleans()))
 
     outs, done, reads = [[] for _ in cuts], [0] * 3, [0] * 3
     for step in range(num_steps):
@@ -207,7 +216,7 @@ def test_after_a_crop_another_continuation_equals_a_fresh_run(geometries, random
     layer = random_layer(attrs.evolve(CONFIG, geometry=data.draw(geometries()), kv=data.draw(st.sampled_from(SHARINGS))))
     back = data.draw(st.integers(1, min(max_rollback, length)))
     x, other = random_input(2, length, 8, seed=3), random_input(2, 9, 8, seed=4)
-    cache = layer.new_cache(2, length + 9, max_rollback=max_rollback)
+    cache = layer.new_cache(2, length + 9, max_rollback=max_rollback, static=data.draw(st.booleans()))
     run_steps(layer, cache, x, draw_steps(data, length))
 
     cache.crop(back)
@@ -217,22 +226,24 @@ def test_after_a_crop_another_continuation_equals_a_fresh_run(geometries, random
     assert_close(continued, layer(torch.cat([x[:, : length - back], other], 1))[:, length - back :])
 
 
-@pytest.mark.parametrize("kv", SHARINGS)
-def test_sequences_may_be_cropped_by_different_counts(random_layer, random_input, kv):
-    layer, x, other = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(2, 17, 8, seed=3), random_input(2, 6, 8, seed=4)
-    cache = layer.new_cache(2, 30)
+@pytest.mark.parametrize("counts", [[5, 0], torch.tensor([5, 0]), int32([5, 0])], ids=["list", "int64", "int32"])
+@pytest.mark.parametrize("static", GROWTHS)
+def test_sequences_may_be_cropped_by_different_counts(random_layer, random_input, counts, static):
+    layer, x, other = random_layer(CONFIG), random_input(2, 17, 8, seed=3), random_input(2, 6, 8, seed=4)
+    cache = layer.new_cache(2, 30, static=static)
     layer(x, cache=cache)
 
-    cache.crop([5, 0])
+    cache.crop(counts)
     out = layer(other, cache=cache)
 
     assert_close(out[:1], layer(torch.cat([x[:1, :12], other[:1]], 1))[:, 12:])
     assert_close(out[1:], layer(torch.cat([x[1:], other[1:]], 1))[:, 17:])
 
 
-def test_after_a_crop_to_nothing_the_cache_is_as_new(random_layer, random_input):
+@pytest.mark.parametrize("static", GROWTHS)
+def test_after_a_crop_to_nothing_the_cache_is_as_new(random_layer, random_input, static):
     layer, x = random_layer(CONFIG), random_input(1, 9, 8)
-    cache = layer.new_cache(1, 20)
+    cache = layer.new_cache(1, 20, static=static)
     layer(x, cache=cache)
 
     cache.crop(9)
@@ -241,10 +252,10 @@ def test_after_a_crop_to_nothing_the_cache_is_as_new(random_layer, random_input)
     assert_close(run_steps(layer, cache, x, [4, 5]), layer(x))
 
 
-@pytest.mark.parametrize("kv", SHARINGS)
-def test_keep_raw_crops_from_any_length_to_0(random_layer, random_input, kv):
+@pytest.mark.parametrize(("kv", "static"), [("separate", False), ("shared", False), ("separate", True)])
+def test_keep_raw_crops_from_any_length_to_0(random_layer, random_input, kv, static):
     layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(1, 40, 8)
-    cache = layer.new_cache(1, 40, keep_raw=True, max_rollback=0)
+    cache = layer.new_cache(1, 40, keep_raw=True, max_rollback=0, static=static)
     layer(x, cache=cache)
 
     for left in (33, 18, 1, 0):
@@ -254,9 +265,10 @@ def test_keep_raw_crops_from_any_length_to_0(random_layer, random_input, kv):
     assert cache.lengths.tolist() == [0]
 
 
-def test_a_crop_deeper_than_max_rollback_is_refused_and_changes_nothing(random_layer, random_input):
+@pytest.mark.parametrize("static", GROWTHS)
+def test_a_crop_deeper_than_max_rollback_is_refused_and_changes_nothing(random_layer, random_input, static):
     layer, x = random_layer(CONFIG), random_input(1, 21, 8)
-    cache = layer.new_cache(1, 30, max_rollback=3)
+    cache = layer.new_cache(1, 30, max_rollback=3, static=static)
     layer(x[:, :20], cache=cache)
 
     with pytest.raises(CacheOverflowError) as caught:
@@ -270,9 +282,10 @@ def test_a_crop_deeper_than_max_rollback_is_refused_and_changes_nothing(random_l
     assert_close(layer(x[:, 20:], cache=cache), layer(x)[:, 20:])
 
 
-def test_rollbacks_add_up_until_the_sequence_has_grown_again(random_layer, random_input):
+@pytest.mark.parametrize("static", GROWTHS)
+def test_rollbacks_add_up_until_the_sequence_has_grown_again(random_layer, random_input, static):
     layer, x = random_layer(CONFIG), random_input(1, 30, 8)
-    cache = layer.new_cache(1, 30, max_rollback=5)
+    cache = layer.new_cache(1, 30, max_rollback=5, static=static)
     layer(x[:, :20], cache=cache)
     cache.crop(3)
     layer(x[:, 17:18], cache=cache)
@@ -286,9 +299,10 @@ def test_rollbacks_add_up_until_the_sequence_has_grown_again(random_layer, rando
     assert_close(layer(x[:, 25:], cache=cache), layer(x)[:, 25:])
 
 
-def test_one_sequence_too_deep_refuses_the_crop_of_all(random_layer, random_input):
+@pytest.mark.parametrize("static", GROWTHS)
+def test_one_sequence_too_deep_refuses_the_crop_of_all(random_layer, random_input, static):
     layer = random_layer(CONFIG)
-    cache = layer.new_cache(2, 30, max_rollback=3)
+    cache = layer.new_cache(2, 30, max_rollback=3, static=static)
     layer(random_input(2, 20, 8), cache=cache)
 
     with pytest.raises(CacheOverflowError, match="sequence 1 cannot go back by 4 from 20"):
@@ -297,9 +311,10 @@ def test_one_sequence_too_deep_refuses_the_crop_of_all(random_layer, random_inpu
     assert cache.lengths.tolist() == [20, 20]
 
 
-def test_a_crop_below_0_is_refused(random_layer, random_input):
+@pytest.mark.parametrize("static", GROWTHS)
+def test_a_crop_below_0_is_refused(random_layer, random_input, static):
     layer = random_layer(CONFIG)
-    cache = layer.new_cache(1, 30)
+    cache = layer.new_cache(1, 30, static=static)
     layer(random_input(1, 3, 8), cache=cache)
 
     with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 4 from 3 tokens"):
@@ -379,9 +394,8 @@ def test_a_new_cache_reordered_by_indices_that_are_not_read_is_as_new(count):
 
     cache.reorder(torch.zeros(count, dtype=torch.int64, device="meta"))
 
-    step = cache.begin_step(20, None)
-    assert step.bound == (20 if count else 0)
-    cache.end_step(step)
+    assert cache.bounds.held.tolist() == [0] * count
+    cache.end_step(cache.begin_step(20, None))
     cache.crop(4)
     cache.reorder(torch.zeros(0, dtype=torch.int64, device="meta"))
     cache.reorder(torch.zeros(0, dtype=torch.int64, device="meta"))
@@ -404,7 +418,7 @@ def test_a_crop_below_a_bound_that_was_not_read_stops_at_0():
     cache = NSACache(CONFIG, 1, 20)
     cache.end_step(cache.begin_step(3, None))
     # what a reorder by indices on a GPU may leave
-    cache._bounds = [10]
+    cache.bounds.held = torch.tensor([10])
 
     cache.crop(5)
 
@@ -534,9 +548,10 @@ def test_reads_are_none_where_no_block_is_selected(random_layer, random_input):
     assert cache.last_reads is None
 
 
-def test_a_block_appears_with_its_last_token_and_not_before(random_layer, random_input):
+@pytest.mark.parametrize("static", GROWTHS)
+def test_a_block_appears_with_its_last_token_and_not_before(random_layer, random_input, static):
     layer, x = random_layer(CONFIG), random_input(1, 9, 8)
-    cache = layer.new_cache(1, 20)
+    cache = layer.new_cache(1, 20, static=static)
 
     counts = []
     for t in range(9):
@@ -663,7 +678,7 @@ def test_a_ring_remembers_the_last_tokens_of_each_sequence(size, writes):
         counts = [min(count, rows) for count in wanted]
         new = torch.arange(serial + 1.0, serial + 1 + 2 * rows).view(2, rows, 1, 1)
         serial += 2 * rows
-        write_rows(ring, new, int32([len(past) for past in history]), int32(counts))
+        write_rows(ring_rows(ring, new), int32([len(past) for past in history]), int32(counts))
         for b in range(2):
             history[b] += new[b, : counts[b], 0, 0].tolist()
 
@@ -692,7 +707,7 @@ def test_a_ring_writes_a_slot_once_at_most(rows):
     ring = torch.zeros(2, 4, 1, 1)
 
     with ScatteredSlots() as scattered:
-        write_rows(ring, torch.ones(2, rows, 1, 1), int32([0, 3]), int32([rows, 1]))
+        write_rows(ring_rows(ring, torch.ones(2, rows, 1, 1)), int32([0, 3]), int32([rows, 1]))
 
     assert len(scattered.indices) == 1
     for slots in scattered.indices[0].flatten(1).tolist():
@@ -702,10 +717,10 @@ def test_a_ring_writes_a_slot_once_at_most(rows):
 def test_a_ring_joins_what_it_remembers_with_what_is_new():
     ring = torch.zeros(2, 4, 1, 1)
     past = torch.arange(1.0, 13).view(2, 6, 1, 1)
-    write_rows(ring, past, int32([0, 0]), int32([6, 5]))
+    write_rows(ring_rows(ring, past), int32([0, 0]), int32([6, 5]))
     new = torch.tensor([[100.0, 101], [200, 201]])[..., None, None]
 
-    joined = join_rows(ring, new, int32([4, 4]), int32([2, 1]), 3)
+    (joined,) = join_rows(ring_rows(ring, new), int32([4, 4]), int32([2, 1]), 3)
 
     # sequence 0 holds 1..6 and joins its last two; sequence 1 holds 7..11 and joins its last one
     assert joined[0, :4, 0, 0].tolist() == [5, 6, 100, 101]
@@ -729,10 +744,10 @@ def test_a_failed_step_leaves_lengths_and_reads_as_they_were(random_layer, rando
     assert torch.equal(cache.total_reads.actual, total.actual)
 
 
-@pytest.mark.parametrize("kv", SHARINGS)
-def test_after_a_failed_step_a_longer_one_equals_one_pass(random_layer, random_input, kv):
+@pytest.mark.parametrize(("kv", "static"), [("separate", False), ("shared", False), ("separate", True), ("shared", True)])
+def test_after_a_failed_step_a_longer_one_equals_one_pass(random_layer, random_input, kv, static):
     layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(1, 20, 8)
-    expected, cache = layer(x), layer.new_cache(1, 20)
+    expected, cache = layer(x), layer.new_cache(1, 20, static=static)
     layer(x[:, :9], cache=cache)
     whole = layer.config
 
@@ -747,7 +762,7 @@ def test_after_a_failed_step_a_longer_one_equals_one_pass(random_layer, random_i
 def test_unread_counts_win_back_no_rollback(random_layer, random_input):
     """On a GPU counts are not read: a step that may have appended nothing must not pay for an earlier crop."""
     cache = random_layer(CONFIG).new_cache(1, 64, max_rollback=4)
-    cache._bounds, cache._depth = [20], [0]
+    cache.bounds.held = torch.tensor([20])
 
     class Unread:
         shape, dtype, device = (1,), torch.int32, torch.device("cuda")
@@ -762,11 +777,11 @@ def test_unread_counts_win_back_no_rollback(random_layer, random_input):
         cache.crop(1)
 
 
-@pytest.mark.parametrize("kv", SHARINGS)
-def test_a_step_that_fails_can_be_tried_again(random_layer, random_input, kv):
+@pytest.mark.parametrize(("kv", "static"), [("separate", False), ("shared", False), ("separate", True), ("shared", True)])
+def test_a_step_that_fails_can_be_tried_again(random_layer, random_input, kv, static):
     layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(1, 40, 8)
     whole = layer(x)
-    cache = layer.new_cache(1, 40, max_rollback=0)
+    cache = layer.new_cache(1, 40, max_rollback=0, static=static)
     layer(x[:, :20], cache=cache)
     project = layer.o_proj.forward
     layer.o_proj.forward = lambda _: (_ for _ in ()).throw(MemoryError)
@@ -777,10 +792,10 @@ def test_a_step_that_fails_can_be_tried_again(random_layer, random_input, kv):
     assert_close(layer(x[:, 20:], cache=cache), whole[:, 20:])
 
 
-@pytest.mark.parametrize("kv", SHARINGS)
-def test_a_short_step_that_fails_can_be_tried_again_and_costs_rollback(random_layer, random_input, kv):
+@pytest.mark.parametrize(("kv", "static"), [("separate", False), ("shared", False), ("separate", True)])
+def test_a_short_step_that_fails_can_be_tried_again_and_costs_rollback(random_layer, random_input, kv, static):
     layer, x = random_layer(attrs.evolve(CONFIG, kv=kv)), random_input(1, 40, 8)
-    whole, cache = layer(x), layer.new_cache(1, 40, max_rollback=6)
+    whole, cache = layer(x), layer.new_cache(1, 40, max_rollback=6, static=static)
     layer(x[:, :20], cache=cache)
     project = layer.o_proj.forward
     layer.o_proj.forward = lambda _: (_ for _ in ()).throw(MemoryError)
@@ -826,7 +841,7 @@ def test_a_window_that_shares_copies_nothing_however_long_the_step(random_layer)
     cache = NSACache(attrs.evolve(CONFIG, kv="shared"), 1, 100, max_rollback=0)
     step, k, v = cache.begin_step(50, None), torch.zeros(1, 50, 2, 6), torch.zeros(1, 50, 2, 5)
 
-    found = cache.window({name: cache.new_rows(name, k, v, step) for name in ("slc", "raw")}, step)
+    found = cache.window({name: cache.new_rows(name, k, v) for name in ("slc", "raw")}, step)
 
     assert found.k is cache.keys["slc"]
     assert found.v is cache.values["slc"]
@@ -849,3 +864,22 @@ def test_steps_that_fail_again_and_again_cost_the_rollback_of_one(random_layer, 
     with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 1 from 8"):
         cache.crop(1)
     assert_close(layer(x[:, 8:], cache=cache), expected[:, 8:])
+
+
+@pytest.mark.parametrize("static", GROWTHS)
+def test_a_step_that_fails_longer_than_its_second_try_costs_what_the_rings_forgot(random_layer, random_input, static):
+    layer, x = random_layer(CONFIG), random_input(1, 40, 8)
+    whole, cache = layer(x), layer.new_cache(1, 40, max_rollback=6, static=static)
+    layer(x[:, :20], cache=cache)
+    project = layer.o_proj.forward
+    layer.o_proj.forward = lambda _: (_ for _ in ()).throw(MemoryError)
+    with pytest.raises(MemoryError):
+        layer(x[:, 20:24], cache=cache)
+    layer.o_proj.forward = project
+    layer(x[:, 20:21], cache=cache)
+
+    # the rings have had 24 tokens, so 18 is as far back as they remember
+    with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 4 from 21"):
+        cache.crop(4)
+    cache.crop(3)
+    assert_close(layer(x[:, 18:], cache=cache), whole[:, 18:])

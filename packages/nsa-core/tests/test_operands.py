@@ -323,7 +323,9 @@ def test_rows_of_an_append_that_do_not_fit_their_store_are_refused_before_anythi
         ([7, 0], [3, 3], {}, "reaches position 10 of a store of 8 rows"),
         ([0, 0], [4, 3], {}, r"count=\[4, 3\] leaves 0 .. 3"),
         ([0], [3], {}, r"start has shape \(1,\)"),
-        ([0, 0], [3, 3], {"page_table": int32([[0], [1]])}, "a store is paged or of FP8"),
+        ([7, 0], [3, 3], {"page_table": int32([[0], [1]])}, "reaches position 10 of a store of 8 rows"),
+        ([0, 0], [3, 3], {"k": store.to(torch.float8_e4m3fn)}, "the store is torch.float8_e4m3fn .stores of FP8 have k_scale and v_scale"),
+        ([0], [3], {"page_table": int32([[0], [1]])}, r"start has shape \(1,\)"),
         ([0, 0, 0], [1, 1, 1], {"k": torch.zeros(3, 8, 2, 4)}, "the store holds 3 sequences, the step has 2"),
     ]:
         keys = Keys(store, store, 8)._replace(**changes)

@@ -261,30 +261,34 @@ def append_rows(
 
     Sequence b gets rows 0 .. count[b] - 1 at positions start[b] onwards; both int32 (B,). No gradient.
     """
-    first = rows[0] if rows else None if new_blocks is None else new_blocks.raw
     for new in rows:
         _check_new_rows(new, start, count)
-    if first is not None:
-        run_append(make_call(first.k, geometry, None, backend, registry), first, rows, new_blocks, start, count)
+    written = rows if new_blocks is None else (*rows, new_blocks.raw._replace(store=new_blocks.store))
+    # a backend is chosen by the store that asks most of it
+    asks = (
+        [new for new in written if new.store.page_table is not None] or [new for new in written if new.store.k_scale is not None] or written
+    )
+    if asks:
+        run_append(make_call(asks[0].k, geometry, None, backend, registry), asks[0], rows, new_blocks, start, count)
 
 
 def _check_new_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
     """Raise InputError where a step's rows do not fit their store; nothing is written then."""
-    store, batch, num_rows = new.store.k, new.k.shape[0], new.k.shape[1]
-    if new.store.page_table is not None or new.store.k_scale is not None:
-        raise InputError("a store is paged or of FP8 (rows are appended to contiguous stores of their own dtype); use such stores")
-    if store.shape[0] != batch:
-        raise InputError(f"the store holds {store.shape[0]} sequences, the step has {batch} (one each); give both the same batch")
+    store, table, batch, num_rows = new.store.k, new.store.page_table, new.k.shape[0], new.k.shape[1]
+    holds = store.shape[0] if table is None else table.shape[0]
+    if holds != batch:
+        raise InputError(f"the store holds {holds} sequences, the step has {batch} (one each); give both the same batch")
+    if (store.dtype in FP8) != (new.store.k_scale is not None):
+        raise InputError(f"the store is {store.dtype} (stores of FP8 have k_scale and v_scale, others none); give both, or neither")
     checks.check_integers("start", start, (batch,), "(B,)", new.k)
     checks.check_integers("count", count, (batch,), "(B,)", new.k)
     if not checks.can_read(start):
         return
     if int(count.min()) < 0 or int(count.max()) > num_rows:
         raise InputError(f"count={count.tolist()} leaves 0 .. {num_rows} (the rows of the step); fix it")
-    if not new.store.ring and int((start + count).max()) > store.shape[1]:
-        raise InputError(
-            f"the step reaches position {int((start + count).max())} of a store of {store.shape[1]} rows; give it a larger one"
-        )
+    size = store.shape[1] * (1 if table is None else table.shape[1])
+    if not new.store.ring and int((start + count).max()) > size:
+        raise InputError(f"the step reaches position {int((start + count).max())} of a store of {size} rows; give it a larger one")
 
 
 def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa_core import blocks, checks
+from nsa_core import checks
 from nsa_core.attention import append_rows, attend_placed
 from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.backends.registry import BackendRegistry
@@ -114,8 +114,12 @@ class NativeSparseAttention(nn.Module):
     def new_cache(
         self,
         batch_size: int,
-        max_seqlen: int,
+        max_seqlen: int | None = None,
         *,
+        static: bool = False,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        kv_dtype: torch.dtype | None = None,
         max_rollback: int = DEFAULT_MAX_ROLLBACK,
         keep_raw: bool = False,
         count_reads: bool = True,
@@ -129,6 +133,10 @@ class NativeSparseAttention(nn.Module):
             self.config,
             batch_size,
             max_seqlen,
+            static=static,
+            page_size=page_size,
+            num_pages=num_pages,
+            kv_dtype=kv_dtype,
             max_rollback=max_rollback,
             keep_raw=keep_raw,
             count_reads=count_reads,
@@ -260,7 +268,7 @@ class NativeSparseAttention(nn.Module):
         positions = step.start.long().unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
         tables = self.rope.tables(positions)
         rows = {
-            name: cache.new_rows(name, k, v, step)
+            name: cache.new_rows(name, k, v)
             for name, (k, v) in self._keys_values(x, tables).items()
             if k is not None and name in cache.keys
         }
@@ -280,8 +288,7 @@ class NativeSparseAttention(nn.Module):
         """Write the step's rows (rings only in place) and the blocks that they complete; return the compressed keys and values."""
         cmp, emitted = None, None
         if "raw" in rows:
-            bound = blocks.num_compressed_blocks(step.bound, self.config.geometry)
-            cmp = Keys(cache.keys["cmp"], cache.values.get("cmp", cache.keys["cmp"]), bound)
+            cmp = cache.stores.keys_of("cmp")
             emitted = NewBlocks(cmp, rows["raw"], self.compress_k, getattr(self, "compress_v", None), self._rotate_blocks)
         written = tuple(new for name, new in rows.items() if step.in_place or name not in RINGS)
         append_rows(written, emitted, step.start, step.added, self.config.geometry, self.config.backends, self.registry)

@@ -23,17 +23,17 @@ class Reads(NamedTuple):
 
 def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> Reads:
     """Return the reads of queries at `positions` `(B, S)` (-1: none) with `block_indices` `(B, S, G, n)`."""
-    is_query = positions >= 0
-    size, stride = geometry.compression_block_size, geometry.compression_stride
-    blocks = torch.where(positions >= size - 1, (positions + 1 - size) // stride + 1, 0)
-    rest = torch.where(is_query, blocks + (positions + 1).clamp(max=geometry.window_size), 0)
-    width = geometry.selection_block_size
-    own = torch.where(is_query, positions // width, 0)
+    size, stride, width = geometry.compression_block_size, geometry.compression_stride, geometry.selection_block_size
+    # at position -1 every term below is 0
+    ends = positions + 1
+    blocks = (torch.div(ends - size, stride, rounding_mode="floor") + 1).clamp(min=0)
+    rest = blocks + ends.clamp(max=geometry.window_size)
+    own = torch.div(positions, width, rounding_mode="floor")
     chosen = (own + 1).clamp(max=geometry.num_selected_blocks)
-    predicted = torch.where(is_query, (chosen - 1) * width + positions % width + 1, 0)
-    first = block_indices.long() * width
-    gathered = torch.where(block_indices >= 0, positions[..., None, None] + 1 - first, 0).clamp(0, width)
-    actual = gathered.sum(-1) + rest.unsqueeze(-1)
+    predicted = chosen * width - width + positions.remainder(width) + 1
+    # a chosen block gives what of it is not after the query; -1 stands for none
+    given = (ends[..., None, None] - block_indices.long() * width).clamp(0, width)
+    actual = torch.where(block_indices >= 0, given, 0).sum(-1) + rest.unsqueeze(-1)
     return Reads((predicted + rest).sum(1), actual.sum(1))
 
 

@@ -222,7 +222,8 @@ class NewRows(NamedTuple):
     """A step's rows for one store of a cache."""
 
     store: Keys
-    """k and v are written in place; `store.v` is not read where `v` is None."""
+    """k, v and their scales are written in place; `store.v` is not read where `v` is None. Of a paged store the last page belongs to no
+    sequence: it takes the rows that no page holds."""
     k: Tensor
     """(B, m, G, D_k)."""
     v: Tensor | None

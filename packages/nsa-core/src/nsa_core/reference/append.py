@@ -3,10 +3,13 @@
 import torch
 from torch import Tensor
 
-from nsa_core.backends.base import NewBlocks, NewRows
+from nsa_core.backends.base import Keys, NewBlocks, NewRows
 from nsa_core.compression import block_windows
 from nsa_core.config import BlockGeometry
 from nsa_core.varlen import compressed_lengths
+
+LARGEST_FP8 = 448.0
+"""The largest number of float8_e4m3fn."""
 
 
 def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, *, geometry: BlockGeometry) -> None:
@@ -15,57 +18,100 @@ def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, c
     if blocks is not None:
         _emit(blocks, start, count, geometry)
     for new in rows:
-        write_rows(new.store.k, new.k, start, count)
-        if new.v is not None:
-            write_rows(new.store.v, new.v, start, count)
+        write_rows(new, start, count)
 
 
 def _emit(new: NewBlocks, start: Tensor, count: Tensor, geometry: BlockGeometry) -> None:
     """Write the compressed keys and values of the blocks that end within the step."""
     done = compressed_lengths(start, geometry)
-    finished = compressed_lengths(start + count, geometry) - done
     first = done * geometry.compression_stride
-    most = geometry.compression_block_size - 1
-
-    def compressed(compress: object, store: Tensor, fresh: Tensor) -> Tensor:
-        tokens = block_windows(join_rows(store, fresh, first, start - first, most), geometry).tokens
-        return compress(tokens)  # type: ignore[operator,no-any-return]
-
-    k = compressed(new.compress_k, new.raw.store.k, new.raw.k)
+    raw_k, *raw_v = join_rows(new.raw, first, start - first, geometry.compression_block_size - 1)
+    k = new.compress_k(block_windows(raw_k, geometry).tokens)
     index = done.long().unsqueeze(1) + torch.arange(k.shape[1], device=k.device)
-    ends = index * geometry.compression_stride + geometry.compression_block_size - 1
-    write_rows(new.store.k, new.rotate(k, ends), done, finished)
-    if new.compress_v is not None and new.raw.v is not None:
-        write_rows(new.store.v, compressed(new.compress_v, new.raw.store.v, new.raw.v), done, finished)
+    k = new.rotate(k, index * geometry.compression_stride + geometry.compression_block_size - 1)
+    v = None if new.compress_v is None or not raw_v else new.compress_v(block_windows(raw_v[0], geometry).tokens)
+    write_rows(NewRows(new.store, k, v), done, compressed_lengths(start + count, geometry) - done)
 
 
-def write_rows(store: Tensor, new: Tensor, start: Tensor, count: Tensor) -> None:
-    """Store rows 0 .. count[b] - 1 of new `(B, m, G, D)` from row start[b] of `store` `(B, R, G, D)` on, in place; rows count modulo R.
+def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
+    """Store rows 0 .. count[b] - 1 of `new` from position start[b] on, in place.
 
-    Where more than R rows are new, the last R stay. Rows that do not count change nothing.
+    Of more rows than a ring has, the last stay; rows beyond the end of another store, or of its pages, are dropped. Rows that do not
+    count change nothing.
     """
-    width = min(new.shape[1], store.shape[1])
+    store, num_new = new.store, new.k.shape[1]
+    size = store.k.shape[1] * (1 if store.page_table is None else store.page_table.shape[1])
+    width = min(num_new, size)
     if not width:
         return
-    rows = (count.long() - width).unsqueeze(1) + torch.arange(width, device=new.device)
-    slots = _pick((start.long().unsqueeze(1) + rows).remainder(store.shape[1]), store)
-    values = new.detach().to(store.dtype).gather(1, _pick(rows.clamp(min=0), new))
-    store.scatter_(1, slots, torch.where((rows >= 0)[..., None, None], values, store.gather(1, slots)))
+    if not store.ring:
+        count = torch.minimum(count, size - start)
+    # the last `width` rows that count: no two of them have one slot
+    rows = torch.arange(width, device=new.k.device) + (count.long() - width).unsqueeze(1)
+    positions = (start.long().unsqueeze(1) + rows).remainder(size)
+    counts = rows >= 0
+    slots = positions if store.page_table is None else _page_slots(store, positions, counts)
+    for held, fresh in _pairs(new):
+        values = fresh.to(held.dtype).gather(1, _pick(rows.clamp(min=0), fresh))
+        if store.page_table is not None:
+            held.flatten(0, 1).index_copy_(0, slots.flatten(), values.flatten(0, 1))
+            continue
+        at = _pick(slots, held)
+        held.scatter_(1, at, torch.where(counts.view(*counts.shape, *[1] * (held.dim() - 2)), values, held.gather(1, at)))
 
 
-def join_rows(store: Tensor, new: Tensor, first: Tensor, tail: Tensor, most: int) -> Tensor:
-    """Return `(B, most + m, G, D)`: `tail[b]` rows of the ring `store` from position first[b] on, then new `(B, m, G, D)`.
+def _page_slots(store: Keys, positions: Tensor, counts: Tensor) -> Tensor:
+    """Return the rows of the paged store, flattened, that hold `positions` `(B, m)`; in the last page for those that no page holds."""
+    assert store.page_table is not None
+    num_pages, page_size = store.k.shape[:2]
+    pages = store.page_table.long().gather(1, torch.div(positions, page_size, rounding_mode="floor"))
+    is_held = counts & (pages >= 0) & (pages < num_pages - 1)
+    return torch.where(is_held, pages, num_pages - 1) * page_size + positions.remainder(page_size)
+
+
+def join_rows(new: NewRows, first: Tensor, tail: Tensor, most: int) -> list[Tensor]:
+    """Return the rows `(B, most + m, ...)` of k, of v where there is one, and of scales: `tail[b]` of the ring from first[b] on, then the new ones.
 
     `most` bounds `tail`; rows after the last new one mean nothing.
     """
-    index = torch.arange(most + new.shape[1], device=new.device).expand(new.shape[0], -1)
-    slots = (first.long().unsqueeze(1) + index[:, :most]).remainder(store.shape[1])
-    remembered = store.gather(1, _pick(slots, store)).to(new.dtype)
-    after = (index - tail.long().unsqueeze(1)).clamp(max=new.shape[1] - 1) + most
-    source = torch.where(index < tail.long().unsqueeze(1), index, after)
-    both = torch.cat([remembered, new], 1)
-    return both.gather(1, _pick(source, both))
+    size, num_new = new.store.k.shape[1], new.k.shape[1]
+    index = torch.arange(most + num_new, device=new.k.device).expand(new.k.shape[0], -1)
+    slots = (first.long().unsqueeze(1) + index[:, :most]).remainder(size)
+    behind = index - tail.long().unsqueeze(1)
+    source = torch.where(behind < 0, index, behind.clamp(max=num_new - 1) + most)
+
+    def joined(held: Tensor, fresh: Tensor) -> Tensor:
+        both = torch.cat([held.gather(1, _pick(slots, held)).to(fresh.dtype), fresh], 1)
+        return both.gather(1, _pick(source, both))
+
+    return [joined(held, fresh) for held, fresh in _pairs(new)]
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x `(..., D)` in float8_e4m3fn and float32 scales `(...)`: a stored number times its scale is the number.
+
+    Every row has a scale of its own, chosen from its largest value.
+    """
+    # never 0: a row of zeros stays one
+    scale = (x.abs().amax(-1).float() / LARGEST_FP8).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x.float() / scale.unsqueeze(-1)).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scale
+
+
+def _pairs(new: NewRows) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of a store, each with its new rows: k, v where there is one, and the scales of FP8 stores.
+
+    FP8 numbers come as their bits, which every operation can move.
+    """
+    store = new.store
+    held = [store.k] if new.v is None else [store.k, store.v]
+    fresh = [x.detach() for x in (new.k, new.v) if x is not None]
+    if store.k_scale is None:
+        return list(zip(held, fresh, strict=True))
+    converted = [to_fp8(x) for x in fresh]
+    bits = [(x.view(torch.uint8), y.view(torch.uint8)) for x, (y, _) in zip(held, converted, strict=True)]
+    scales = [scale for scale in (store.k_scale, store.v_scale) if scale is not None]
+    return bits + [(x, y) for x, (_, y) in zip(scales, converted, strict=False)]
 
 
 def _pick(rows: Tensor, x: Tensor) -> Tensor:
-    return rows[..., None, None].expand(-1, -1, *x.shape[2:])
+    return rows.view(*rows.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:])

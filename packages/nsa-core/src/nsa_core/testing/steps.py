@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from nsa_core import blocks
@@ -35,8 +36,9 @@ class Trial(NamedTuple):
 WIDTHS = {"k": 8, "v": 6}
 EMPTY = 7.0
 """Value of a row that was never written."""
-KINDS = ("all stores", "keys alone choose", "no compressed branch", "rings written last")
-"""The last: blocks are emitted first, then a second call writes the rings, as a step does that is longer than a rollback."""
+KINDS = ("all stores", "keys alone choose", "no compressed branch", "rings written last", "stores in pages", "stores of FP8")
+"""Rings written last: blocks are emitted first, then a second call writes the rings, as a step does that is longer than a rollback."""
+FP8 = torch.float8_e4m3fn
 
 
 def _steps(geometry: BlockGeometry) -> tuple[tuple[int, int], ...]:
@@ -54,7 +56,7 @@ def append_trials(backend: BranchBackend, device: torch.device, geometry: BlockG
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for sizes in dict.fromkeys((geometry, ONE_LOCAL, EQUAL_BLOCKS)):
             for num_kv_heads in (1, 2, 3):
-                request = BranchRequest(
+                one = BranchRequest(
                     operation=Operation.APPEND,
                     geometry=sizes,
                     device_type=device.type,
@@ -73,6 +75,8 @@ def append_trials(backend: BranchBackend, device: torch.device, geometry: BlockG
                 )
                 what = f"{str(dtype).removeprefix('torch.')} l={sizes.compression_block_size} d={sizes.compression_stride} G={num_kv_heads}"
                 for kind in KINDS:
+                    layout = Layout.PAGED if kind == "stores in pages" else Layout.CACHED
+                    request = evolve(one, layout=layout, kv_dtype=FP8 if kind == "stores of FP8" else dtype)
                     yield Trial(f"{what} {kind}", request, partial(_append_steps, backend, request, kind, device, registry))
 
 
@@ -104,13 +108,26 @@ class _Conversation:
         generator = torch.Generator().manual_seed(0)
         size = geometry.compression_block_size
         sizes = {"slc": self.num_tokens, "win": 5, "raw": size + 1, "cmp": blocks.num_compressed_blocks(self.num_tokens, geometry)}
-        self.tokens, self.stores = {}, {}
+        self.tokens, self.stores, self.expected, self.scales = {}, {}, {}, {}
+        self.table, self.page_sizes = None, {}
+        if kind == "stores in pages":
+            self.page_sizes = {"slc": geometry.selection_block_size, "cmp": geometry.selection_block_size // geometry.compression_stride}
+            pages = -(-self.num_tokens // geometry.selection_block_size)
+            self.table = torch.randperm(2 * pages, generator=generator).view(2, pages).to(device=device, dtype=torch.int32)
         for name, rows in sizes.items():
+            shape = (2, rows)
+            if name in self.page_sizes:
+                assert self.table is not None
+                # the last page takes rows that do not count
+                shape = (self.table.numel() + 1, self.page_sizes[name])
             for part, width in WIDTHS.items():
                 drawn = torch.randn(2, self.num_tokens, heads, width, generator=generator, dtype=torch.float64)
                 self.tokens[f"{name} {part}"] = drawn.to(device=device, dtype=dtype)
-                self.stores[f"{name} {part}"] = torch.full((2, rows, heads, width), EMPTY, dtype=dtype, device=device)
-        self.expected = {name: store.clone() for name, store in self.stores.items()}
+                self.expected[f"{name} {part}"] = torch.full((*shape, heads, width), EMPTY, dtype=dtype, device=device)
+                self.stores[f"{name} {part}"] = self.expected[f"{name} {part}"].clone()
+                if kind == "stores of FP8" and name in ("slc", "win"):
+                    self.stores[f"{name} {part}"] = self.expected[f"{name} {part}"].to(FP8)
+                    self.scales[f"{name} {part}"] = torch.ones(*shape, heads, dtype=torch.float32, device=device)
         self.has_blocks, self.has_values = kind != "no compressed branch", kind != "keys alone choose"
         stores = ("slc", "win", "raw") if self.has_blocks else ("slc", "win")
         self.calls = (("slc",), ("win", "raw")) if kind == "rings written last" else (stores,)
@@ -136,7 +153,7 @@ class _Conversation:
             for part in "kv" if name != "raw" or self.has_values else "k":
                 store = self.expected[f"{name} {part}"]
                 for position in range(first, end):
-                    store[b, position % store.shape[1]] = self.tokens[f"{name} {part}"][b, position]
+                    store[self._slot(name, b, position)] = self.tokens[f"{name} {part}"][b, position]
         if "slc" in names and self.has_blocks:
             for i in range(blocks.num_compressed_blocks(first, self.geometry), blocks.num_compressed_blocks(end, self.geometry)):
                 self._expect_block(b, i)
@@ -145,10 +162,17 @@ class _Conversation:
         """Return which stores differ: rows of tokens in any bit, blocks by more than a sum of rounded terms may."""
         found = []
         for name, store in self.stores.items():
-            wanted = self.expected[name].double()
+            wanted, found_there = self.expected[name].double(), store.double()
+            if name.split()[0] in self.page_sizes:
+                wanted, found_there = wanted[:-1], found_there[:-1]
             written = wanted.masked_fill(wanted == EMPTY, 0)
             limit = allowed_error(written, self.dtype, 4 * torch.finfo(self.dtype).eps) if name.startswith("cmp") else 0.0
-            error = max_error(store, wanted)
+            if name in self.scales:
+                found_there = found_there * self.scales[name].unsqueeze(-1)
+                # half a step of a number of 3 bits, or of the smallest that its row has
+                slack = (written.abs() / 16).maximum(written.abs().amax(-1, keepdim=True) / 448 * 2.0**-10)
+                found_there = torch.where((found_there - wanted).abs() <= 1.01 * slack, wanted, found_there)
+            error = max_error(found_there, wanted)
             if not error <= limit:
                 found.append(f"{name} is off by {error:.2e} {when} (allowed: {limit:.2e})")
         return found
@@ -159,10 +183,19 @@ class _Conversation:
             block = self._compress(self.tokens[f"raw {part}"][b, begin : begin + size][None, None])
             if part == "k":
                 block = _rotate(block, torch.tensor([[begin + size - 1]], device=block.device))
-            self.expected[f"cmp {part}"][b, i] = block[0, 0]
+            self.expected[f"cmp {part}"][self._slot("cmp", b, i)] = block[0, 0]
+
+    def _slot(self, name: str, b: int, position: int) -> tuple[int, int]:
+        """Return where a store holds what stands at `position` (or block) of sequence b."""
+        if self.table is None or name not in self.page_sizes:
+            return b, position % self.expected[f"{name} k"].shape[1]
+        page, row = divmod(position, self.page_sizes[name])
+        return int(self.table[b, page]), row
 
     def _keys(self, name: str, *, ring: bool = False) -> Keys:
-        return Keys(self.stores[f"{name} k"], self.stores[f"{name} v"], self.num_tokens, ring=ring)
+        table = self.table if name in self.page_sizes else None
+        scales = {f"{part}_scale": self.scales.get(f"{name} {part}") for part in "kv"}
+        return Keys(self.stores[f"{name} k"], self.stores[f"{name} v"], self.num_tokens, page_table=table, ring=ring, **scales)
 
     def _compress(self, x: Tensor) -> Tensor:
         return (x * self.weights).sum(2)

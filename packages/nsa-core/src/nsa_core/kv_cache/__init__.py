@@ -1,0 +1,11 @@
+"""Keys and values of past tokens, per branch, for chunked prefill and decode.
+
+`cache.py` has NSACache, which the layer talks to. `stores.py` holds the tensors, `bounds.py` knows how many tokens each sequence
+holds and may take back: on the host for a cache that grows, on the device for a static one. `growth.py` is the part of a step that
+runs on the host, for a cache that grows.
+"""
+
+from nsa_core.kv_cache.cache import NSACache, Step
+from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK, RINGS
+
+__all__ = ["DEFAULT_MAX_ROLLBACK", "RINGS", "NSACache", "Step"]

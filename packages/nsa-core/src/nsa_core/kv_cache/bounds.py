@@ -1,0 +1,170 @@
+"""How many tokens each sequence holds, and how far a crop may still go back: bounds on the host, or the numbers on the device."""
+
+import torch
+from torch import Tensor
+
+from nsa_core.errors import CacheOverflowError
+
+
+class HostBounds:
+    """Bounds of a cache that grows. They live on the host, so that neither growth nor a refused step waits for a GPU."""
+
+    def __init__(self, batch_size: int) -> None:
+        """Start with empty sequences."""
+        self.held = torch.zeros(batch_size, dtype=torch.int64)
+        """int64 (B,): no sequence has more tokens."""
+        self.depth = torch.zeros_like(self.held)
+        """int64 (B,): the tokens of each sequence that a later one may have replaced in the rings, counted back from its end."""
+        self.planned = torch.zeros(2, batch_size, dtype=torch.int64)
+        """int64 (2, B): `held` and `depth` once the step that has begun ends."""
+
+    def begin(self, num_queries: int, query_count: Tensor | None, *, in_place: bool, max_seqlen: int) -> int:
+        """Plan a step that adds `num_queries` tokens, or `query_count` int32 `(B,)` of them where the host may read that; return the longest length.
+
+        `in_place`: the rings take the tokens at once, so a rollback before the end of the step finds them there. In a graph that is
+        traced the lengths are counted when it runs, and 0 is returned.
+
+        Raises:
+            CacheOverflowError: for a sequence longer than `max_seqlen`. Nothing changes then.
+        """
+        is_exact = query_count is None or query_count.device.type == "cpu"
+        count = _count_in_graph if torch.compiler.is_compiling() else count_step
+        count(self.held, self.depth, self.planned, query_count if is_exact else None, num_queries, is_exact, in_place, max_seqlen)
+        return 0 if torch.compiler.is_compiling() or not self.held.numel() else int(self.planned[0].max())
+
+    def end(self) -> None:
+        """Count the step that `begin` planned."""
+        self.held.copy_(self.planned[0])
+        self.depth.copy_(self.planned[1])
+
+    def crop(self, counts: Tensor, max_rollback: int) -> None:
+        """Take `counts` int64 `(B,)` tokens back, on the host.
+
+        Raises:
+            CacheOverflowError: for more than are held, or than the rings remember.
+        """
+        counts = counts.cpu()
+        check_crop(counts, self.held, self.depth, max_rollback)
+        self.held, self.depth = self.held - counts, self.depth + counts
+
+    def lost(self, _: Tensor | None = None) -> CacheOverflowError | None:
+        """Return None: a cache that grows loses no token."""
+        return None
+
+    def reorder(self, indices: Tensor) -> None:
+        """Take the bounds of the sequences at `indices`; on a GPU those are not read, and every sequence gets the largest."""
+        if indices.device.type == "cpu":
+            self.held, self.depth = self.held[indices.long()], self.depth[indices.long()]
+        else:
+            size = (indices.shape[0],)
+            self.held, self.depth = (x.new_full(size, int(x.max()) if x.numel() else 0) for x in (self.held, self.depth))
+        self.planned = torch.stack([self.held, self.depth])
+
+    def reset(self, indices: Tensor | None) -> None:
+        """Note that the sequences at `indices` (None: all) are empty; indices on a GPU are not read and lower no bound."""
+        if indices is None:
+            self.held, self.depth = torch.zeros_like(self.held), torch.zeros_like(self.depth)
+        elif indices.device.type == "cpu":
+            self.held, self.depth = (x.index_fill(0, indices.long(), 0) for x in (self.held, self.depth))
+
+
+def count_step(
+    held: Tensor,
+    depth: Tensor,
+    planned: Tensor,
+    query_count: Tensor | None,
+    num_queries: int,
+    is_exact: bool,
+    in_place: bool,
+    max_seqlen: int,
+) -> None:
+    """Write into `planned` what `held` and `depth` are after a step; see `HostBounds.begin`."""
+    counts = torch.full_like(held, num_queries) if query_count is None else query_count.long()
+    grown = held + counts
+    if bool((grown > max_seqlen).any()):
+        where, longest = int(grown.argmax()), int(grown.max())
+        raise CacheOverflowError(
+            f"sequence {where} would hold {longest} tokens (the cache was built for max_seqlen={max_seqlen}); "
+            f"build it with new_cache({held.shape[0]}, {longest}) or append at most {max_seqlen - int(held[where])}"
+        )
+    planned[0] = grown
+    # what is not read may be 0, and then wins back nothing of what a rollback used up
+    planned[1] = (depth - counts).clamp(min=0) if is_exact else depth
+    if in_place:
+        depth.copy_(torch.maximum(depth, counts))
+
+
+_count_in_graph = torch.library.custom_op("nsa_core::count_step", count_step, mutates_args=("depth", "planned"))
+_count_in_graph.register_fake(lambda *_: None)
+
+
+class DeviceBounds:
+    """Bounds of a static cache: tensors on its device, changed in place, so that a captured step finds them where they were."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        """Start with empty sequences; `lengths` int32 `(B,)` are the cache's own."""
+        self.lengths = lengths
+        self.reached = torch.zeros_like(lengths)
+        """int32 (B,): the tokens that the rings have seen of each sequence: the last rows are theirs, also after a crop."""
+        self.overflowed = torch.zeros_like(lengths, dtype=torch.bool)
+        """bool (B,): the sequences that lost tokens, because they did not fit."""
+
+    def begin(self, wanted: Tensor, limit: int | Tensor, *, in_place: bool) -> Tensor:
+        """Return how many of the `wanted` int32 `(B,)` tokens fit below `limit`; where some do not, the sequence is marked."""
+        added = torch.minimum(wanted, (limit - self.lengths).clamp(min=0))
+        self.overflowed.logical_or_(added < wanted)
+        if in_place:
+            self.reached.copy_(torch.maximum(self.reached, self.lengths + added))
+        return added
+
+    def end(self) -> None:
+        """Note that the rings have the step's tokens; the lengths are advanced by now."""
+        self.reached.copy_(torch.maximum(self.reached, self.lengths))
+
+    def crop(self, counts: Tensor, max_rollback: int) -> None:
+        """Check that `counts` int64 `(B,)` tokens may be taken back; waits for the device.
+
+        Raises:
+            CacheOverflowError: for more than are held, or than the rings remember, or where a sequence lost tokens.
+        """
+        lost = self.lost()
+        if lost is not None:
+            raise lost
+        check_crop(counts.to(self.lengths.device), self.lengths, self.reached - self.lengths, max_rollback)
+
+    def lost(self, indices: Tensor | None = None) -> CacheOverflowError | None:
+        """Return an error that names the sequences among `indices` (None: all) that lost tokens, None without any; waits for the device."""
+        marked = self.overflowed if indices is None else torch.zeros_like(self.overflowed).index_fill(0, indices, True) & self.overflowed
+        found = marked.nonzero().flatten().tolist()
+        if not found:
+            return None
+        return CacheOverflowError(
+            f"sequences {found} lost tokens (they did not fit, and a static cache never grows); reset them, or build a larger cache"
+        )
+
+    def reorder(self, indices: Tensor) -> None:
+        """Take the bounds of the sequences at `indices`, one for each."""
+        for x in (self.reached, self.overflowed):
+            x.copy_(x.index_select(0, indices))
+
+    def reset(self, indices: Tensor | None) -> None:
+        """Note that the sequences at `indices` (None: all) are empty."""
+        for x in (self.reached, self.overflowed):
+            x.zero_() if indices is None else x.index_fill_(0, indices, 0)
+
+
+def check_crop(counts: Tensor, held: Tensor, depth: Tensor, max_rollback: int) -> None:
+    """Raise unless `counts` `(B,)` tokens may be taken back of `held` ones, after crops by `depth`; waits where they lie on a GPU."""
+    too_deep = (counts > 0) & (counts > torch.minimum(held, max_rollback - depth))
+    if not bool(too_deep.any()):
+        return
+    where = int(too_deep.int().argmax())
+    count, tokens = int(counts[where]), int(held[where])
+    if count > tokens:
+        raise CacheOverflowError(
+            f"sequence {where} cannot go back by {count} from {tokens} tokens (it would hold fewer than 0); crop at most {tokens}"
+        )
+    raise CacheOverflowError(
+        f"sequence {where} cannot go back by {count} from {tokens} tokens (raw tokens older than max_rollback="
+        f"{max_rollback} are gone); build the cache with keep_raw=True or a larger max_rollback"
+    )

@@ -1,0 +1,381 @@
+"""NSACache: what later queries of one layer need of the past.
+
+The selected branch keeps every token, the sliding branch a ring of the last w (and what a rollback may need), the
+compressed branch its finished blocks and a ring of the raw tokens that unfinished blocks still need. Where the branches share
+their keys and values, the sliding branch reads the selected one's store and has no ring. No step waits for a GPU: lengths live on
+the device. The cache holds no autograd graph.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core import blocks, checks
+from nsa_core.backends.base import Keys, NewRows
+from nsa_core.config import BRANCHES, NSAConfig
+from nsa_core.errors import InputError
+from nsa_core.kv_cache.bounds import DeviceBounds, HostBounds
+from nsa_core.kv_cache.pages import PageTable
+from nsa_core.kv_cache.stores import DEFAULT_MAX_ROLLBACK, StoreOptions, Stores
+from nsa_core.reference.append import join_rows
+from nsa_core.telemetry import ReadCounter, Reads
+from nsa_core.varlen import compressed_lengths
+
+FIRST_CAPACITY = 1024
+"""Tokens of each sequence that a cache which grows has room for at first, unless its bound is lower."""
+UNLIMITED = 2**31 - 1
+"""No sequence is longer: positions are int32."""
+
+
+class Step(NamedTuple):
+    """The tokens that one call of the layer appends."""
+
+    start: Tensor
+    """int32 (B,): each sequence's length before."""
+    added: Tensor
+    """int32 (B,): its new tokens."""
+    in_place: bool
+    """True where the rings may take the step's tokens before it attends: they replace only what a rollback might have read."""
+
+
+class NSACache:
+    """The past of a batch of sequences, each of its own length, for one layer."""
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        batch_size: int,
+        max_seqlen: int | None = None,
+        *,
+        static: bool = False,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+        max_rollback: int = DEFAULT_MAX_ROLLBACK,
+        keep_raw: bool = False,
+        count_reads: bool = True,
+        num_kv_heads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate for `batch_size` sequences of at most `max_seqlen` tokens (None: no bound).
+
+        The stores grow by doubling. A `static` cache is allocated whole instead and keeps no state on the host: CUDA graphs may capture
+        its steps. Tokens that do not fit it are dropped and noted on the device, where `check` finds the note.
+
+        `page_size`: tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks lie in `num_pages`
+        pages (None: enough for all sequences), and a sequence has room where `reserve` gave it pages; such stores do not grow.
+        `kv_dtype=torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per
+        token and KV head; phi and the choice of blocks read what was there before.
+
+        `max_rollback`: how far `crop` may go back, in tokens; `keep_raw` keeps every raw token so that it may go back
+        to the start. `count_reads`: count the tokens that each step reads, where all three branches exist. `num_kv_heads`: the KV
+        heads of this rank, where tensor parallelism shares them out; None: the config's.
+
+        Raises:
+            InputError: for sizes below 1 (batch_size, max_rollback: below 0), a static or paged cache without a bound, a page that does
+                not hold whole selection blocks, or an unknown kv_dtype.
+        """
+        if batch_size < 0 or (max_seqlen is not None and max_seqlen < 1) or max_rollback < 0:
+            raise InputError(
+                f"batch_size={batch_size}, max_seqlen={max_seqlen}, max_rollback={max_rollback} (at least 0, 1 and 0); use 1, 4096 and 64"
+            )
+        is_fixed = static or page_size is not None
+        if is_fixed and max_seqlen is None:
+            kind = "static=True (a static cache" if static else f"page_size={page_size} (a table of pages"
+            raise InputError(f"max_seqlen=None with {kind} is allocated once, whole); use max_seqlen=4096")
+        self.config = config
+        self.max_seqlen = UNLIMITED if max_seqlen is None else max_seqlen
+        self.max_rollback = UNLIMITED if keep_raw else max_rollback
+        heads = config.num_kv_heads if num_kv_heads is None else num_kv_heads
+        self.pages = None if page_size is None else self._page_table(batch_size, page_size, num_pages, device)
+        """The pages of a paged cache, None for another one."""
+        capacity = self.max_seqlen if is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
+        # a truth value of its own: a compiled step would be compiled again for every other capacity that it compares
+        self.can_grow = capacity < self.max_seqlen
+        options = StoreOptions(capacity, self.max_rollback, dtype, kv_dtype, self.pages)
+        self.stores = Stores(config, batch_size, heads, options, device)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        """int32 (B,): tokens held of each sequence."""
+        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths) if static else HostBounds(batch_size)
+        # Table 4 counts all three branches, so nothing is counted of a layer with fewer
+        counts = count_reads and len(config.branches) == len(BRANCHES)
+        self.read_counter = ReadCounter() if counts else None
+        self._last_reads, self._total_reads = (
+            Reads(*(torch.zeros(*size, dtype=torch.int64, device=device) for size in ((batch_size,), (batch_size, heads))))
+            for _ in range(2)
+        )
+
+    def _page_table(self, batch_size: int, page_size: int, num_pages: int | None, device: torch.device | str) -> PageTable:
+        if page_size < 1 or (num_pages is not None and num_pages < 1):
+            raise InputError(f"page_size={page_size}, num_pages={num_pages} (at least 1 each); use 64 and None")
+        enough = batch_size * -(-self.max_seqlen // page_size)
+        return PageTable(batch_size, self.max_seqlen, enough if num_pages is None else num_pages, page_size, device)
+
+    @property
+    def is_static(self) -> bool:
+        """Return True where the cache keeps no state on the host and changes its tensors in place alone."""
+        return isinstance(self.bounds, DeviceBounds)
+
+    @property
+    def keys(self) -> dict[str, Tensor]:
+        """Return the stores of keys `(B, rows, G, D_k)`: "cmp", "slc" and the rings "win" and "raw"."""
+        return self.stores.keys
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """Return the stores of values `(B, rows, G, D_v)`, of the branches in use."""
+        return self.stores.values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the stored keys and values are computed in."""
+        return self.stores.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all stores, scales included."""
+        return self.stores.nbytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Return the bytes that one more token of a sequence takes, its share of the compressed blocks included; rings are left out."""
+        return self.stores.bytes_per_token
+
+    @property
+    def batch_size(self) -> int:
+        """Return the number of sequences."""
+        return self.lengths.shape[0]
+
+    @property
+    def num_compressed(self) -> Tensor:
+        """Return int32 `(B,)`: compressed blocks emitted for each sequence; a block appears with its last token."""
+        return compressed_lengths(self.lengths, self.config.geometry)
+
+    @property
+    def last_reads(self) -> Reads | None:
+        """Return a copy of the tokens read in the last step, predicted `(B,)` and actual `(B, G)`; None where nothing was counted.
+
+        A static cache does not note on the host whether anything was: it returns the counts of the last step that had tokens, zeros
+        before the first one.
+        """
+        if self.read_counter is None or (self.read_counter.reads is None and not self.is_static):
+            return None
+        return Reads(*(x.clone() for x in self._last_reads))
+
+    @property
+    def total_reads(self) -> Reads:
+        """Return a copy of the tokens read since each sequence was new, predicted `(B,)` and actual `(B, G)`."""
+        return Reads(*(x.clone() for x in self._total_reads))
+
+    def check(self) -> None:
+        """Raise CacheOverflowError where a step of a static cache dropped tokens that did not fit; waits for the device.
+
+        A cache that grows raises in the step itself, so here it never does.
+        """
+        if lost := self.bounds.lost():
+            raise lost
+
+    def begin_step(self, num_queries: int, query_count: Tensor | None) -> Step:
+        """Return the step that appends up to `num_queries` tokens to each sequence; the lengths stay until `end_step`.
+
+        A static cache takes of a sequence's tokens what fits, and marks the sequence where some do not. Nothing is read on the host.
+
+        Raises:
+            CacheOverflowError: when a sequence may outgrow `max_seqlen` in a cache that grows. A query_count on the CPU is counted
+                exactly, one on the GPU is not read and counts as `num_queries`.
+            InputError: for a query_count of the wrong shape or range, or where a CUDA graph captures a cache that grows.
+        """
+        self._check_count(num_queries, query_count)
+        if query_count is None:
+            wanted = torch.full_like(self.lengths, num_queries)
+        else:
+            wanted = query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
+        in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
+        if isinstance(self.bounds, DeviceBounds):
+            limit = self.max_seqlen if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
+            # a count on a GPU is not read, so it is clipped
+            wanted = wanted if query_count is None else wanted.clamp(0, num_queries)
+            added = self.bounds.begin(wanted, limit, in_place=in_place)
+            return Step(self.lengths.clone(), added, in_place)
+        if self.read_counter is not None:
+            self.read_counter.reads = None
+        if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
+            # nothing is left to grow, so the graph need not end
+            self.bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=self.max_seqlen)
+            return Step(self.lengths.clone(), wanted, in_place)
+        # importing it loads torch's compiler, which only a step needs
+        from nsa_core.kv_cache.growth import make_room
+
+        make_room(self, num_queries, query_count, in_place)
+        return Step(self.lengths.clone(), wanted, in_place)
+
+    def new_rows(self, name: str, k: Tensor, v: Tensor | None) -> NewRows:
+        """Return a step's keys and values `(B, m, G, D)` for the store `name`."""
+        return NewRows(self.stores.keys_of(name), k, v)
+
+    def window(self, rows: Mapping[str, NewRows], step: Step) -> Keys | None:
+        """Return the keys that the sliding branch reads of a step's `rows` by store; None without the branch.
+
+        They are the selected branch's store where the two share it, else the ring, or a copy of its last tokens and the new ones behind them.
+        """
+        if "win" not in self.config.branches:
+            return None
+        new = rows["slc" if self.stores.window_reads_all else "win"]
+        if self.stores.window_reads_all or step.in_place:
+            return new.store
+        most = min(self.config.geometry.window_size - 1, self.stores.capacity)
+        tail = step.start.clamp(max=most)
+        k, v, *scales = join_rows(new, step.start - tail, tail, most)
+        if scales:
+            k, v = k.view(new.store.k.dtype), v.view(new.store.v.dtype)
+        k_scale, v_scale = scales or (None, None)
+        return Keys(k, v, k.shape[1], first=step.start - tail, k_scale=k_scale, v_scale=v_scale)
+
+    def reserve(self, sequence: int, num_tokens: int, *, length: int) -> None:
+        """Make room for `num_tokens` tokens of a sequence of a paged cache that has `length` now, in pages that it alone writes.
+
+        Pages that other sequences read as well are copied where a later step would write them: tokens from `length` on, and blocks
+        that are not complete. The caller says the length, so nothing waits for a GPU.
+
+        Raises:
+            CacheOverflowError: where too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
+            InputError: for a cache without pages, or a sequence that it does not hold.
+        """
+        if self.pages is None:
+            raise InputError("the cache has no pages to reserve (it was built without page_size); use new_cache(..., page_size=64)")
+        geometry = self.config.geometry
+        first_open = blocks.num_compressed_blocks(length, geometry) * geometry.compression_stride
+        copies = self.pages.own(sequence, first_open // self.pages.page_size, max(num_tokens, length))
+        self.stores.copy_pages(copies)
+
+    def end_step(self, step: Step) -> None:
+        """Advance the lengths and add up the reads."""
+        self.lengths.add_(step.added)
+        self.bounds.end()
+        if self.read_counter is not None and self.read_counter.reads is not None:
+            for reads, last, total in zip(self.read_counter.reads, self._last_reads, self._total_reads, strict=True):
+                last.copy_(reads)
+                total.add_(reads)
+
+    def _check_count(self, num_queries: int, query_count: Tensor | None) -> None:
+        if query_count is None:
+            return
+        if query_count.dtype != torch.int32:
+            raise InputError(f"query_count is {query_count.dtype} (kernels read int32); use query_count.to(torch.int32)")
+        checks.check_shape("query_count", query_count, (self.batch_size,), "(B,)")
+        if checks.can_read(query_count) and bool(((query_count < 0) | (query_count > num_queries)).any()):
+            raise InputError(f"query_count={query_count.tolist()} leaves 0 .. {num_queries} (the rows that x has); clip it")
+
+    def crop(self, num_tokens: int | Sequence[int] | Tensor) -> None:
+        """Forget the last `num_tokens` tokens of every sequence: a number for all, or integers `(B,)`, one per sequence.
+
+        A static cache waits for its device here, and so do counts on a GPU; nothing changes where an error is raised.
+
+        Raises:
+            CacheOverflowError: when crops since the tokens were last replaced go deeper than `max_rollback`, or below 0, or where a
+                sequence of a static cache lost tokens.
+            InputError: for other than one count of 0 or more per sequence.
+        """
+        counts = torch.as_tensor(num_tokens)
+        counts = counts.expand(self.batch_size) if not counts.dim() else counts
+        if counts.shape != (self.batch_size,) or counts.is_floating_point() or bool((counts < 0).any()):
+            shown = num_tokens.tolist() if isinstance(num_tokens, Tensor) else num_tokens
+            raise InputError(f"num_tokens={shown} (0 or more, one per sequence); give {self.batch_size} counts")
+        self.bounds.crop(counts.long(), self.max_rollback)
+        # a bound may lie above its length, so its check alone does not keep the length from passing 0
+        self.lengths.sub_(counts.to(self.lengths.device, torch.int32, non_blocking=True)).clamp_(min=0)
+
+    def reset(self, indices: Tensor | None = None) -> None:
+        """Empty the sequences at `indices` (None: all), so that new ones may begin there.
+
+        Raises:
+            CacheOverflowError: where one of them had lost tokens in a static cache, which waits for its device here; it is empty all the same.
+        """
+        chosen = None if indices is None else self._checked(indices)
+        lost = self.bounds.lost(chosen)
+        self.bounds.reset(indices)
+        for x in (self.lengths, *self._last_reads, *self._total_reads):
+            x.zero_() if chosen is None else x.index_fill_(0, chosen, 0)
+        if lost:
+            raise lost
+
+    def reorder(self, indices: Tensor) -> None:
+        """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed (beam search).
+
+        A static cache does it in place, for one index per sequence. In a cache that grows B' is any number; indices on the CPU keep its
+        host bounds exact, on the GPU every sequence gets the largest.
+
+        Raises:
+            InputError: for indices that are no vector of integers or, on a CPU, leave 0 .. batch_size - 1; or not of B for a static cache.
+        """
+        chosen = self._checked(indices)
+        if self.is_static and chosen.shape[0] != self.batch_size:
+            raise InputError(
+                f"indices name {chosen.shape[0]} sequences (a static cache keeps its {self.batch_size}); "
+                f"give {self.batch_size}, or use select(indices)"
+            )
+        self._reorder(indices, chosen, self._sources(indices))
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the sequences at `indices` `(B',)` alone, in order. A static cache keeps its batch size: those behind them are empty.
+
+        Raises:
+            CacheOverflowError: where a sequence of a static cache lost tokens; it waits for its device here.
+            InputError: as `reorder`, or for more indices than a static cache has sequences.
+        """
+        chosen = self._checked(indices)
+        spare = self.batch_size - chosen.shape[0]
+        if not self.is_static:
+            self._reorder(indices, chosen, self._sources(indices))
+            return
+        if spare < 0:
+            raise InputError(
+                f"indices name {chosen.shape[0]} sequences (a static cache keeps its {self.batch_size}); give as many or fewer"
+            )
+        self.check()
+        padded = torch.nn.functional.pad(chosen, (0, spare))
+        self._reorder(padded, padded, [*self._sources(indices), *[None] * spare])
+        if spare:
+            self.reset(torch.arange(self.batch_size - spare, self.batch_size, device=self.lengths.device))
+
+    def _sources(self, indices: Tensor) -> list[int | None]:
+        """Return the indices as the page table takes them; empty without pages."""
+        if self.pages is None:
+            return []
+        if indices.device.type != "cpu":
+            raise InputError(f"indices are on {indices.device} (pages are kept on the host, which reads them); use indices.cpu()")
+        return list(indices.tolist())
+
+    def _reorder(self, indices: Tensor, chosen: Tensor, sources: list[int | None]) -> None:
+        """Reorder by `indices` of the caller, `chosen` on the cache's device, `sources` for the pages."""
+        in_place = self.is_static
+        self.stores.reorder(chosen, in_place=in_place)
+        self.bounds.reorder(chosen if in_place else indices)
+        if self.pages is not None:
+            self.pages.reorder(sources)
+        if in_place:
+            for x in (self.lengths, *self._last_reads, *self._total_reads):
+                x.copy_(x.index_select(0, chosen))
+            return
+        self.lengths = self.lengths.index_select(0, chosen)
+        self._last_reads, self._total_reads = (
+            Reads(*(x.index_select(0, chosen) for x in reads)) for reads in (self._last_reads, self._total_reads)
+        )
+        if self.read_counter is not None:
+            self.read_counter.reads = None
+
+    def _checked(self, indices: Tensor) -> Tensor:
+        """Return `indices` on the cache's device."""
+        checks.check_rank("indices", indices, 1, "(B',)")
+        if indices.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"indices are {indices.dtype} (they name sequences); use indices.to(torch.int64)")
+        if checks.can_read(indices):
+            outside = indices[(indices < 0) | (indices >= self.batch_size)]
+            if outside.numel():
+                raise InputError(
+                    f"indices name sequence {int(outside[0])} (the cache holds {self.batch_size}); use 0 .. {self.batch_size - 1}"
+                )
+        return indices.to(self.lengths.device, torch.int64, non_blocking=True)

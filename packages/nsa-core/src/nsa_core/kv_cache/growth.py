@@ -1,0 +1,50 @@
+"""The part of a step that a growing cache does on the host. Importing this file loads torch's compiler."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.kv_cache.bounds import HostBounds
+
+if TYPE_CHECKING:
+    from nsa_core.kv_cache.cache import NSACache
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, in_place: bool) -> None:
+    """Count a step on the host, and let the stores grow where it does not fit. A graph that is being traced ends here.
+
+    Raises:
+        CacheOverflowError: when a sequence may outgrow `max_seqlen`.
+        InputError: where a CUDA graph captures the step.
+    """
+    bounds, stores = cache.bounds, cache.stores
+    assert isinstance(bounds, HostBounds)
+    if is_captured(cache.lengths.device):
+        raise InputError(
+            "a CUDA graph captures a step of a cache that grows (its bounds live on the host, so a replay would not advance them); "
+            f"use new_cache({cache.batch_size}, {stores.capacity}, static=True)"
+        )
+    if cache.pages is not None:
+        counts = bounds.held.new_full(bounds.held.shape, num_queries)
+        if query_count is not None and query_count.device.type == "cpu":
+            counts.copy_(query_count)
+        room = cache.pages.limits(bounds.held, cache.config.geometry)
+        short = (counts > 0) & (bounds.held + counts > room)
+        if bool(short.any()):
+            b = int(short.int().argmax())
+            raise CacheOverflowError(
+                f"sequence {b} would hold {int((bounds.held + counts)[b])} tokens (its own pages have room for {int(room[b])}); "
+                f"use reserve({b}, {int((bounds.held + counts)[b])}, length={int(bounds.held[b])}) before the step"
+            )
+    longest = bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=cache.max_seqlen)
+    if longest > stores.capacity:
+        stores.grow(min(max(longest, 2 * stores.capacity), cache.max_seqlen))
+        cache.can_grow = stores.capacity < cache.max_seqlen
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return True where a CUDA graph captures what runs on `device`."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

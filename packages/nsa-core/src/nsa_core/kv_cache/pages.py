@@ -1,0 +1,133 @@
+"""PageTable: which pages of a cache's stores hold which tokens of which sequence. It lives on the host and writes a table on the device."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core.config import BlockGeometry
+from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.varlen import compressed_lengths
+
+
+class Copies(NamedTuple):
+    """Pages to copy before they are written: other sequences read the old ones."""
+
+    old: list[int]
+    new: list[int]
+
+
+class PageTable:
+    """Pages of the sequences of a batch. Several sequences may share pages that none of them writes any more."""
+
+    def __init__(self, batch_size: int, max_seqlen: int, num_pages: int, page_size: int, device: torch.device | str) -> None:
+        """Start with `num_pages` free pages of `page_size` tokens."""
+        self.page_size, self.num_pages, self.max_seqlen = page_size, num_pages, max_seqlen
+        self.table = torch.full((batch_size, -(-max_seqlen // page_size)), -1, dtype=torch.int32, device=device)
+        """int32 (B, max_pages): the pages of each sequence in order, -1 after the last."""
+        self.extents = torch.zeros(2, batch_size, dtype=torch.int32, device=device)
+        """int32 (2, B): the tokens that the pages of each sequence hold, and those in pages up to its last one that others share."""
+        self._host_extents = torch.zeros(2, batch_size, dtype=torch.int32)
+        self._pages: list[list[int]] = [[] for _ in range(batch_size)]
+        self._num_readers = [0] * num_pages
+        self._free = list(range(num_pages))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        """Return the number of pages that no sequence has."""
+        return len(self._free)
+
+    def pages_of(self, sequence: int) -> tuple[int, ...]:
+        """Return the pages of a sequence, in the order of its tokens."""
+        return tuple(self._pages[self._checked(sequence)])
+
+    def limits(self, lengths: Tensor, geometry: BlockGeometry) -> Tensor:
+        """Return the lengths up to which sequences of `lengths` `(B,)` may grow: 0 where a step would write a page that others share.
+
+        A step writes tokens from `lengths` on, and the blocks that were not complete.
+        """
+        held, shared = self._host_extents if lengths.device.type == "cpu" else self.extents
+        first_open = compressed_lengths(lengths, geometry) * geometry.compression_stride
+        return torch.where(first_open >= shared, held, 0)
+
+    def assign(self, sequence: int, pages: Sequence[int]) -> None:
+        """Give a sequence without pages these, in the order of its tokens; pages that other sequences have are shared.
+
+        Raises:
+            InputError: for a sequence that has pages, or pages that the stores do not have, or one named twice.
+        """
+        if self._pages[self._checked(sequence)]:
+            raise InputError(f"sequence {sequence} has {len(self._pages[sequence])} pages (each holds tokens); free it first")
+        outside = [page for page in pages if not 0 <= page < self.num_pages]
+        if outside:
+            raise InputError(f"page {outside[0]} is beyond the store (it has {self.num_pages} pages); use 0 .. {self.num_pages - 1}")
+        if len(set(pages)) < len(pages) or len(pages) > self.table.shape[1]:
+            raise InputError(f"pages={list(pages)} (each once, at most {self.table.shape[1]} of a sequence); drop what is too much")
+        self._replace(sequence, list(pages))
+
+    def own(self, sequence: int, first: int, num_tokens: int) -> Copies:
+        """Let a sequence alone have its pages from number `first` on, enough of them for `num_tokens` tokens; return what to copy.
+
+        Raises:
+            CacheOverflowError: where too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
+        """
+        pages = list(self._pages[self._checked(sequence)])
+        needed = -(-num_tokens // self.page_size)
+        if num_tokens > self.max_seqlen:
+            raise CacheOverflowError(
+                f"sequence {sequence} would hold {num_tokens} tokens (the cache was built for max_seqlen={self.max_seqlen}); reserve fewer"
+            )
+        shared = [place for place in range(first, len(pages)) if self._num_readers[pages[place]] > 1]
+        count = len(shared) + max(needed - len(pages), 0)
+        if count > self.num_free:
+            raise CacheOverflowError(
+                f"sequence {sequence} needs {count} more pages for {num_tokens} tokens ({self.num_free} of {self.num_pages} are free); "
+                f"free a sequence, or build the cache with num_pages={self.num_pages + count - self.num_free}"
+            )
+        fresh = self._free[: -count - 1 : -1] if count else []
+        copies = Copies([pages[place] for place in shared], fresh[: len(shared)])
+        for place, page in zip(shared, fresh, strict=False):
+            pages[place] = page
+        self._replace(sequence, pages + fresh[len(shared) :])
+        return copies
+
+    def free(self, sequence: int) -> None:
+        """Give the pages of a sequence back; those that others share stay theirs.
+
+        Raises:
+            InputError: where it has none, as after a first `free`.
+        """
+        if not self._pages[self._checked(sequence)]:
+            raise InputError(f"sequence {sequence} has no pages (they are freed once); drop the second free")
+        self._replace(sequence, [])
+
+    def reorder(self, sources: Sequence[int | None]) -> None:
+        """Replace the sequences by those of `sources`, whose pages are shared where two name the same; None: one without pages."""
+        self._write([[] if source is None else list(self._pages[source]) for source in sources])
+
+    def _replace(self, sequence: int, pages: list[int]) -> None:
+        self._write([pages if place == sequence else have for place, have in enumerate(self._pages)])
+
+    def _write(self, pages: list[list[int]]) -> None:
+        """Note the pages of every sequence, and write the tensors: in place, unless the number of sequences changes."""
+        self._pages = pages
+        readers = Counter(page for have in pages for page in have)
+        self._num_readers = [readers[page] for page in range(self.num_pages)]
+        self._free = [page for page in range(self.num_pages)[::-1] if not readers[page]]
+        width = self.table.shape[1]
+        table = torch.tensor([have + [-1] * (width - len(have)) for have in pages], dtype=torch.int32).view(-1, width)
+        held = [min(len(have) * self.page_size, self.max_seqlen) for have in pages]
+        shared = [max([place + 1 for place, page in enumerate(have) if readers[page] > 1], default=0) * self.page_size for have in pages]
+        if table.shape != self.table.shape:
+            self.table, self.extents = self.table.new_empty(table.shape), self.extents.new_empty(2, len(pages))
+            self._host_extents = torch.empty(2, len(pages), dtype=torch.int32)
+        self._host_extents.copy_(torch.tensor([held, shared], dtype=torch.int32))
+        self.table.copy_(table, non_blocking=True)
+        self.extents.copy_(self._host_extents, non_blocking=True)
+
+    def _checked(self, sequence: int) -> int:
+        if not 0 <= sequence < len(self._pages):
+            raise InputError(f"sequence {sequence} is none (the cache holds {len(self._pages)}); use 0 .. {len(self._pages) - 1}")
+        return sequence
