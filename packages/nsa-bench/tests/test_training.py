@@ -10,9 +10,9 @@ import pytest
 from nsa_bench.cli import run_command
 from nsa_bench.training import TrainingResult, read_result, twin_config, wrong_losses
 from nsa_bench.training_report import ratio_to_dense
-from nsa_train.config import RunConfig
-from nsa_train.recipe import load_config
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import load_config
 
 RECIPE = """
 [model]

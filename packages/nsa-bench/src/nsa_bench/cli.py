@@ -15,11 +15,11 @@ from nsa_bench.__about__ import __version__
 from nsa_bench.ablations.plan import shipped_plans
 from nsa_bench.errors import BenchError, OptionError
 from nsa_core.errors import NSAError
-from nsa_train.config import listed
 from nsa_train.errors import TrainError, exit_code_of, in_one_line
-from nsa_train.recipe import shipped_recipes
-from nsa_train.streams import discard, is_unread
-from nsa_train.versions import version_lines
+from nsa_train.host.environment import version_lines
+from nsa_train.lifecycle.console import discard, is_unread
+from nsa_train.settings.config import listed
+from nsa_train.settings.recipe import shipped_recipes
 
 if TYPE_CHECKING:
     from nsa_bench.measurements import Measurement

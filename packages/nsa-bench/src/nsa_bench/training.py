@@ -15,9 +15,9 @@ from typing import Any
 from attrs import frozen
 
 from nsa_bench.errors import BenchError
-from nsa_train.config import RunConfig
-from nsa_train.recipe import load_config
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import load_config
 from nsa_train.telemetry.records import load_json, read_events, read_rows
 
 WARM_UP_SHARE, LEAST_WARM_UP = 0.1, 3

@@ -55,8 +55,8 @@ def bench_training(
         raise OptionError(str(error)) from None
     # a mistyped key is refused without torch
     from nsa_bench.environment import describe_environment
-    from nsa_train.machine import target_machine
-    from nsa_train.routing import overruled_backends, refused_backends, uses_of_run
+    from nsa_train.host.machine import target_machine
+    from nsa_train.host.routing import overruled_backends, refused_backends, uses_of_run
 
     for config in configs:
         uses = uses_of_run(config, target_machine(config))

@@ -8,7 +8,7 @@ import pytest
 from nsa_bench.ablations.plan import Plan, Trial, Variant
 from nsa_bench.ablations.report import ablation_table
 from nsa_bench.ablations.results import Mean, TrialResult, summarize, to_json, to_rows
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 
 CONFIG = load_config("demo")
 ENVIRONMENT = dict.fromkeys(("time", "cpu", "gpu", "torch", "triton", "commit"), "x")

@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa_train.checkpoint import Checkpoint, Snapshot, capture, restore
 from nsa_train.checkpoint.rng import capture_rng
 from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors
-from nsa_train.data.state import state_of
+from nsa_train.data.stream import state_of
 from nsa_train.model.decoder import build_model
 from nsa_train.parallel.ranks import gather_json
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 
 SIZES = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim_qk": 16, "head_dim_v": 16}
 CONFIG = load_config("demo", [f"model.{key}={value}" for key, value in SIZES.items()])

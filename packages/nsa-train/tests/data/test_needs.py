@@ -3,7 +3,7 @@
 import pytest
 
 from nsa_train.data.needs import needs_of, packages_of
-from nsa_train.data_table import DataTable
+from nsa_train.settings.data_table import DataTable
 
 BPE = {"tokenizer": "gpt2"}
 

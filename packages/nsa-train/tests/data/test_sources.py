@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, open_training_stream, probe
+from nsa_train.data.dataset import open_dataset
+from nsa_train.data.probe import probe
 from nsa_train.data.sources import Bad, Document, Reading, open_files
 from nsa_train.data.sources.jsonl import BYTES_PER_BLOCK, LINES_PER_BLOCK, JsonlBlocks
 from nsa_train.data.sources.split import limit_of, rank_of, split
 from nsa_train.data.sources.text import StdlibBlocks
+from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
 
 
 def _documents(texts: list[bytes]) -> list[Document]:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from nsa_train.checkpoint import load_model, open_checkpoint
-from nsa_train.config import RunConfig
-from nsa_train.data import Batch, open_validation
-from nsa_train.data.packing import IGNORED
-from nsa_train.routing import DTYPES
+from nsa_train.data.packing import IGNORED, Batch
+from nsa_train.data.stream import open_validation
+from nsa_train.host.routing import DTYPES
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
 
 CHUNK = 8192
 """Tokens whose logits are float32 at a time."""

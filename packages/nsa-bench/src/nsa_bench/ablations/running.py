@@ -16,8 +16,8 @@ from nsa_bench.ablations.trial import JUDGED
 from nsa_bench.errors import OptionError
 from nsa_train.errors import INTERRUPTED, TerminatedError
 from nsa_train.files import written_whole
-from nsa_train.recipe import to_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import to_toml
 
 POLL_S = 0.2
 SAVED = (TerminatedError.exit_code, INTERRUPTED)

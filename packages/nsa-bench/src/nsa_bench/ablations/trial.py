@@ -19,7 +19,7 @@ def run_trial(recipe: Path, out: Path) -> int:
         return code
     from nsa_bench.ablations.held_out import as_json, judge_run
     from nsa_train.parallel.world import local_device
-    from nsa_train.recipe import load_config
+    from nsa_train.settings.recipe import load_config
 
     config = load_config(str(recipe))
     found = judge_run(RunDirectory(out), config, local_device(config.train.device, 0))

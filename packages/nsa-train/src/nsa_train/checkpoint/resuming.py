@@ -13,16 +13,15 @@ from torch import nn
 from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import OTHERS
 from nsa_train.checkpoint.rng import require_rng, restore_rng, seed_fresh_rng
-from nsa_train.checkpoint.schema import unresumable
+from nsa_train.checkpoint.schema import NUM_GROUPS, unresumable
 from nsa_train.checkpoint.store import Checkpoint, Judge, anything, latest_valid, open_checkpoint, valid_at
 from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, require_forms, require_moments
-from nsa_train.config import RunConfig, structure, unstructure
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
-from nsa_train.optim import NUM_GROUPS
 from nsa_train.parallel.ranks import broadcast_bytes, broadcast_json, on_rank_0, rank
-from nsa_train.recipe import toml_value
-from nsa_train.structuring import listed_problems
+from nsa_train.settings.config import RunConfig, structure, unstructure
+from nsa_train.settings.recipe import toml_value
+from nsa_train.settings.structuring import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
 """Tables and keys without which the weights would not fit; where an operation runs (nsa.backends) is free."""

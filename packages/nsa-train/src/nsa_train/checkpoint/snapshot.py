@@ -14,10 +14,10 @@ from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import MOST
 from nsa_train.checkpoint.rng import capture_rng
 from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors, write_tensors
-from nsa_train.config import RunConfig
 from nsa_train.errors import CheckpointError
 from nsa_train.parallel.ranks import gather_bytes, world_size
-from nsa_train.recipe import to_toml
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import to_toml
 
 
 @frozen(kw_only=True)

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.errors import CheckpointError
 from nsa_train.parallel.ranks import broadcast_json, broadcast_tensor, on_rank_0, rank
-from nsa_train.sharding import is_sharded
-from nsa_train.structuring import SHOWN, short
+from nsa_train.parallel.sharding import is_sharded
+from nsa_train.settings.structuring import SHOWN, short
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and checkpoint wrappers put into a parameter's name."""

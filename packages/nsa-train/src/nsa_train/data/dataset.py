@@ -17,12 +17,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from nsa_train.config import RunConfig
 from nsa_train.data.blocks import SyntheticBlocks, SyntheticRows, TextTokenBlocks, scan_held_out
 from nsa_train.data.buckets import BucketedRows
 from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
 from nsa_train.data.opened import Walk
 from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
+from nsa_train.data.position import settings_of
 from nsa_train.data.retrieval import Retrieval, RetrievalRows
 from nsa_train.data.sources import (
     Bad,
@@ -41,9 +41,9 @@ from nsa_train.data.sources import (
 from nsa_train.data.sources.split import rank_of, shared, split
 from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
 from nsa_train.data.waiting import within
-from nsa_train.data_state import settings_of
-from nsa_train.data_table import IDS, DataTable
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.data_table import IDS, DataTable
 
 OPENINGS = 3
 """Held-out documents of which samples show how the model goes on."""

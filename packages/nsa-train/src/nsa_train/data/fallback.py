@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import attrs
 
-from nsa_train.config import RunConfig
 from nsa_train.data.dataset import open_dataset
-from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
-from nsa_train.recipe import to_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.data_table import DataTable
+from nsa_train.settings.recipe import to_toml
 
 SUFFIX = "-synthetic"
 

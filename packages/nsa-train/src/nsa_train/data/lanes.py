@@ -15,9 +15,9 @@ import numpy as np
 
 from nsa_train.data.order import Place, SeededOrder, Turns
 from nsa_train.data.packing import IGNORED, PackedRows, Row
+from nsa_train.data.position import NUM_FIRST_TOKENS
 from nsa_train.data.sources.base import Bad
 from nsa_train.data.tokenizer import Ids
-from nsa_train.data_state import NUM_FIRST_TOKENS
 from nsa_train.errors import DataError
 
 

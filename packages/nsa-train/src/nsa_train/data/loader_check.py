@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from nsa_train.config import RunConfig
 from nsa_train.data.dataset import open_dataset
 from nsa_train.data.stream import TrainingStream, lanes_of
 from nsa_train.data.waiting import LateError, within
+from nsa_train.settings.config import RunConfig
 
 MEASURED_BATCHES = 200
 MEASURED_S = 5.0

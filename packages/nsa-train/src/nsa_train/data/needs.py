@@ -2,9 +2,9 @@
 
 from importlib.util import find_spec
 
-from nsa_train.config import listed
 from nsa_train.data.sources.hub import DEFAULT_SUBSET, REPOSITORY
-from nsa_train.data_table import IDS, DataTable
+from nsa_train.settings.config import listed
+from nsa_train.settings.data_table import IDS, DataTable
 
 
 def needs_of(data: DataTable) -> tuple[str, ...]:

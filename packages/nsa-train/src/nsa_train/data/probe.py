@@ -2,9 +2,9 @@
 
 from attrs import frozen
 
-from nsa_train.config import RunConfig
 from nsa_train.data.dataset import Dataset, open_dataset
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
 
 
 @frozen

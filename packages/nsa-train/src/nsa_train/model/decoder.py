@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nsa_core import NativeSparseAttention, NSAConfig
-from nsa_train.config import Layer, RunConfig
 from nsa_train.data.tokenizer import num_ids_of
 from nsa_train.errors import ConfigError
 from nsa_train.model.dense_attention import DenseAttention
 from nsa_train.model.loss import ChunkKernel, loss_and_gradient, summed_loss, summed_loss_in_chunks
 from nsa_train.model.recompute import recomputed
+from nsa_train.settings.config import Layer, RunConfig
 
 ATTENTIONS: dict[str, type[NativeSparseAttention] | type[DenseAttention]] = {"nsa": NativeSparseAttention, "dense": DenseAttention}
 """By the names that `model.attention` and `model.layers` allow."""

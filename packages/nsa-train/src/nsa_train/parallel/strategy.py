@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import World
-from nsa_train.sharding import is_sharded
 
 
 class Strategy(Protocol):
@@ -84,13 +82,3 @@ class Fsdp:
 
 STRATEGIES: dict[str, type[Single] | type[Ddp] | type[Fsdp]] = {"single": Single, "ddp": Ddp, "fsdp": Fsdp}
 """By the names that `train.strategy` allows."""
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, or the tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor in full, gathered by all ranks together, or the tensor itself."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from nsa_train.errors import ConfigError
+from nsa_train.host.environment import ENVIRONMENT
 from nsa_train.parallel.contact import contact_kept
-from nsa_train.parallel.outcomes import ENVIRONMENT
 from nsa_train.parallel.ranks import broadcast_json, gather_json
 
 TIMEOUT = timedelta(minutes=30)

@@ -1,8 +1,9 @@
 """Rules about the data: reachable, large enough, and no document both in train and in validation."""
 
-from nsa_train.config import RunConfig
-from nsa_train.data import needs_of, probe
+from nsa_train.data.needs import needs_of
+from nsa_train.data.probe import probe
 from nsa_train.preflight.findings import Preflight
+from nsa_train.settings.config import RunConfig
 
 
 def check_data(findings: Preflight, config: RunConfig) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from attrs import frozen
 
 from nsa_train.checkpoint.layout import LATEST, step_folders
-from nsa_train.config import RunConfig
 from nsa_train.files import ASIDE
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.places import existing_place
 from nsa_train.preflight.sizes import in_units
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
 
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: the weight and Adam's two moments, float32."""

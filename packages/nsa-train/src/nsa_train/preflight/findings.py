@@ -5,7 +5,7 @@ from typing import Any
 
 from attrs import field, mutable
 
-from nsa_train.data import Dataset
+from nsa_train.data.dataset import Dataset
 from nsa_train.errors import ConfigError
 
 

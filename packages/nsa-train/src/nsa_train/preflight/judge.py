@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_train.config import RunConfig
-from nsa_train.machine import Machine, processes_of, target_machine
+from nsa_train.host.machine import Machine, processes_of, target_machine
 from nsa_train.model.decoder import count_parameters, introduced
 from nsa_train.preflight.data import check_data
 from nsa_train.preflight.disk import check_disk
@@ -15,6 +14,7 @@ from nsa_train.preflight.mends import MemoryMends
 from nsa_train.preflight.places import check_out_dir
 from nsa_train.preflight.schedule import check_schedule
 from nsa_train.preflight.weights import check_init_from
+from nsa_train.settings.config import RunConfig
 
 
 def run_preflight(

@@ -2,12 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from nsa_train.config import RunConfig
-from nsa_train.machine import Machine, processes_of
+from nsa_train.host.machine import Machine, processes_of
+from nsa_train.host.routing import (
+    backend_of,
+    chosen_of,
+    ignored_backends,
+    overruled_backends,
+    refused_backends,
+    routing_decisions,
+    uses_of_run,
+)
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.memory import MemoryEstimate
 from nsa_train.preflight.mends import MemoryMends
-from nsa_train.routing import backend_of, chosen_of, ignored_backends, overruled_backends, refused_backends, routing_decisions, uses_of_run
+from nsa_train.settings.config import RunConfig
 
 if TYPE_CHECKING:
     from nsa_core import RoutingDecision

@@ -2,8 +2,8 @@
 
 from attrs import frozen
 
-from nsa_train.config import Layer, RunConfig
 from nsa_train.model.decoder import vocab_size_of
+from nsa_train.settings.config import Layer, RunConfig
 
 GIB = 2**30
 STATE_BYTES = 16

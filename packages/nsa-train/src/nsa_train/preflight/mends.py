@@ -7,10 +7,10 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from nsa_train.config import RunConfig
-from nsa_train.machine import Machine
+from nsa_train.host.machine import Machine
 from nsa_train.preflight.memory import KEPT_SHARE, LIBRARIES, OF_ROWS, MemoryEstimate, estimate_memory
-from nsa_train.rules import MOST_ACCUMULATED
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.rules import MOST_ACCUMULATED
 
 RECOMPUTED = tuple(KEPT_SHARE)
 """Values of train.activation_checkpointing, the fastest first."""

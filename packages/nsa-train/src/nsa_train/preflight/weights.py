@@ -1,9 +1,9 @@
 """Rules about the weights that a new run begins with."""
 
 from nsa_train.checkpoint import initial_checkpoint
-from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError
 from nsa_train.preflight.findings import Preflight
+from nsa_train.settings.config import RunConfig
 
 
 def check_init_from(findings: Preflight, config: RunConfig, *, resuming: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import field, frozen, mutable
 
-from nsa_train.parallel.outcomes import DELIBERATE
+from nsa_train.lifecycle.outcomes import DELIBERATE
 from nsa_train.telemetry.records import seconds_between
 
 STALL, FLATLINE, GATE_COLLAPSE, ZERO_GRADIENTS, RISING_FALLBACKS = (

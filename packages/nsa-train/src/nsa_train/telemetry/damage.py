@@ -6,8 +6,8 @@ from typing import Any
 
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_RECORDS, MOST_SAMPLE, read_regular, refusal
-from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import read_toml
 from nsa_train.telemetry.records import load_json, scan_events, scan_rows
 
 SHOWN = 3

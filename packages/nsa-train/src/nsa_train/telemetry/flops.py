@@ -13,8 +13,8 @@ from torch import nn
 
 from nsa_core import BlockGeometry, NSAConfig
 from nsa_core.blocks import num_compressed_blocks
-from nsa_train.config import Layer, RunConfig
 from nsa_train.model.decoder import build_model, weightless
+from nsa_train.settings.config import Layer, RunConfig
 
 FORWARD_AND_BACKWARD = 3
 """Passes' worth of FLOPs of a training step."""

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from nsa_train.streams import discard
+from nsa_train.lifecycle.console import discard
 
 
 @frozen(kw_only=True)

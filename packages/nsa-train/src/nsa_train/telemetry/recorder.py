@@ -17,16 +17,17 @@ import torch
 from attrs import field, mutable
 
 from nsa_core import NativeSparseAttention, default_registry
-from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError
 from nsa_train.files import written_whole
+from nsa_train.host.chips import chip_of
+from nsa_train.host.environment import describe_environment
+from nsa_train.host.machine import gpu_memory
+from nsa_train.host.routing import chosen_of, routing_decisions
 from nsa_train.model.decoder import count_parameters
-from nsa_train.recipe import to_toml
-from nsa_train.routing import chosen_of, routing_decisions
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import to_toml
 from nsa_train.telemetry import health
-from nsa_train.telemetry.chips import chip_of
-from nsa_train.telemetry.environment import describe_environment, gpu_memory
 from nsa_train.telemetry.fallbacks import FallbackCounts, attach, counting_registry
 from nsa_train.telemetry.flops import model_flops
 from nsa_train.telemetry.layers import RunTelemetry, routes_of, watched

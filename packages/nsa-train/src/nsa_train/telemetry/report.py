@@ -9,8 +9,8 @@ from typing import Any
 from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_SAMPLE, as_text, read_regular, refusal, written_whole
-from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import read_toml
 from nsa_train.telemetry.figures import BRANCH_NAMES, draw_curves, read_history
 from nsa_train.telemetry.health import judge, steadiness
 from nsa_train.telemetry.records import read_json

@@ -12,8 +12,8 @@ from typing import Any
 from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record
 from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, files_of
 from nsa_train.data.sources.jsonl import record_of_line
-from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
+from nsa_train.settings.data_table import DataTable
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 DEFAULT_SUBSET = "sample-10BT"
