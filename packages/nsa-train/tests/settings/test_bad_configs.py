@@ -17,7 +17,15 @@ WRONG = ("word", "true", "1.5", "-1", "nan", "[1]", "{a = 1}", "''")
 ALLOWED = {
     # what of WRONG is right
     "word": {"data.path", "data.subset", "data.tokenizer_path", "data.name", "train.init_from"},
-    "true": {"train.compile", "train.deterministic", "train.async_save", "train.skip_loss_spikes", "data.packing", "nsa.qk_norm"},
+    "true": {
+        "train.compile",
+        "train.deterministic",
+        "train.async_save",
+        "train.skip_loss_spikes",
+        "train.samples",
+        "data.packing",
+        "nsa.qk_norm",
+    },
     "1.5": {
         "train.lr",
         "train.weight_decay",
