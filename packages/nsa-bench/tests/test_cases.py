@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa_bench.cases import SHAPES, Case, geometry_text, head_shape, parse_geometry, parse_lengths, parse_shapes
+from nsa_bench.cases import SHAPES, Case, geometry_text, head_shape, parse_geometry, parse_lengths, parse_shapes, visible_pairs
 from nsa_bench.errors import OptionError
 from nsa_core import BlockGeometry
 
@@ -57,3 +57,22 @@ def test_a_packed_case_counts_blocks_sequence_by_sequence():
     assert (one.sequence_lengths, one.num_blocks) == ((30,), 6)
     assert (many.sequence_lengths, many.num_blocks) == ((7, 8, 0, 15), 0 + 1 + 0 + 2)
     assert "30 tokens in 4 sequences" in str(many)
+
+
+def test_pairs_of_packed_sequences_add_up():
+    case = Case(shape=SHAPES["S"], seq_len=300, lengths=(100, 0, 200))
+    for operation in ("nsa", "cmp", "select", "slc", "win", "dense"):
+        alone = [visible_pairs(operation, Case(shape=SHAPES["S"], seq_len=length)) for length in (100, 200)]
+        assert visible_pairs(operation, case) == sum(alone)
+
+
+def test_pairs_of_the_whole_operation_are_those_of_its_branches():
+    case = Case(shape=SHAPES["S"], seq_len=300)
+    assert visible_pairs("nsa", case) == sum(visible_pairs(operation, case) for operation in ("cmp", "slc", "win"))
+    # windows of 300 of 512 tokens, 16 heads
+    assert visible_pairs("win", case) == 16 * 300 * 301 // 2
+
+
+def test_an_unknown_operation_has_no_pairs():
+    with pytest.raises(KeyError):
+        visible_pairs("sum", Case(shape=SHAPES["S"], seq_len=300))

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_bench.cases import Selection
+from nsa_bench.cases import Selection, visible_pairs
 from nsa_bench.measurements import Direction, Measurement
-from nsa_bench.pairs import visible_pairs
 from nsa_bench.sweep import LENGTH, judge_sweep, short_lengths, sweep_jobs, sweep_points
 from nsa_bench.timing import Timing
 from nsa_core import BlockGeometry

@@ -7,7 +7,7 @@ from attrs import field, frozen
 
 from nsa_bench.errors import OptionError
 from nsa_core import BlockGeometry, ConfigError
-from nsa_core.blocks import num_compressed_blocks
+from nsa_core.blocks import causal_pairs, compressed_pairs, num_compressed_blocks, selected_pairs, window_pairs
 
 KIBI = 1024
 LENGTHS = "2k,4k,8k,16k,32k,64k,128k"
@@ -89,6 +89,23 @@ class Case:
     def __str__(self) -> str:
         packed = "" if self.lengths is None else f" in {len(self.lengths)} sequences"
         return f"{self.shape}, {self.seq_len} tokens{packed}, {self.selection}"
+
+
+def visible_pairs(operation: str, case: Case) -> int:
+    """Return the pairs of query and key of `operation` over all query heads and sequences of `case`.
+
+    "select" scores the compressed branch's pairs; "nsa" counts those of the three branches, "dense" all of the past.
+    """
+    counts = {
+        "cmp": (compressed_pairs,),
+        "select": (compressed_pairs,),
+        "slc": (selected_pairs,),
+        "win": (window_pairs,),
+        "nsa": (compressed_pairs, selected_pairs, window_pairs),
+        "dense": (lambda length, _: causal_pairs(length),),
+    }[operation]
+    pairs = sum(count(length, case.geometry) for length in case.sequence_lengths for count in counts)
+    return case.shape.num_heads * pairs
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:

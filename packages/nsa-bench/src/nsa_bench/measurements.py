@@ -5,9 +5,8 @@ from typing import Any
 
 from attrs import frozen
 
-from nsa_bench.cases import Case, geometry_text
+from nsa_bench.cases import Case, geometry_text, visible_pairs
 from nsa_bench.checking import Check
-from nsa_bench.pairs import visible_pairs
 from nsa_bench.timing import Timing
 
 

@@ -1,4 +1,4 @@
-"""Block arithmetic in plain integers: counts, visibility, overlap weights, decode reads.
+"""Block arithmetic in plain integers: counts, visibility, overlap weights, decode reads, pairs of query and key.
 
 Everything here takes and returns Python integers and knows no tensors. Positions count from the sequence's own start;
 `t` is a query's position. Divisions floor, as the specification's do.
@@ -68,3 +68,35 @@ def predicted_reads(length: int, geometry: BlockGeometry) -> int:
 def predicted_reads_of_step(start: int, count: int, geometry: BlockGeometry) -> int:
     """Return the summed reads of one KV head for the `count` queries at positions start .. start + count - 1."""
     return sum(predicted_reads(length, geometry) for length in range(start + 1, start + count + 1))
+
+
+def causal_pairs(length: int) -> int:
+    """Return the query-key pairs of full causal attention over `length` tokens."""
+    return length * (length + 1) // 2
+
+
+def compressed_pairs(length: int, geometry: BlockGeometry) -> int:
+    """Return the pairs of a query and a compressed block wholly in its past (Eq. 7)."""
+    count = num_compressed_blocks(length, geometry)
+    first = length - geometry.compression_block_size + 1
+    return count * first - geometry.compression_stride * count * (count - 1) // 2 if count else 0
+
+
+def selected_pairs(length: int, geometry: BlockGeometry) -> int:
+    """Return the pairs of a query and a token of its min(n, own + 1) chosen blocks, its own up to itself (Eq. 12).
+
+    The choice does not matter: a query's own block is always among its blocks, and all others are full.
+    """
+    size, most = geometry.selection_block_size, geometry.num_selected_blocks
+    whole, rest = divmod(length, size)
+    # earlier blocks that the queries of block b read: 0, 1, .., n - 1, n - 1, ..
+    rising = min(whole, most)
+    earlier = rising * (rising - 1) // 2 + (whole - rising) * (most - 1)
+    last = rest * size * (min(most, whole + 1) - 1)
+    return size * size * earlier + last + whole * causal_pairs(size) + causal_pairs(rest)
+
+
+def window_pairs(length: int, geometry: BlockGeometry) -> int:
+    """Return the pairs of a query and a token of its window, its own included."""
+    window = min(geometry.window_size, length)
+    return causal_pairs(window) + (length - window) * window

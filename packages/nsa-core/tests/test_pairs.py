@@ -1,12 +1,10 @@
-"""Counts of visible pairs, against counting one by one."""
+"""Counts of pairs of query and key, against counting one by one."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_bench.cases import SHAPES, Case
-from nsa_bench.pairs import compressed_pairs, dense_pairs, selected_pairs, visible_pairs, window_pairs
 from nsa_core import BlockGeometry
+from nsa_core.blocks import causal_pairs, compressed_pairs, selected_pairs, window_pairs
 from nsa_core.reference import naive
 
 
@@ -34,22 +32,10 @@ def test_counts_equal_those_of_a_loop(geometry, length):
     assert compressed_pairs(length, geometry) == compressed
     assert selected_pairs(length, geometry) == selected
     assert window_pairs(length, geometry) == window
-    assert dense_pairs(length) == sum(range(1, length + 1))
+    assert causal_pairs(length) == sum(range(1, length + 1))
 
 
 @given(geometries(), st.integers(1, 60))
-def test_the_whole_operation_reads_what_table_4_predicts(geometry, length):
-    case = Case(shape=SHAPES["S"], seq_len=length, geometry=geometry)
-    assert visible_pairs("nsa", case) == 16 * sum(naive.predicted_reads(t + 1, geometry) for t in range(length))
-
-
-def test_pairs_of_packed_sequences_add_up():
-    case = Case(shape=SHAPES["S"], seq_len=300, lengths=(100, 0, 200))
-    for operation in ("nsa", "cmp", "select", "slc", "win", "dense"):
-        alone = [visible_pairs(operation, Case(shape=SHAPES["S"], seq_len=length)) for length in (100, 200)]
-        assert visible_pairs(operation, case) == sum(alone)
-
-
-def test_an_unknown_operation_has_no_pairs():
-    with pytest.raises(KeyError):
-        visible_pairs("sum", Case(shape=SHAPES["S"], seq_len=300))
+def test_the_three_branches_read_what_table_4_predicts(geometry, length):
+    pairs = sum(count(length, geometry) for count in (compressed_pairs, selected_pairs, window_pairs))
+    assert pairs == sum(naive.predicted_reads(t + 1, geometry) for t in range(length))
