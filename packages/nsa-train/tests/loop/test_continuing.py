@@ -397,8 +397,8 @@ def test_of_two_runs_that_start_in_the_same_moment_one_exits_2(
     tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both have looked at the directory, and found it free, before one of them claims it."""
-    from nsa_train.loop import run as running
     from nsa_train.checkpoint import CheckpointWriter
+    from nsa_train.loop import run as running
 
     check, writers = running.check_start, []
 

@@ -59,8 +59,8 @@ class Batch:
     """Labels that are not IGNORED, known on the host"""
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with its tensors on `device`."""
-        names = ("input_ids", "labels", "loss_mask", "lengths", "cu_seqlens")
+        """Return the batch with the tensors that a model reads on `device`; `loss_mask` and `lengths` stay on the host."""
+        names = ("input_ids", "labels", "cu_seqlens")
         return evolve(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 

@@ -22,12 +22,17 @@ EMBEDDING_STD = 0.02
 """Small, so that the tied output starts near uniform: the first loss is about ln(vocab_size)."""
 
 
+def mlp_width(dim: int) -> int:
+    """Return the hidden width of an MLP on `dim` channels: 8/3 of them, rounded up to a multiple of 64."""
+    return -(-8 * dim // (3 * 64)) * 64
+
+
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), 8/3 `dim` wide, rounded up to a multiple of 64."""
+    """down(silu(gate(x)) * up(x)), `mlp_width(dim)` wide."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        width = -(-8 * dim // (3 * 64)) * 64
+        width = mlp_width(dim)
         self.gate = nn.Linear(dim, width, bias=False)
         self.up = nn.Linear(dim, width, bias=False)
         self.down = nn.Linear(width, dim, bias=False)

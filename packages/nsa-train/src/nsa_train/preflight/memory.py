@@ -2,7 +2,7 @@
 
 from attrs import frozen
 
-from nsa_train.model.decoder import vocab_size_of
+from nsa_train.model.decoder import mlp_width, vocab_size_of
 from nsa_train.settings.config import Layer, RunConfig
 
 GIB = 2**30
@@ -77,9 +77,8 @@ def _bytes_of_block(config: RunConfig, layer: Layer) -> int:
     branches = len(layer.config.branches) if layer.attention == "nsa" else 1
     # sets of keys and values
     sets = 1 if config.nsa.kv == "shared" else branches
-    mlp = -(-8 * model.dim // (3 * 64)) * 64
     # float32 inputs of the norms of q and k, and their casts
     norms = (4 + wide) * (queries + sets * model.n_kv_heads * model.head_dim_qk) if config.nsa.qk_norm else 0
     # two norms with their float32 inputs and casts, projections before and after RoPE, each branch's output, the MLP
-    own = wide * (2 * queries + 2 * sets * keys_values + (branches + 1) * outputs + 4 * mlp)
+    own = wide * (2 * queries + 2 * sets * keys_values + (branches + 1) * outputs + 4 * mlp_width(model.dim))
     return 2 * model.dim * (4 + 4 + wide) + own + norms

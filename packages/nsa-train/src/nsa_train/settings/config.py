@@ -6,12 +6,14 @@ nearest known one. The values of `nsa` are judged by `nsa_core.NSAConfig`, which
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import cattrs
 from attrs import evolve, field, fields, frozen
 
+from nsa_core.config import SCALING_ALIASES, BlockGeometry, NSAConfig, RopeScaling, nearest_multiples
+from nsa_core.errors import ConfigError as CoreConfigError
 from nsa_train.errors import ConfigError
 from nsa_train.settings.data_table import DataTable
 from nsa_train.settings.rules import (
@@ -24,22 +26,14 @@ from nsa_train.settings.rules import (
     flag,
     integer,
     limited,
-    nearest_multiples,
     number,
     one_of,
     optional_text,
     undivided_rows,
 )
 
-if TYPE_CHECKING:
-    from nsa_core import NSAConfig
-
-
 ATTENTIONS = ("nsa", "dense")
-LAYER_SIZES = (
-    *("compression_block_size", "compression_stride", "selection_block_size", "num_selected_blocks"),
-    *("num_initial_blocks", "num_local_blocks", "window_size"),
-)
+LAYER_SIZES = tuple(item.name for item in fields(BlockGeometry))
 LAYER_KEYS = ("branches", *LAYER_SIZES)
 """Keys of table `nsa` that a layer may have of its own."""
 
@@ -147,24 +141,28 @@ def attention_of(layer: Any) -> Any:
 
 LEAST_SCALED, MOST_SCALED = 1e-6, 2**31 - 1
 """Of any number in `nsa.rope_scaling`."""
-_ADVICE = {
-    "rope_scaling": "use {kind = 'linear', factor = 2.0}",
-    "backends": "use {cmp = 'sdpa'}",
-    "branches": "use ['cmp', 'slc', 'win']",
+SCALING_ADVICE = "use {kind = 'linear', factor = 2.0}"
+_IN_TOML = {
+    "use {'kind': 'linear', 'factor': 2.0}": SCALING_ADVICE,
+    "use {'cmp': 'sdpa'}": "use {cmp = 'sdpa'}",
+    "use ('cmp', 'slc', 'win')": "use ['cmp', 'slc', 'win']",
+    "use attention_factor=None or kind='yarn'": "leave it away, or use kind='yarn'",
 }
-"""Key of table `nsa` -> what to write in TOML, where nsa-core says it in Python."""
+"""Advice of nsa-core, which is in Python -> the same in TOML."""
+_DEFAULTS = {item.name: item.default for kind in (BlockGeometry, NSAConfig) for item in fields(kind)}
+
+
+def _as_in_core(name: str, **bounds: float) -> Any:
+    """Return the field of key `name` with nsa-core's default; `bounds`: those of `limited`."""
+    return limited(_DEFAULTS[name], **bounds)
 
 
 def _broken_scaling(table: Mapping[str, Any]) -> list[str]:
     """Return the problems of the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
-    from nsa_core import RopeScaling
-    from nsa_core.config import SCALING_ALIASES
-
     keys = [item.name for item in fields(RopeScaling)]
     names = [SCALING_ALIASES.get(name, name) for name in table]
-    advice = _ADVICE["rope_scaling"]
-    unknown = [f"nsa.rope_scaling.{name} is unknown (a scaling has {listed(keys)}); {advice}" for name in names if name not in keys]
-    missing = [f"nsa.rope_scaling={dict(table)!r} has no {name}; {advice}" for name in ("kind", "factor") if name not in names]
+    unknown = [f"nsa.rope_scaling.{name} is unknown (a scaling has {listed(keys)}); {SCALING_ADVICE}" for name in names if name not in keys]
+    missing = [f"nsa.rope_scaling={dict(table)!r} has no {name}; {SCALING_ADVICE}" for name in ("kind", "factor") if name not in names]
     return unknown or missing
 
 
@@ -173,33 +171,33 @@ class NSATable(Table):
     """Native Sparse Attention; names, defaults and rules are those of `nsa_core.NSAConfig` and `BlockGeometry`."""
 
     table = "nsa"
-    compression_block_size: int = limited(32, at_most=2**24)
+    compression_block_size: int = _as_in_core("compression_block_size", at_most=2**24)
     """l."""
-    compression_stride: int = limited(16, at_most=2**24)
+    compression_stride: int = _as_in_core("compression_stride", at_most=2**24)
     """d."""
-    selection_block_size: int = limited(64, at_most=2**24)
+    selection_block_size: int = _as_in_core("selection_block_size", at_most=2**24)
     """l'."""
-    num_selected_blocks: int = limited(16, at_most=2**16)
+    num_selected_blocks: int = _as_in_core("num_selected_blocks", at_most=2**16)
     """n, forced blocks included."""
-    num_initial_blocks: int = limited(1, at_most=2**16)
-    num_local_blocks: int = limited(2, at_most=2**16)
-    window_size: int = limited(512, at_most=2**31 - 1)
+    num_initial_blocks: int = _as_in_core("num_initial_blocks", at_most=2**16)
+    num_local_blocks: int = _as_in_core("num_local_blocks", at_most=2**16)
+    window_size: int = _as_in_core("window_size", at_most=2**31 - 1)
     """w, in tokens, the query's own included."""
-    compressor: str = "mlp"
-    gate: str = "sigmoid"
-    gate_hidden_size: int = limited(64, at_most=65_536)
-    gate_temperature: float = limited(1.0, at_least=1e-6, at_most=10**6)
-    rope_theta: float = limited(10000.0, at_least=1, at_most=10**12)
+    compressor: str = _DEFAULTS["compressor"]
+    gate: str = _DEFAULTS["gate"]
+    gate_hidden_size: int = _as_in_core("gate_hidden_size", at_most=65_536)
+    gate_temperature: float = _as_in_core("gate_temperature", at_least=1e-6, at_most=10**6)
+    rope_theta: float = _as_in_core("rope_theta", at_least=1, at_most=10**12)
     """Read by the dense twin too. Below 1 the pairs would turn faster and faster, beyond what float32 can tell apart."""
     rope_scaling: Any = None
     """None or a table such as {kind = "linear", factor = 2.0}; read by the dense twin too."""
-    compressed_rope: str = "block_end"
-    branches: tuple[str, ...] = field(default=("cmp", "slc", "win"), converter=_tuple_of_list)
+    compressed_rope: str = _DEFAULTS["compressed_rope"]
+    branches: tuple[str, ...] = field(default=_DEFAULTS["branches"], converter=_tuple_of_list)
     backends: Any = field(factory=dict)
     """Operation -> backend name; absent operations are routed by "auto"."""
-    kv: str = "separate"
+    kv: str = _DEFAULTS["kv"]
     """"shared": one K and V for all branches, under the names of the dense twin's; the twin has one as it is."""
-    qk_norm: bool = flag(default=False)
+    qk_norm: bool = flag(default=_DEFAULTS["qk_norm"])
     """RMSNorm of every head of q and k before RoPE; the dense twin has it too."""
 
     def broken_pairs(self) -> list[str]:
@@ -207,11 +205,11 @@ class NSATable(Table):
         if self.rope_scaling is None:
             return []
         if not isinstance(self.rope_scaling, Mapping):
-            return [f"nsa.rope_scaling={self.rope_scaling!r} is not a table; {_ADVICE['rope_scaling']}, or leave it away"]
+            return [f"nsa.rope_scaling={self.rope_scaling!r} is not a table; {SCALING_ADVICE}, or leave it away"]
         numbers = {name: value for name, value in self.rope_scaling.items() if isinstance(value, int | float)}
         large = [f"{name}={value!r} is more than {MOST_SCALED:,}" for name, value in numbers.items() if value > MOST_SCALED]
         small = [f"{name}={value!r} is less than {LEAST_SCALED:g}" for name, value in numbers.items() if 0 < value < LEAST_SCALED]
-        return [f"nsa.rope_scaling.{what} (no position is scaled by that much); {_ADVICE['rope_scaling']}" for what in (*large, *small)]
+        return [f"nsa.rope_scaling.{what} (no position is scaled by that much); {SCALING_ADVICE}" for what in (*large, *small)]
 
 
 @frozen(kw_only=True)
@@ -297,7 +295,7 @@ class Layer(NamedTuple):
 
     attention: str
     """"nsa" or "dense"."""
-    config: "NSAConfig"
+    config: NSAConfig
     """With the layer's own branches and sizes; dense attention reads heads and RoPE of it."""
 
 
@@ -334,7 +332,7 @@ class RunConfig:
             return (Layer(attention, alike),)
         return tuple(self._layer(index, layer) for index, layer in enumerate(self.model.layers))
 
-    def nsa_config(self) -> "NSAConfig":
+    def nsa_config(self) -> NSAConfig:
         """Return the attention layer's configuration, that of a layer without values of its own. Imports no torch.
 
         Raises:
@@ -355,10 +353,7 @@ class RunConfig:
         except ConfigError as error:
             raise _of_layer(index, layer, error) from None
 
-    def _nsa_config(self, table: NSATable) -> "NSAConfig":
-        from nsa_core import BlockGeometry, NSAConfig
-        from nsa_core.errors import ConfigError as CoreConfigError
-
+    def _nsa_config(self, table: NSATable) -> NSAConfig:
         scaling = table.rope_scaling
         if problems := [] if scaling is None else _broken_scaling(scaling):
             raise ConfigError.of(problems)
@@ -388,13 +383,9 @@ def _of_layer(index: int, layer: Any, error: ConfigError) -> ConfigError:
 
 def _in_toml(message: str) -> str:
     """Return what nsa-core says of a value, with the key that a recipe has and advice that it can take."""
-    from nsa_core import RopeScaling
-
-    name = message.partition("=")[0]
-    if name in _ADVICE:
-        message = f"{message.rpartition('; use ')[0]}; {_ADVICE[name]}"
-    message = message.replace("use attention_factor=None or", "leave it away, or use")
-    return f"nsa.rope_scaling.{message}" if name in {item.name for item in fields(RopeScaling)} else f"nsa.{message}"
+    text, semicolon, advice = message.rpartition("; ")
+    key = "nsa.rope_scaling" if message.partition("=")[0] in {item.name for item in fields(RopeScaling)} else "nsa"
+    return f"{key}.{text}{semicolon}{_IN_TOML.get(advice, advice)}"
 
 
 TABLES: dict[str, type] = {"model": ModelTable, "nsa": NSATable, "data": DataTable, "train": TrainTable}

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import attrs
 from attrs import field, frozen
 
+from nsa_core.config import nearest_multiples
 from nsa_train.errors import ConfigError
 
 
@@ -120,12 +121,6 @@ def is_utf_8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def nearest_multiples(value: int, of: int) -> str:
-    """Return the multiples of `of` next to `value`, 0 left out, for a message: "4 or 8"."""
-    below = value // of * of
-    return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
 
 
 def undivided_rows(rows: int, world_sizes: Sequence[int], *, key: str = "") -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from attrs import field, frozen, mutable
 
 from nsa_train.lifecycle.outcomes import DELIBERATE
+from nsa_train.telemetry.health import has_collapsed, has_one_branch
 from nsa_train.telemetry.records import seconds_between
 
 STALL, FLATLINE, GATE_COLLAPSE, ZERO_GRADIENTS, RISING_FALLBACKS = (
@@ -53,7 +54,6 @@ EARLIER = 10_000
 FLAT_SHARE = 0.5
 """Of the earlier median, below which throughput is flat."""
 LEAST_TOKS_PER_S = 1.0
-COLLAPSE_ENTROPY, COLLAPSE_GATE, COLLAPSE_SHARE = 0.2, 0.9, 0.5
 
 
 @frozen
@@ -193,16 +193,8 @@ class RankWatch:
         return max(patience, BEGUN_STALL_S) if msg.endswith("_begin") else patience
 
     def _note_gates(self, event: dict[str, Any]) -> None:
-        entropy, largest, share = (event.get(name) for name in ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac"))
-        # a single branch holds every gate, and is no fault
-        if entropy is None or len(event.get("gate_branch_shares") or (1, 2)) < 2:
-            return
-        is_collapsed = (
-            entropy < COLLAPSE_ENTROPY
-            or (largest is not None and largest > COLLAPSE_GATE)
-            or (share is not None and share > COLLAPSE_SHARE)
-        )
-        self.gate_streak = self.gate_streak + 1 if is_collapsed else 0
+        if event.get("gate_entropy_mean") is not None and not has_one_branch(event):
+            self.gate_streak = self.gate_streak + 1 if has_collapsed(event) else 0
 
     def _note_step(self, event: dict[str, Any], step: int) -> None:
         speed, tokens = event.get("toks_per_s"), event.get("tokens") or 0

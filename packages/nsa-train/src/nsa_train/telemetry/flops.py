@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import nn
 
 from nsa_core import BlockGeometry, NSAConfig
-from nsa_core.blocks import num_compressed_blocks
+from nsa_core.blocks import causal_pairs, compressed_pairs, num_compressed_blocks, selected_pairs, window_pairs
 from nsa_train.model.decoder import build_model, weightless
 from nsa_train.settings.config import Layer, RunConfig
 
@@ -84,35 +84,6 @@ def _attention_flops(layer: Layer, repeats: int) -> AttentionFlops:
         per_pair=per_pair,
         geometry=config.geometry,
     )
-
-
-def causal_pairs(length: int) -> int:
-    """Return the query-key pairs of full causal attention over `length` tokens."""
-    return length * (length + 1) // 2
-
-
-def compressed_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a compressed block wholly in its past (Eq. 7)."""
-    count = num_compressed_blocks(length, geometry)
-    first = length - geometry.compression_block_size + 1
-    return count * first - geometry.compression_stride * count * (count - 1) // 2 if count else 0
-
-
-def selected_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a token of its min(n, own + 1) chosen blocks, its own up to itself (Eq. 12)."""
-    size, most = geometry.selection_block_size, geometry.num_selected_blocks
-    whole, rest = divmod(length, size)
-    # earlier blocks that the queries of block b read: 0, 1, .., n - 1, n - 1, ..
-    rising = min(whole, most)
-    earlier = rising * (rising - 1) // 2 + (whole - rising) * (most - 1)
-    last = rest * size * (min(most, whole + 1) - 1)
-    return size * size * earlier + last + whole * causal_pairs(size) + causal_pairs(rest)
-
-
-def window_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a token of its window, its own included."""
-    window = min(geometry.window_size, length)
-    return causal_pairs(window) + (length - window) * window
 
 
 def _only_chooses(branches: Sequence[str]) -> bool:
