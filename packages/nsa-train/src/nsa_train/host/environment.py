@@ -20,6 +20,8 @@ PACKAGES = (
 """Packages that env.json names."""
 
 
+DRAWN_BY = ("jinja2", "matplotlib", "tensorboard")
+"""Packages of the extra `report`."""
 RUNS_ON = ("nsa-core", "nsa-train", "nsa-kernels-triton", "torch", "triton")
 """Packages that `--version` names."""
 
@@ -36,6 +38,17 @@ def version_lines(package: str, own_version: str) -> str:
     """Return the output of `--version`: `package` and its version, then a line for each package it runs on, Python and the platform."""
     others = (f"{name} {version_of(name) or 'not installed'}" for name in RUNS_ON if name != package)
     return "\n".join([f"{package} {own_version}", *others, f"Python {platform.python_version()}", platform.platform()])
+
+
+def missing_report() -> str:
+    """Return what keeps runs from being drawn, and what to do; empty where the packages of the extra `report` are installed."""
+    missing = [name for name in DRAWN_BY if version_of(name) is None]
+    if not missing:
+        return ""
+    return (
+        f"{', '.join(missing)} not installed (the extra nsa-train[report] draws curves.png, report.html and tb/); "
+        f"use pip install {' '.join(missing)}"
+    )
 
 
 def describe_environment(device: "torch.device", routing: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa_train.host.environment import missing_report
 from nsa_train.host.machine import Machine, processes_of, target_machine
 from nsa_train.model.decoder import count_parameters, introduced
 from nsa_train.preflight.data import check_data
@@ -46,5 +47,7 @@ def run_preflight(
     mends = MemoryMends(config=config, parameters=parameters, world_sizes=sizes, resuming=resuming)
     check_memory(findings, where, memory, mends)
     check_disk(findings, config, out_dir, parameters)
+    if missing := missing_report():
+        findings.warned.append(f"report: {missing}")
     check_data(findings, config)
     return findings
