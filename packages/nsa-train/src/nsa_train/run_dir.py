@@ -65,7 +65,7 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """What came out, in a few figures."""
+        """The results, in a few figures."""
         return self.root / "metrics.json"
 
     @property

@@ -9,8 +9,7 @@ from attrs import evolve
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.cli import run_command
 from nsa_train.preflight.findings import Preflight
-from nsa_train.preflight.judge import run_preflight
-from nsa_train.preflight.weights import check_init_from
+from nsa_train.preflight.judge import check_init_from, run_preflight
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.data_table import DataTable
 from nsa_train.settings.recipe import load_config

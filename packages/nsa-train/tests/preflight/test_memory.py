@@ -1,4 +1,4 @@
-"""Preflight's mend of a run that does not fit in memory is one that, by the same estimate, makes it fit."""
+"""Preflight's fix of a run that does not fit in memory is one that, by the same estimate, makes it fit."""
 
 import re
 from collections.abc import Callable
@@ -43,14 +43,14 @@ def settings_of(line: str) -> list[str]:
     ],
     ids=["as it is", "dear", "rows", "long"],
 )
-def test_the_mend_that_is_offered_makes_the_run_fit(tmp_path: Path, recipe: str, name: str, sets: list[str]) -> None:
+def test_the_fix_that_is_offered_makes_the_run_fit(tmp_path: Path, recipe: str, name: str, sets: list[str]) -> None:
     sets = ["data.source=synthetic", *sets]
     line = memory_line(load_config(recipe, sets), tmp_path / "out", described_machine(name))
     if "fit in" in line:
-        mend = settings_of(line)
-        assert mend, line
-        mended = memory_line(load_config(recipe, [*sets, *mend]), tmp_path / "out", described_machine(name))
-        assert "not fit in" not in mended, (line, mended)
+        fix = settings_of(line)
+        assert fix, line
+        fixed = memory_line(load_config(recipe, [*sets, *fix]), tmp_path / "out", described_machine(name))
+        assert "not fit in" not in fixed, (line, fixed)
 
 
 def test_recomputing_all_is_offered_where_recomputing_a_part_is_not_enough(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_recomputing_all_is_offered_where_recomputing_a_part_is_not_enough(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("recipe", "memory_gib", "mend"),
+    ("recipe", "memory_gib", "fix"),
     [
         # fewer rows at a time: as many in a step
         (["train.batch_size=6", "train.accumulate=2"], 60, "--set train.batch_size=4 --set train.accumulate=3"),
@@ -75,9 +75,9 @@ def test_recomputing_all_is_offered_where_recomputing_a_part_is_not_enough(tmp_p
         ),
     ],
 )
-def test_the_cheapest_mend_that_is_enough_is_offered(tmp_path: Path, recipe: list[str], memory_gib: int, mend: str) -> None:
+def test_the_cheapest_fix_that_is_enough_is_offered(tmp_path: Path, recipe: list[str], memory_gib: int, fix: str) -> None:
     base = ["data.source=synthetic", "train.seq_len=16384", "train.activation_checkpointing=none"]
-    assert memory_line(load_config("125m", [*base, *recipe]), tmp_path / "out", gpu(memory_gib)).endswith(f"use {mend}")
+    assert memory_line(load_config("125m", [*base, *recipe]), tmp_path / "out", gpu(memory_gib)).endswith(f"use {fix}")
 
 
 def test_rows_that_are_offered_divide_among_the_processes(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ from nsa_train.settings.recipe import to_toml
 
 @frozen(kw_only=True)
 class Snapshot:
-    """What one checkpoint holds. Rank 0 has the tensors; the other ranks' are empty."""
+    """The content of one checkpoint. Rank 0 has the tensors; the other ranks' are empty."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     rng: dict[str, Tensor]
-    """Of all ranks."""
+    """The generators of all ranks."""
     config: str
     state: dict[str, Any]
     """JSON-able: data, schedule, scaler, routes, counters, world_size."""

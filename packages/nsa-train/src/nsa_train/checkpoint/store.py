@@ -37,7 +37,7 @@ class Checkpoint:
     state: dict[str, Any] = field(factory=dict)
     """The content of state.json: world_size, schedule, scaler, data, routes, counters."""
     refused: tuple[str, ...] = ()
-    """What was passed over to find this one, such as damaged checkpoints, a line each."""
+    """The checkpoints that were passed over to find this one, such as damaged ones, a line each."""
 
 
 Judge = Callable[[Checkpoint], None]

@@ -18,7 +18,7 @@ from nsa_train.parallel.sharding import is_sharded
 from nsa_train.settings.structuring import SHOWN, short
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and checkpoint wrappers put into a parameter's name."""
+"""Parts of a parameter's name that torch.compile and checkpoint wrappers add."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "U8": "uint8"}
 """Name of a dtype in safetensors -> its name in torch."""
 MOMENTS = ("exp_avg", "exp_avg_sq")

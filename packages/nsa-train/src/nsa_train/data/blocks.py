@@ -61,7 +61,7 @@ class HeldOut(NamedTuple):
     scanned: int
     first_bad: Bad | None
     num_fixed: int
-    """Of `documents`, the first ones, which do not depend on `most_tokens`"""
+    """Number of the first of `documents`, which do not depend on `most_tokens`"""
 
 
 def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most_tokens: int) -> HeldOut:

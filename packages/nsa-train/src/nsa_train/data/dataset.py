@@ -63,7 +63,7 @@ class Part(NamedTuple):
     blocks: Blocks
     weight: int
     pattern: str = ""
-    """Of `data.mix`"""
+    """Its key in `data.mix`"""
 
 
 @frozen(kw_only=True, eq=False)
@@ -85,9 +85,9 @@ class Dataset:
     shared: tuple[tuple[str, str], ...] = ()
     """Names of what is held out and of the training document that it stands in: none"""
     sizes: dict[str, int] = field(factory=dict)
-    """What is known: documents and tokens of each side, blocks"""
+    """The known sizes: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
-    """What a position depends on: it fits no other data"""
+    """The settings and content that a position depends on: it fits no other data"""
     walk: Walk | None = None
     """The order in which the blocks of local files are opened, where these are streamed"""
 
@@ -317,10 +317,10 @@ def _require_training(parts: list[Part], data: DataTable, limit: int) -> None:
 def _untrainable(part: Part, parts: list[Part], documents: int, bad: list[Bad]) -> str:
     reason = f"; the first that was skipped: {bad[0].where} {bad[0].why}" if bad else ""
     size = int(sum(each.blocks.size_bytes for each in parts) / 2**20) + 1
-    mend = f", or use --set data.in_memory_mib={size}, which cuts a single document" if documents == 1 else ""
+    fix = f", or use --set data.in_memory_mib={size}, which cuts a single document" if documents == 1 else ""
     return (
         f"data.mix: {part.pattern!r} has no document for training ({documents} {'is' if documents == 1 else 'are'} held out for validation, "
-        f"by a hash of the content{reason}); add files to it or leave it out{mend}"
+        f"by a hash of the content{reason}); add files to it or leave it out{fix}"
     )
 
 

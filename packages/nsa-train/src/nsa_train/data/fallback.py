@@ -19,14 +19,14 @@ SUFFIX = "-synthetic"
 
 
 class Start(NamedTuple):
-    """What a run is started with."""
+    """The arguments of a start."""
 
     config: RunConfig
     recipe: str
     overrides: list[str]
     out: Path
     note: str = ""
-    """What was switched, for a person; empty where nothing was"""
+    """The line that says what was switched; empty where nothing was"""
 
 
 def or_synthetic(start: Start, *, resuming: bool = False) -> Start:

@@ -131,7 +131,7 @@ class ReadAhead(BaseNode[list[Row]]):
         while not stop.is_set():
             try:
                 item = _Ready(self._source.next(), self._source.get_state())
-            # whatever it is, it is raised again in the trainer's thread, which would wait for this one in vain
+            # whatever it is, it is raised again in the trainer's thread, which would wait for this one for ever
             except BaseException as error:  # noqa: BLE001
                 item = _Ready([], {}, error)
             while not stop.is_set():

@@ -1,4 +1,4 @@
-"""What the trainer takes from: a rank's batches, their position, and the rows that every evaluation reads."""
+"""The data as the trainer takes them: a rank's batches, their position, and the rows that every evaluation reads."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -32,7 +32,7 @@ Ids = NDArray[np.int32]
 
 
 class Tokenizer(Protocol):
-    """What data and sampling need of a tokenizer."""
+    """The interface that data and sampling need of a tokenizer."""
 
     vocab_size: int
     separator: int

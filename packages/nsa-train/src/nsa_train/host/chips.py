@@ -1,4 +1,4 @@
-"""What chips can do: the peak that MFU is measured against, and machines that preflight can judge without having them."""
+"""A table of chips: the peak that MFU is measured against, and machines that preflight can judge without having them."""
 
 import re
 
@@ -41,7 +41,7 @@ _MARKS = (
     *(("H100 NVL", "h100-nvl"), ("H100 PCIe", "h100-pcie"), ("H100", "h100")),
     *(("A100", "a100"), ("A10G", "a10g"), ("L40S", "l40s"), ("L4", "l4"), ("RTX 4090", "rtx4090"), ("RTX 3090", "rtx3090")),
 )
-"""What a device calls itself, in part, and the chip that it is: the first that fits."""
+"""Part of a device's name, and the chip that it is: the first that fits."""
 
 
 def chip_named(device_name: str) -> Chip | None:

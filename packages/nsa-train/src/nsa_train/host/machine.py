@@ -17,14 +17,14 @@ DEFAULT_CHIP = "a100"
 
 @frozen(kw_only=True)
 class Machine:
-    """What preflight needs to know of a machine."""
+    """The properties of a machine that preflight judges by."""
 
     device_type: str
     name: str
     compute_capability: tuple[int, int] | None = None
     """(major, minor) of its GPUs, None without."""
     memory_gib: float | None = None
-    """Of one GPU, or of the host without one; None: not known."""
+    """Memory of one GPU, or of the host without one; None: not known."""
     num_gpus: int = 0
     is_here: bool = True
     """False: it is only described."""

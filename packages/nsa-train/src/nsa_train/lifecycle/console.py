@@ -1,4 +1,4 @@
-"""What a command prints to: streams whose reader may be gone, and that cannot spell every character."""
+"""The console of a command: its reader may be gone, and it may not spell every character."""
 
 import io
 import json

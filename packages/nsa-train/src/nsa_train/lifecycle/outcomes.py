@@ -32,7 +32,7 @@ FOLDER = "NSA_TRAIN_OUTCOMES"
 DELIBERATE = (*(kind.exit_code for kind in (ConfigError, HaltedError, GuardError, TerminatedError)), INTERRUPTED)
 """Codes that torchrun must not answer with a new start."""
 SHARED_ERRORS = (PeerError, StoppedError, GuardError, SignalledError)
-"""What every rank raises, and one prints."""
+"""The errors that every rank raises, and one prints."""
 STOP = "stop"
 """The file by which the launcher says that SIGTERM, SIGHUP or Ctrl-C came to it."""
 LAUNCHER = "NSA_TRAIN_LAUNCHER"

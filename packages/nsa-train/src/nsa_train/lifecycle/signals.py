@@ -1,4 +1,4 @@
-"""What a signal does to a command while it does not train; the training loop has its own handlers (`stopping`). Imports no torch."""
+"""The handlers of a command's signals while it does not train; the training loop has its own (`stopping`). Imports no torch."""
 
 import faulthandler
 import os

@@ -24,7 +24,7 @@ from nsa_train.run_dir import RunDirectory
 POLL_S = 0.2
 """Between two looks for .HALT, and for what other ranks heard."""
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
-"""What a scheduler sends, and a terminal that is closed."""
+"""The signals of a scheduler, and of a terminal that is closed."""
 SIGNALS = (*TERMINATING, signal.SIGINT, signal.SIGUSR1)
 _KEY = "stop"
 

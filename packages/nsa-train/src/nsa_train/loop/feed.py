@@ -14,7 +14,7 @@ POLL_S = 0.05
 
 
 class Stream(Protocol):
-    """What a feed needs of a training stream."""
+    """The interface that a feed needs of a training stream."""
 
     def __next__(self) -> Batch:
         """Return this rank's next micro-batch."""

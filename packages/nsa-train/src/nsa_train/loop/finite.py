@@ -1,4 +1,4 @@
-"""What of a run's tensors is not finite, by name: asked where numbers went wrong, and before a state is saved."""
+"""The names of a run's tensors that are not finite: asked where numbers went wrong, and before a state is saved."""
 
 from collections.abc import Mapping
 

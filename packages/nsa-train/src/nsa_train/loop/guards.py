@@ -1,4 +1,4 @@
-"""What must hold for training to go on: finite numbers, no spikes where asked for, and a gradient for every parameter."""
+"""The conditions under which training goes on: finite numbers, no spikes where asked for, a gradient for every parameter, and patience."""
 
 import math
 import statistics
@@ -29,14 +29,14 @@ SPIKE_SIGMAS = 6.0
 
 @frozen(kw_only=True)
 class StepNumbers:
-    """What one rank found in a step, before any update."""
+    """The findings of one rank in a step, before any update."""
 
     loss: float
     """Summed over its targets."""
     bad_batch: int
     """The first of its micro-batches whose loss is not finite; -1 where all are."""
     grad_norm: float
-    """Of the whole model's gradient."""
+    """Norm of the whole model's gradient."""
 
     def as_row(self) -> tuple[float, float, float]:
         """Return the numbers as they travel between ranks."""
@@ -233,3 +233,33 @@ def _opening_length_of_gate(config: NSAConfig) -> int:
         covered = min(geometry.window_size, geometry.num_selected_blocks * geometry.selection_block_size)
         found.append(covered + 1 if config.kv == "shared" else 1)
     return min(found)
+
+
+class Patience:
+    """Early stopping: counts evaluations in a row without a better validation loss; 0 never ends."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.best = math.inf
+        self.num_worse = 0
+
+    @property
+    def is_over(self) -> bool:
+        """True once `most` evaluations in a row brought nothing better."""
+        return 0 < self.most <= self.num_worse
+
+    def observe(self, loss: float) -> None:
+        """Note an evaluation."""
+        self.num_worse = 0 if loss < self.best else self.num_worse + 1
+        self.best = min(self.best, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, JSON-able."""
+        return {"best": None if math.isinf(self.best) else self.best, "num_worse": self.num_worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the counts that `state_dict` returned."""
+        self.best, self.num_worse = (math.inf if state["best"] is None else state["best"]), state["num_worse"]
+
+    def __str__(self) -> str:
+        return f"no better validation loss than {self.best:.4f} in {self.num_worse} evaluations"

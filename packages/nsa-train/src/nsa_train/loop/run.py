@@ -8,7 +8,7 @@ from typing import Any
 from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, refused_by_disk, require_run, resume_point
 from nsa_train.errors import ConfigError, PeerError, TrainError
 from nsa_train.lifecycle.stopping import refuse_stale_halt
-from nsa_train.loop.patience import Patience
+from nsa_train.loop.guards import Patience
 from nsa_train.loop.trainer import Trainer
 from nsa_train.model.decoder import introduced
 from nsa_train.parallel.world import World, is_under_torchrun, join_world, settle_cublas

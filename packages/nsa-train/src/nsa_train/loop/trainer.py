@@ -21,9 +21,8 @@ from nsa_train.host.routing import DTYPES
 from nsa_train.lifecycle.stopping import Stop, StopRequests
 from nsa_train.loop.feed import Feed, Fetched
 from nsa_train.loop.finite import gradients_of, not_finite, require_finite_state, some
-from nsa_train.loop.guards import GradientWatch, Skip, StepGuard, StepNumbers
+from nsa_train.loop.guards import GradientWatch, Patience, Skip, StepGuard, StepNumbers
 from nsa_train.loop.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out, set_learning_rate
-from nsa_train.loop.patience import Patience
 from nsa_train.model.decoder import build_model
 from nsa_train.parallel.contact import contact_kept
 from nsa_train.parallel.ranks import gather_json
@@ -38,7 +37,7 @@ from nsa_train.telemetry.records import Cause
 from nsa_train.telemetry.samples import write_samples
 
 FAILED = -1
-"""What a rank tells the others in place of a `Stop` when its data could not be had."""
+"""Value in place of a `Stop` with which a rank tells the others that its data could not be had."""
 
 
 class Trainer:

@@ -50,7 +50,7 @@ class Block(nn.Module):
         super().__init__()
         config: NSAConfig = layer.config
         self.recompute = "none"
-        """What the backward pass computes again: `train.activation_checkpointing`."""
+        """The part that the backward pass computes again: `train.activation_checkpointing`."""
         self.attention_norm = nn.RMSNorm(config.hidden_size)
         self.attention = ATTENTIONS[layer.attention](config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size)

@@ -15,12 +15,12 @@ from nsa_train.parallel.world import World
 
 
 class Strategy(Protocol):
-    """What the trainer asks of each."""
+    """The interface that the trainer asks of each strategy."""
 
     forward: Any
     """Called like the decoder; its backward pass brings the gradients together."""
     factor: float
-    """What a rank's share of the loss is multiplied by before the backward pass: ranks are averaged, the loss is a sum."""
+    """Factor of a rank's share of the loss before the backward pass: ranks are averaged, the loss is a sum."""
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context of one micro-batch; gradients travel in the last of a step alone."""

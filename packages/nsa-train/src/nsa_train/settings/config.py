@@ -140,7 +140,7 @@ def attention_of(layer: Any) -> Any:
 
 
 LEAST_SCALED, MOST_SCALED = 1e-6, 2**31 - 1
-"""Of any number in `nsa.rope_scaling`."""
+"""Bounds of any number in `nsa.rope_scaling`."""
 SCALING_ADVICE = "use {kind = 'linear', factor = 2.0}"
 _IN_TOML = {
     "use {'kind': 'linear', 'factor': 2.0}": SCALING_ADVICE,

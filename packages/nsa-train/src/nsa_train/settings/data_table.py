@@ -16,7 +16,7 @@ FILE_SOURCES = ("text", "jsonl", "parquet")
 
 @frozen(kw_only=True)
 class DataTable(Table):
-    """What is read, and in which order."""
+    """The corpus, and the order in which it is read."""
 
     table = "data"
     source: str = one_of("stdlib", "text", "jsonl", "parquet", "fineweb_edu", "mix", "needle", "synthetic")
@@ -24,14 +24,14 @@ class DataTable(Table):
     Hugging Face `datasets`. "mix": several sets of local files. "needle": seeded recall of pairs hidden in noise, plain ids.
     "synthetic": seeded random ids, for throughput alone."""
     path: Any = None
-    """File or glob, or a list of them. Of "fineweb_edu": local Parquet or JSONL shards in place of the hub's."""
+    """File or glob, or a list of them. With "fineweb_edu": local Parquet or JSONL shards in place of the hub's."""
     mix: Any = field(factory=dict)
-    """Of "mix": file or glob -> weight; .jsonl and .parquet by their suffix, anything else is text."""
+    """With "mix": file or glob -> weight; .jsonl and .parquet by their suffix, anything else is text."""
     subset: str | None = optional_text(example="'sample-10BT'")
-    """Of "fineweb_edu": the configuration on the hub; "sample-10BT" where none is named."""
+    """With "fineweb_edu": the configuration on the hub; "sample-10BT" where none is named."""
     tokenizer: str = one_of("byte", "gpt2", default="byte")
     tokenizer_path: str | None = optional_text(example="'tokenizer.json'")
-    """Of "gpt2": a local tokenizer.json, or vocab.bpe beside encoder.json; without one, tiktoken's cache or download."""
+    """With "gpt2": a local tokenizer.json, or vocab.bpe beside encoder.json; without one, tiktoken's cache or download."""
     packing: bool = flag(default=True)
     """false: a document, or a piece of one, per row, in batches of similar length; for a corpus in memory."""
     on_bad_record: str = one_of("fail", "skip", default="fail")
@@ -46,13 +46,13 @@ class DataTable(Table):
     in_memory_mib: float = number(at_least=1e-6, at_most=2**24, example=64, default=64, or_zero=True)
     """Local files of at most this size are read whole, and their rows are shuffled; of larger ones, blocks of documents are."""
     needle_pairs: int = integer(at_least=1, at_most=2**20, example=8, default=8)
-    """Of "needle": key-value pairs in the haystack of each row."""
+    """With "needle": key-value pairs in the haystack of each row."""
     needle_queries: int = integer(at_least=1, at_most=2**20, example=8, default=8)
-    """Of "needle": pairs that a row asks for at its end; the others are distractors."""
+    """With "needle": pairs that a row asks for at its end; the others are distractors."""
     needle_symbols: int = integer(at_least=2, at_most=2**16, example=64, default=64)
-    """Of "needle": ids of each of three alphabets, which spell keys, values and noise."""
+    """With "needle": ids of each of three alphabets, which spell keys, values and noise."""
     needle_tokens: int = integer(at_least=1, at_most=16, example=2, default=1)
-    """Of "needle": ids of a key, and of a value."""
+    """With "needle": ids of a key, and of a value."""
     progress_every: int = integer(at_least=0, at_most=MOST_STEPS, example=1000, default=0)
     """Print a line after every so many documents; 0: none."""
 
@@ -63,7 +63,7 @@ class DataTable(Table):
 
     @property
     def missing_path(self) -> str:
-        """What to say where the files are still to be named: the recipe can be judged, and not run; empty where they are."""
+        """The message where the files are still to be named: the recipe can be judged, and not run; empty where they are."""
         return self._no_file() if self.source in FILE_SOURCES and self.path is None else ""
 
     def broken_pairs(self) -> list[str]:

@@ -14,7 +14,7 @@ from nsa_train.errors import ConfigError
 
 @frozen
 class Rule:
-    """What a key's value must be: a test, the noun phrase for messages, and a value that passes."""
+    """The rule of a key's value: a test, the noun phrase for messages, and a value that passes."""
 
     holds: Callable[[Any], bool]
     text: str
@@ -46,15 +46,15 @@ class Choice(Rule):
 
 
 MOST_STEPS = 10**9
-"""Of steps and of what is counted in them."""
+"""Most steps, and most of anything that is counted in steps."""
 MOST_ROWS = 2**16
-"""Of one micro-batch, on all processes together."""
+"""Most rows of one micro-batch, on all processes together."""
 MOST_ACCUMULATED = 2**16
 """Micro-batches of a step."""
 MOST_SEED = 2**63 - 1
-"""What every generator takes, and TOML holds."""
+"""The largest seed that every generator takes, and TOML holds."""
 LEAST_SECONDS, MOST_SECONDS = 1e-3, 24 * 3600
-"""Of a wait."""
+"""Bounds of a wait."""
 
 
 def is_number(value: object, *, at_least: float, at_most: float) -> bool:
@@ -129,10 +129,10 @@ def undivided_rows(rows: int, world_sizes: Sequence[int], *, key: str = "") -> l
     if not unequal:
         return []
     multiple = math.lcm(*world_sizes)
-    mend = f"--set train.batch_size={nearest_multiples(rows, multiple)}" if multiple < MOST_ROWS else "fewer numbers of hosts"
+    fix = f"--set train.batch_size={nearest_multiples(rows, multiple)}" if multiple < MOST_ROWS else "fewer numbers of hosts"
     asked = f"{key}={unequal[0]}" if key else f"{unequal[0]}"
     sizes = f"; there may be {_few(world_sizes)}" if len(world_sizes) > 1 else ""
-    return [f"train.batch_size={rows} does not divide among {asked} processes (each takes as many rows{sizes}); use {mend}"]
+    return [f"train.batch_size={rows} does not divide among {asked} processes (each takes as many rows{sizes}); use {fix}"]
 
 
 def _few(sizes: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ KINDS = (STALL, ZERO_GRADIENTS, GATE_COLLAPSE, FLATLINE, RISING_FALLBACKS)
 """The words of `.anomaly_type`, the gravest first."""
 
 EMA_WEIGHT = 0.1
-"""Of the newest step in the mean of step times."""
+"""Weight of the newest step in the mean of step times."""
 STEP_EVENTS = ("step_end", "progress")
 STALL_STEPS = 10
 """Mean steps without a sign of life that make a stall."""
@@ -52,7 +52,7 @@ A neighbour's job, a slow disk or a clock that steps down for a minute is noise 
 EARLIER = 10_000
 """Most steps before them that they are compared with."""
 FLAT_SHARE = 0.5
-"""Of the earlier median, below which throughput is flat."""
+"""Share of the earlier median below which throughput is flat."""
 LEAST_TOKS_PER_S = 1.0
 
 
@@ -71,7 +71,7 @@ class Finding:
 
 @mutable
 class RankWatch:
-    """What the events of one rank amount to; `observe` takes them in order, `findings` judges."""
+    """The state of one rank by its events; `observe` takes them in order, `findings` judges."""
 
     rank: int
     pid: int | None = None

@@ -1,4 +1,4 @@
-"""What of a run's records cannot be read, a line per file; whoever reads them leaves it out."""
+"""The damaged records of a run, a line per file; readers leave them out."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

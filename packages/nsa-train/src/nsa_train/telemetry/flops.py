@@ -2,7 +2,7 @@
 
 Counted are products of matrices, two FLOPs per multiply-add, the backward pass as twice the forward. The attention counts
 the pairs of query and key that it defines: with NSA the blocks, chosen tokens and window of each query, not all of its
-past. What is recomputed (activation checkpointing, kernels that redo scores) does not count, nor does the choice of
+past. Recomputation (activation checkpointing, kernels that redo scores) does not count, and neither does the choice of
 blocks, which reuses the compressed branch's weights.
 """
 
@@ -25,9 +25,9 @@ class AttentionFlops:
     """The FLOPs of the attention of layers that are alike, projections left out, forward and backward, by what they grow with."""
 
     per_block: int
-    """Of phi, for each compressed block of a sequence, all these layers and KV heads."""
+    """FLOPs of phi for each compressed block of a sequence, over these layers and KV heads."""
     per_pair: dict[str, int]
-    """Of one query-key pair in all these layers and heads: by branch, or "dense"."""
+    """FLOPs of one query-key pair over these layers and heads: by branch, or "dense"."""
     geometry: BlockGeometry
 
     def of_sequence(self, length: int) -> int:
@@ -44,9 +44,9 @@ class ModelFlops:
     """The FLOPs of one model, forward and backward."""
 
     per_token: int
-    """Of projections, MLPs and the output layer."""
+    """FLOPs of projections, MLPs and the output layer."""
     attentions: tuple[AttentionFlops, ...]
-    """Of each layer of the pattern that is repeated; all repetitions count."""
+    """One entry for each layer of the pattern; all repetitions of the layer count."""
 
     def of_sequence(self, length: int) -> int:
         """Return the FLOPs of a sequence of `length` tokens."""

@@ -52,7 +52,7 @@ from nsa_train.telemetry.timing import BranchTimes, MarkedBackend, marked_range
 
 
 class Observed(NamedTuple):
-    """What the NSA layers did in a step that was watched; empty for one that was not."""
+    """The telemetry of the NSA layers in a watched step; empty for any other step."""
 
     telemetry: Sequence[RunTelemetry] = ()
     times: BranchTimes | None = None
@@ -65,7 +65,7 @@ class Observed(NamedTuple):
 
 @mutable
 class _Tables:
-    """What rank 0 alone writes."""
+    """The files that rank 0 alone writes."""
 
     training: CsvTable
     validation: CsvTable
