@@ -1,7 +1,7 @@
 """A run whose corpus changed since its checkpoint goes on nowhere, and leaves its records as they are."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,12 +74,12 @@ class _Stream:
 def test_a_rank_whose_data_changed_ends_all_of_them(rank: int, refused: tuple[bool, bool], kind: type[Exception] | None) -> None:
     """Rank 0 would cut the records back before it heard that another rank is gone."""
 
-    def exchange(numbers: Sequence[float]) -> list[list[float]]:
-        assert list(numbers) == [refused[rank]]
-        return [[float(refused[0])], [float(refused[1])]]
+    def gather(item: bool) -> list[bool]:
+        assert item == refused[rank]
+        return [*refused]
 
     trainer = Trainer.__new__(Trainer)
-    trainer.stream, trainer.world = _Stream("a.jsonl changed" if refused[rank] else ""), SimpleNamespace(rank=rank, exchange=exchange)
+    trainer.stream, trainer.world = _Stream("a.jsonl changed" if refused[rank] else ""), SimpleNamespace(rank=rank, gather=gather)
     checkpoint = SimpleNamespace(state={"data": {}})
     if kind is None:
         trainer._load_position(checkpoint)

@@ -30,8 +30,8 @@ def _guard(**values: object) -> StepGuard:
     return StepGuard(TrainTable(steps=1000, seq_len=2, batch_size=1, lr=1.0, **values))
 
 
-def _row(loss: float = 1.0, bad_batch: int = -1, grad_norm: float = 1.0) -> tuple[float, float, float]:
-    return StepNumbers(loss=loss, bad_batch=bad_batch, grad_norm=grad_norm).as_row()
+def _row(loss: float = 1.0, bad_batch: int = -1, grad_norm: float = 1.0) -> StepNumbers:
+    return StepNumbers(loss=loss, bad_batch=bad_batch, grad_norm=grad_norm)
 
 
 def test_finite_numbers_pass() -> None:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from attrs import frozen
 from torch import nn
 
 from nsa_core import NativeSparseAttention, NSAConfig
@@ -27,8 +26,7 @@ SPIKE_WINDOW = 128
 SPIKE_SIGMAS = 6.0
 
 
-@frozen(kw_only=True)
-class StepNumbers:
+class StepNumbers(NamedTuple):
     """The findings of one rank in a step, before any update."""
 
     loss: float
@@ -37,10 +35,6 @@ class StepNumbers:
     """The first of its micro-batches whose loss is not finite; -1 where all are."""
     grad_norm: float
     """Norm of the whole model's gradient."""
-
-    def as_row(self) -> tuple[float, float, float]:
-        """Return the numbers as they travel between ranks."""
-        return self.loss, float(self.bad_batch), self.grad_norm
 
 
 class Skip(NamedTuple):
@@ -63,12 +57,12 @@ class StepGuard:
         self._recent_skips: deque[int] = deque()
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
-    def judge(self, loss: float, everyone: Sequence[Sequence[float]]) -> Skip | None:
+    def judge(self, loss: float, everyone: Sequence[StepNumbers]) -> Skip | None:
         """Return why a step of mean `loss`, in which the ranks found `everyone`, must not reach the weights; None if it may."""
-        for rank, (_, bad_batch, _) in enumerate(everyone):
-            if bad_batch >= 0:
-                return Skip(Cause.LOSS, f"the loss of rank {rank}, micro-batch {int(bad_batch)} is not finite")
-        norms = [norm for _, _, norm in everyone]
+        for rank, found in enumerate(everyone):
+            if found.bad_batch >= 0:
+                return Skip(Cause.LOSS, f"the loss of rank {rank}, micro-batch {found.bad_batch} is not finite")
+        norms = [found.grad_norm for found in everyone]
         if not all(map(math.isfinite, (loss, *norms))):
             worst = max(norms, key=lambda norm: (not math.isfinite(norm), norm))
             return Skip(Cause.GRADIENT, f"loss={loss:.4f} with grad_norm={worst} is not finite")
@@ -179,8 +173,8 @@ class GradientWatch:
         self._pending = {}
 
     def _have_moved(self) -> list[bool]:
-        here = [float(p.grad is not None and bool(local_part(p.grad).any())) for p in self._pending.values()]
-        return [any(flags) for flags in zip(*(self._world.exchange(here) if self._world else [here]), strict=True)]
+        here = [p.grad is not None and bool(local_part(p.grad).any()) for p in self._pending.values()]
+        return [any(flags) for flags in zip(*(self._world.gather(here) if self._world else [here]), strict=True)]
 
     def _is_open(self, name: str) -> bool:
         return self.longest >= self._opening_lengths.get(name, 1)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, refused_by_disk, require_run, resume_point
-from nsa_train.errors import ConfigError, PeerError, TrainError
+from nsa_train.errors import ConfigError, TrainError
 from nsa_train.lifecycle.stopping import refuse_stale_halt
 from nsa_train.loop.guards import Patience
 from nsa_train.loop.trainer import Trainer
 from nsa_train.model.decoder import introduced
-from nsa_train.parallel.world import World, is_under_torchrun, join_world, settle_cublas
+from nsa_train.parallel.world import is_under_torchrun, join_world, settle_cublas
 from nsa_train.preflight.judge import run_preflight
 from nsa_train.preflight.schedule import unequal_shares
 from nsa_train.run_dir import RunDirectory
@@ -45,8 +45,8 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
             resume = AUTO
         if is_under_torchrun():
             resume = world.from_main(settled_resume(out, resume))
-            on_main(
-                world, lambda: check_start(config, out, resuming=resume is not None, say=warnings.append, world_sizes=[world.world_size])
+            world.on_main(
+                lambda: check_start(config, out, resuming=resume is not None, say=warnings.append, world_sizes=[world.world_size])
             )
         for line in warnings:
             display.note(line)
@@ -120,25 +120,6 @@ def check_shares(config: RunConfig, world_sizes: Sequence[int]) -> None:
     problems = unequal_shares(config, world_sizes)
     if problems:
         raise ConfigError.of(problems)
-
-
-def on_main(world: World, job: Callable[[], None]) -> None:
-    """Do `job` on the main rank, and end every rank where it fails.
-
-    Raises:
-        TrainError: what `job` raised; a PeerError of the same code on the other ranks.
-    """
-    failure: TrainError | None = None
-    if world.is_main:
-        try:
-            job()
-        except TrainError as error:
-            failure = error
-    code = world.from_main(failure.exit_code if failure else 0)
-    if failure:
-        raise failure
-    if code:
-        raise PeerError("rank 0 cannot start; its own message says why", exit_code=code)
 
 
 def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str], None]) -> Checkpoint | None:

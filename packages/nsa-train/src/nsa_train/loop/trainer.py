@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from nsa_train.loop.guards import GradientWatch, Patience, Skip, StepGuard, Step
 from nsa_train.loop.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out, set_learning_rate
 from nsa_train.model.decoder import build_model
 from nsa_train.parallel.contact import contact_kept
-from nsa_train.parallel.ranks import gather_json
 from nsa_train.parallel.strategy import STRATEGIES
 from nsa_train.parallel.world import World
 from nsa_train.run_dir import RunDirectory
@@ -38,6 +37,23 @@ from nsa_train.telemetry.samples import write_samples
 
 FAILED = -1
 """Value in place of a `Stop` with which a rank tells the others that its data could not be had."""
+
+
+class _Agreement(NamedTuple):
+    """A rank's row before a step: how it goes on, and its micro-batches."""
+
+    said: int
+    """A `Stop`, or FAILED."""
+    targets: int
+    tokens: int
+    longest: int
+
+
+class _Evaluated(NamedTuple):
+    """A rank's row of an evaluation, summed over its batches."""
+
+    loss: float
+    targets: int
 
 
 class Trainer:
@@ -149,8 +165,8 @@ class Trainer:
             self.recorder.consumed_first(step, self.stream.first_tokens())
         with self._compiling(step, is_wanted=not is_logged), self.recorder.observing(is_logged=is_logged) as observed:
             found = self._backward(fetched, targets, observed)
-        everyone = self.world.exchange(found.as_row())
-        loss = sum(row[0] for row in everyone) / max(targets, 1)
+        everyone = self.world.exchange(found)
+        loss = sum(row.loss for row in everyone) / max(targets, 1)
         skip = self.guard.judge(loss, everyone)
         if skip is not None:
             self._skip(step, skip, fetched, everyone)
@@ -183,7 +199,7 @@ class Trainer:
         if is_over or (train.save_every and step % train.save_every == 0):
             self._save(step)
 
-    def _fetch(self, step: int) -> tuple[Fetched, float, float, int]:
+    def _fetch(self, step: int) -> tuple[Fetched, int, int, int]:
         """Return this rank's micro-batches of `step`, and of all ranks: targets, tokens, the longest sequence.
 
         This is where the ranks agree to go on. If one of them was asked to stop, all do, before anything of `step`.
@@ -196,19 +212,19 @@ class Trainer:
                 failure = error
         said = FAILED if failure else int(self.stops.heard(look=self.world.is_main))
         mine = (fetched.num_targets, fetched.num_tokens, fetched.longest) if fetched else (0, 0, 0)
-        everyone = self.world.exchange((said, *mine))
+        everyone = self.world.exchange(_Agreement(said, *mine))
         if failure is not None:
             raise failure
-        failed = [rank for rank, row in enumerate(everyone) if row[0] == FAILED]
+        failed = [rank for rank, row in enumerate(everyone) if row.said == FAILED]
         if failed:
             raise PeerError(f"step {step}: the data of rank {failed[0]} could not be had; its own message says why")
-        stop = Stop(int(max(row[0] for row in everyone)))
+        stop = Stop(max(row.said for row in everyone))
         if stop is not Stop.NO:
             self._stop(step - 1, stop)
         assert fetched is not None
         self.feed.accept()
         self.recent_fetches.append(1e3 * fetched.seconds)
-        return fetched, sum(row[1] for row in everyone), sum(row[2] for row in everyone), int(max(row[3] for row in everyone))
+        return fetched, sum(row.targets for row in everyone), sum(row.tokens for row in everyone), max(row.longest for row in everyone)
 
     def _stop(self, step: int, stop: Stop) -> NoReturn:
         """Save where `step` left off and end the run."""
@@ -218,7 +234,7 @@ class Trainer:
         self.world.barrier()
         raise stop.error(step)
 
-    def _backward(self, fetched: Fetched, targets: float, observed: Observed) -> StepNumbers:
+    def _backward(self, fetched: Fetched, targets: int, observed: Observed) -> StepNumbers:
         """Fill the gradients of the mean loss over the `targets` of all ranks and return what this rank found."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -253,7 +269,7 @@ class Trainer:
             if self.scaler is not None:
                 self.scaler.update()
 
-    def _skip(self, step: int, skip: Skip, fetched: Fetched, everyone: list[list[float]]) -> None:
+    def _skip(self, step: int, skip: Skip, fetched: Fetched, everyone: list[StepNumbers]) -> None:
         """Leave the weights as they are, on every rank, and say which batches it was for.
 
         Raises:
@@ -279,9 +295,9 @@ class Trainer:
             self.writer.wait()
             raise
 
-    def _described(self, skip: Skip, fetched: Fetched, everyone: list[list[float]]) -> tuple[str, str]:
+    def _described(self, skip: Skip, fetched: Fetched, everyone: list[StepNumbers]) -> tuple[str, str]:
         """Return, on every rank alike, why a step is skipped, with the parameters, and the batches that it is for."""
-        index = int(everyone[self.world.rank][1])
+        index = everyone[self.world.rank].bad_batch
         mine = range(len(fetched.batches)) if skip.cause is not Cause.LOSS else [index] if index >= 0 else []
         described = [f"rank {self.world.rank}, {fetched.describe(at)}" for at in mine]
         # a loss spoils them all: later, its batch says more
@@ -308,7 +324,7 @@ class Trainer:
         self.recorder.began("val", step)
         self.model.eval()
         batches = self.validation
-        rounds = int(max(row[0] for row in self.world.exchange([len(batches)])))
+        rounds = max(self.world.gather(len(batches)))
         summed, targets = 0.0, 0
         with self._eagerly(is_wanted=True):
             for index in range(rounds):
@@ -317,8 +333,8 @@ class Trainer:
                 loss = float(self._summed_loss(self.model, batch.to(self.device)))
                 if index < len(batches):
                     summed, targets = summed + loss, targets + batch.num_targets
-        everyone = self.world.exchange([summed, targets])
-        mean = sum(row[0] for row in everyone) / sum(row[1] for row in everyone)
+        everyone = self.world.exchange(_Evaluated(summed, targets))
+        mean = sum(row.loss for row in everyone) / sum(row.targets for row in everyone)
         self.patience.observe(mean)
         self.recorder.validated(step, mean)
         self.display.note(f"step {step:04d} | val_loss {mean:.4f} nats per token, on held-out documents")
@@ -341,7 +357,7 @@ class Trainer:
 
     def _position(self) -> dict[str, Any]:
         """Return the position of all ranks in the data. A collective."""
-        return merge_states(gather_json(self.feed.position))
+        return merge_states(self.world.gather(self.feed.position))
 
     def _load_position(self, checkpoint: Checkpoint) -> None:
         """Go on at the checkpoint's position in the data. Where one rank refuses, all ranks end before they touch the records."""
@@ -350,7 +366,7 @@ class Trainer:
             self.stream.load_state_dict(checkpoint.state["data"])
         except DataError as error:
             refusal = error
-        refused = [bool(row[0]) for row in self.world.exchange([refusal is not None])]
+        refused = self.world.gather(refusal is not None)
         # the first rank that refuses prints the message
         if refusal and self.world.rank == refused.index(True):
             raise refusal
