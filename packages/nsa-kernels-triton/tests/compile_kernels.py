@@ -41,6 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
     "one tile": {"length": 1, "num_heads": 16, "num_kv_heads": 1},
     "one packed token": {"length": 1, "layout": "packed"},
     "one cached token": {"length": 1, "layout": "cached"},
+    # a few rows over all that a cache holds, without gradients
+    "step": {"layout": "cached", "num_rows": 1},
+    "step of a group of 16": {"layout": "cached", "num_rows": 5, "num_heads": 16, "num_kv_heads": 1},
 }
 
 
@@ -86,13 +89,14 @@ def run_case(
 ) -> None:
     """Run `operations` without gradients, and forward and backward, in one case."""
     num_heads, num_kv_heads, length = sizes.get("num_heads", 6), sizes.get("num_kv_heads", 2), sizes.get("length", LENGTH)
+    num_rows = sizes.get("num_rows", length)
     geometry = sizes.get("geometry", BlockGeometry())
     bounds = block_bounds = start = count = None
     num_blocks = num_compressed_blocks(length, geometry)
     if layout == "packed":
         bounds, block_bounds = (torch.tensor([0, end] + [end] * (length > 1), dtype=torch.int32) for end in (length, num_blocks))
     elif layout == "cached":
-        start, count = torch.zeros(1, dtype=torch.int32), torch.full((1,), length, dtype=torch.int32)
+        start, count = torch.zeros(1, dtype=torch.int32), torch.full((1,), num_rows, dtype=torch.int32)
 
     def normal(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
@@ -100,16 +104,16 @@ def run_case(
     def pair(rows: int, bounds: Tensor | None) -> Keys:
         return Keys(normal(1, rows, num_kv_heads, head_dim_qk), normal(1, rows, num_kv_heads, head_dim_v), rows, bounds)
 
-    q = normal(1, length, num_heads, head_dim_qk)
-    queries = Queries(q, length, bounds, start, count)
+    q = normal(1, num_rows, num_heads, head_dim_qk)
+    queries = Queries(q, num_rows, bounds, start, count)
     cmp, slc, win = pair(num_blocks, block_bounds), pair(length, bounds), pair(length, bounds)
-    indices = torch.zeros(1, length, num_kv_heads, geometry.num_selected_blocks, dtype=torch.int32)
+    indices = torch.zeros(1, num_rows, num_kv_heads, geometry.num_selected_blocks, dtype=torch.int32)
     others: dict[Operation, tuple[Any, ...]] = {
         Operation.CMP: (cmp,),
         Operation.SELECT: (cmp, torch.zeros(q.shape[:3])),
         Operation.SLC: (slc, indices),
         Operation.WIN: (win,),
-        Operation.NSA: (cmp, slc, win, normal(1, length, num_heads, 3)),
+        Operation.NSA: (cmp, slc, win, normal(1, num_rows, num_heads, 3)),
     }
     for operation in map(Operation, operations):
         backend = TritonBackend(operation=operation)
@@ -119,6 +123,8 @@ def run_case(
             continue
         with torch.no_grad():
             backend(queries, *others[operation], geometry=geometry, scale=0.1)
+        if "num_rows" in sizes:
+            continue
         found = backend(queries, *others[operation], geometry=geometry, scale=0.1)
         if operation in (Operation.CMP, Operation.SLC, Operation.WIN):
             (found.out.sum() + found.lse.sum()).backward()

@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from attrs import frozen
+from torch import Tensor
 
 from nsa_core import BranchRequest, Capability, Operation, Reason
+from nsa_core.backends.base import Keys, Queries
 from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
 from nsa_kernels_triton import implementations, routing
@@ -35,12 +38,28 @@ class TritonBackend:
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation on the operands that its protocol in `nsa_core.backends.base` lists."""
+        if self.operation is Operation.NSA and is_step(*operands):
+            from nsa_kernels_triton.decode.op import decode
+
+            return decode(*operands, **keywords)
         compute = _compute_of(self.operation)
         if self.operation is Operation.CHOOSE:
             return compute(*operands, **keywords)
         if self.operation in (Operation.WIN, Operation.NSA):
             compute = partial(with_window_in_order, compute)
         return over_rows(compute, *operands, **keywords)
+
+
+MOST_STEP_ROWS = 16
+"""Rows of a sequence in a step that `decode` serves; of more, the kernels of training are as fast."""
+
+
+def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor) -> bool:
+    """Return whether `decode` serves the operands of NSA: a few rows of each sequence over a cache, without gradients."""
+    if queries.start is None or queries.max_count > MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
+        return False
+    tensors = (queries.q, cmp.k, cmp.v, slc.k, slc.v, win.k, win.v, gates)
+    return cmp.k_scale is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def _compute_of(operation: Operation) -> Callable[..., Any]:

@@ -145,9 +145,8 @@ def choose_kernel(
 ):  # fmt: skip
     """Write the ascending choice of one row of q and one group, -1 after the last; grid (rows * G,).
 
-    The n-th highest score is found bit by bit: scores are sums of exponentials, and the bits of floats >= 0, read as
-    integers, have the order of the floats. Equal scores go to the lower block. A chosen block becomes a bit of a word for 32 blocks,
-    from which every slot takes its own: a scan over all blocks and a store for each would be most of the work.
+    A chosen block becomes a bit of a word for 32 blocks, from which every slot takes its own: a scan over all blocks and a store for each
+    would be most of the work.
     """
     row = first_row + (tl.program_id(0) // G).to(tl.int64)
     group = tl.program_id(0) % G
@@ -167,10 +166,23 @@ def choose_kernel(
     scores = tl.load(source + blocks, mask=mask, other=0.0)
     if REACHES:
         scores += tl.where(blocks > 0, tl.load(source + next_scores + blocks, mask=mask, other=0.0), 0.0)
+    words, ends = chosen_words(scores, is_free, NUM_SELECTED - NUM_INITIAL - NUM_LOCAL, BLOCK_BLOCKS)
+    SOME: tl.constexpr = min(SLOTS, 32)
+    for first_slot in range(0, NUM_SELECTED, SOME):
+        some = first_slot + tl.arange(0, SOME)
+        tl.store(target + some, blocks_at(some, words, ends, own, NUM_SELECTED, NUM_INITIAL, NUM_LOCAL), mask=some < NUM_SELECTED)
+
+
+@triton.jit
+def chosen_words(scores, is_free, wanted, BLOCK_BLOCKS: tl.constexpr):
+    """Return the `wanted` free blocks of the highest scores as bits of words for 32 blocks, and how many are chosen up to each word's end.
+
+    The lowest of their scores is found bit by bit: scores are sums of exponentials, and the bits of floats >= 0, read as
+    integers, have the order of the floats. Equal scores go to the lower block, NaN is highest. At least `wanted` blocks are free.
+    """
+    blocks = tl.arange(0, BLOCK_BLOCKS)
     # NaN is highest, whatever its sign
     bits = tl.where(is_free, scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
-    # where there is a choice, no initial block is local
-    wanted = NUM_SELECTED - NUM_INITIAL - NUM_LOCAL
     # most scores lie within a few powers of two of the highest: its exponent and the three below are tried before all bits
     exponent = tl.max(bits, 0) >> 23
     found = _num_from(bits, exponent << 23)
@@ -196,27 +208,30 @@ def choose_kernel(
             last_tie += tl.where(num_before < room, step, 0)
             step = step // 2
         bits = tl.where((bits == threshold) & (blocks > last_tie), -1, bits)
-    # 32 blocks to a word. Chosen block k, from 0 on, lies in the first word whose end is above k, and is bit k - before of those that are set
     WORD: tl.constexpr = min(BLOCK_BLOCKS, 32)
     WORDS: tl.constexpr = BLOCK_BLOCKS // WORD
     words = tl.sum(tl.reshape(tl.where(bits >= threshold, 1 << (blocks % WORD), 0), (WORDS, WORD)), 1)
-    ends = tl.cumsum(count_bits(words), 0)
-    SOME: tl.constexpr = min(SLOTS, 32)
-    for first_slot in range(0, NUM_SELECTED, SOME):
-        some = first_slot + tl.arange(0, SOME)
-        rank = some - NUM_INITIAL
-        is_passed = ends[None, :] <= rank[:, None]
-        word_index = tl.sum(is_passed.to(tl.int32), 1)
-        left = rank - tl.max(tl.where(is_passed, ends[None, :], 0), 1)
-        word = tl.sum(tl.where(tl.arange(0, WORDS)[None, :] == word_index[:, None], words[None, :], 0), 1)
-        while tl.max(tl.where(word != 0, left, 0), 0) > 0:
-            word = tl.where(left > 0, word & (word - 1), word)
-            left -= 1
-        # the exponent of a power of two
-        lowest_bit = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
-        free = word_index * WORD + (lowest_bit.to(tl.int32, bitcast=True) >> 23) - 127
-        chosen = tl.where(some < NUM_INITIAL, some, tl.where(some < NUM_SELECTED - NUM_LOCAL, free, own + 1 - NUM_SELECTED + some))
-        tl.store(target + some, chosen, mask=some < NUM_SELECTED)
+    return words, tl.cumsum(count_bits(words), 0)
+
+
+@triton.jit
+def blocks_at(slots, words, ends, own, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr):
+    """Return the blocks at `slots` of the ascending choice of a row: initial ones, those of `chosen_words`, and local ones up to `own`."""
+    # chosen block k, from 0 on, lies in the first word whose end is above k, and is bit k - before of those that are set
+    WORDS: tl.constexpr = words.shape[0]
+    rank = slots - NUM_INITIAL
+    is_passed = ends[None, :] <= rank[:, None]
+    word_index = tl.sum(is_passed.to(tl.int32), 1)
+    left = rank - tl.max(tl.where(is_passed, ends[None, :], 0), 1)
+    word = tl.sum(tl.where(tl.arange(0, WORDS)[None, :] == word_index[:, None], words[None, :], 0), 1)
+    while tl.max(tl.where(word != 0, left, 0), 0) > 0:
+        word = tl.where(left > 0, word & (word - 1), word)
+        left -= 1
+    # the exponent of a power of two
+    lowest_bit = (word & -word).to(tl.uint32, bitcast=True).to(tl.float32)
+    # words have 32 blocks, unless there are fewer in all
+    free = word_index * 32 + (lowest_bit.to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.where(slots < NUM_INITIAL, slots, tl.where(slots < NUM_SELECTED - NUM_LOCAL, free, own + 1 - NUM_SELECTED + slots))
 
 
 @triton.jit

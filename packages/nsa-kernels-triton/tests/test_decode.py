@@ -1,0 +1,320 @@
+"""The three launches of a step over a cache, against the reference branch by branch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_core import BlockGeometry, Operation
+from nsa_core.backends.base import FusedOutput, Keys, Queries
+from nsa_core.blocks import num_compressed_blocks
+from nsa_core.gating import gated_sum
+from nsa_core.reference.sdpa import SDPABackend
+from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
+from nsa_core.testing.tolerances import allowed_error, max_error
+from nsa_kernels_triton.decode import kernels, op
+from nsa_kernels_triton.plugin import MOST_STEP_ROWS, TritonBackend
+
+pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = 0.3
+LAUNCHES = ("split_kernel", "selected_kernel", "combine_kernel")
+
+
+class Case(NamedTuple):
+    """A step of sequences that hold different numbers of tokens."""
+
+    starts: tuple[int, ...] = (0, 37, 90)
+    counts: tuple[int, ...] = (1, 1, 1)
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim_qk: int = 16
+    head_dim_v: int = 16
+    geometry: BlockGeometry = SMALL
+    dtype: torch.dtype = torch.float32
+    multiprocessors: int = 40
+    """Of the GPU that the splits are made for."""
+
+    @property
+    def capacity(self) -> int:
+        """Return the tokens that a store holds of each sequence, more than any has."""
+        return max(map(sum, zip(self.starts, self.counts, strict=True))) + 9
+
+
+class Step(NamedTuple):
+    """The operands of a step."""
+
+    queries: Queries
+    cmp: Keys
+    slc: Keys
+    win: Keys
+    gates: Tensor
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def make_step(case: Case) -> Step:
+    """Return a step over stores that are NaN behind each sequence's last token and last whole block."""
+    generator = torch.Generator().manual_seed(0)
+    batch, rows, longest = len(case.starts), max(case.counts), case.capacity
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, case.dtype)
+
+    def store(length: int, held: Callable[[int], int]) -> Keys:
+        k, v = (normal(batch, length, case.num_kv_heads, width) for width in (case.head_dim_qk, case.head_dim_v))
+        for b, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
+            k[b, held(start + count) :], v[b, held(start + count) :] = torch.nan, torch.nan
+        return Keys(k, v, length)
+
+    queries = Queries(normal(batch, rows, case.num_heads, case.head_dim_qk), rows, None, int32(*case.starts), int32(*case.counts))
+    cmp = store(num_compressed_blocks(longest, case.geometry), lambda tokens: num_compressed_blocks(tokens, case.geometry))
+    gates = torch.rand(batch, rows, case.num_heads, 3, generator=generator).to(DEVICE)
+    return Step(queries, cmp, store(longest, int), store(longest, int), gates)
+
+
+def by_the_reference(step: Step, geometry: BlockGeometry) -> FusedOutput:
+    """Return Eq. 5 by the reference in float64, branch by branch."""
+
+    def run(operation: Operation, *operands: Any) -> Any:
+        return SDPABackend(operation=operation)(*operands, geometry=geometry, scale=SCALE)
+
+    def double(keys: Keys) -> Keys:
+        return keys._replace(k=keys.k.double(), v=keys.v.double())
+
+    queries, cmp, slc, win = step.queries._replace(q=step.queries.q.double()), *map(double, step[1:4])
+    compressed = run(Operation.CMP, queries, cmp)
+    chosen = run(Operation.SELECT, queries, cmp, compressed.lse)
+    selected = run(Operation.SLC, queries, slc, chosen).out
+    return FusedOutput(gated_sum(step.gates.double(), compressed.out, selected, run(Operation.WIN, queries, win).out), chosen)
+
+
+def by_the_kernels(step: Step, geometry: BlockGeometry) -> FusedOutput:
+    found = TritonBackend(operation=Operation.NSA)(*step, geometry=geometry, scale=SCALE)
+    assert isinstance(found, FusedOutput)
+    return found
+
+
+def assert_same(found: FusedOutput, expected: FusedOutput) -> None:
+    """Assert equal choices, and outputs within the rounding of the operands' dtype."""
+    assert torch.equal(found.block_indices, expected.block_indices)
+    dtype = found.out.dtype
+    # in 16 bits weights are rounded too
+    limit = allowed_error(expected.out, dtype, (4 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps)
+    error = max_error(found.out, expected.out)
+    assert error <= limit, f"out is off by {error:.2e} (allowed: {limit:.2e})"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], dict[str, Any]]]:
+    """Return the list to which each launch adds its kernel, grid and constants."""
+    seen: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+    for name in LAUNCHES:
+        kernel = getattr(kernels, name)
+        launch = kernel._launch
+
+        def record(grid: tuple[int, ...], *arguments: Any, name: str = name, launch: Any = launch, **constants: Any) -> None:
+            seen.append((name, grid, constants))
+            launch(grid, *arguments, **constants)
+
+        monkeypatch.setattr(kernel, "_launch", record)
+    return seen
+
+
+def on_a_gpu_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut steps as for such a GPU, into tiles so small that these short sequences have several."""
+    monkeypatch.setattr(op, "num_multiprocessors", lambda x: multiprocessors)
+    monkeypatch.setattr(op, "TILE_KEYS", 16)
+
+
+CASES = {
+    "one row": Case(),
+    "one program": Case(multiprocessors=1),
+    "rows of a draft": Case(counts=(5, 2, 7)),
+    "16 rows": Case(counts=(16, 1, 9), multiprocessors=8),
+    "an empty sequence": Case(counts=(1, 0, 1)),
+    "group of 1": Case(num_heads=2),
+    "group of 3": Case(num_heads=6, counts=(2, 1, 3)),
+    "group of 16": Case(num_heads=16, num_kv_heads=1),
+    "group of 40": Case(num_heads=40, num_kv_heads=1, counts=(1, 2, 2)),
+    "group of 70": Case(num_heads=70, num_kv_heads=1, starts=(60,), counts=(2,)),
+    "heads in two parts": Case(head_dim_qk=48, head_dim_v=24),
+    "odd heads": Case(head_dim_qk=10, head_dim_v=6),
+    "one local block": Case(geometry=ONE_LOCAL),
+    "l = l'": Case(geometry=EQUAL_BLOCKS),
+    "default geometry": Case(starts=(1500, 20, 1150), geometry=BlockGeometry(), multiprocessors=8),
+    "three strides to a block": Case(starts=(90,), counts=(2,), geometry=BlockGeometry(4, 4, 12, 4, 1, 1, 20)),
+    "40 blocks of 8": Case(starts=(700,), counts=(1,), geometry=BlockGeometry(4, 2, 8, 40, 2, 3, 20), multiprocessors=2),
+    "large blocks": Case(starts=(900,), counts=(1,), geometry=BlockGeometry(8, 8, 96, 4, 1, 2, 100)),
+    "bf16": Case(dtype=torch.bfloat16, starts=(5, 41, 63), counts=(3, 1, 1)),
+    "fp16": Case(dtype=torch.float16, starts=(5, 41, 63), counts=(3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_step_equals_the_branches_one_by_one(
+    case: Case, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
+) -> None:
+    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    step = make_step(case)
+    assert_same(by_the_kernels(step, case.geometry), by_the_reference(step, case.geometry))
+    assert [name for name, _grid, _constants in launched] == list(LAUNCHES)
+
+
+def in_a_ring(step: Step, case: Case) -> Step:
+    length = case.geometry.window_size - 1 + max(case.counts)
+    stores = []
+    for x in (step.win.k, step.win.v):
+        ring = torch.full_like(x[:, :length], torch.nan)
+        for b, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
+            for position in range(max(0, start + count - length), start + count):
+                ring[b, position % length] = x[b, position]
+        stores.append(ring)
+    return step._replace(win=Keys(stores[0], stores[1], step.win.max_count, ring=True))
+
+
+def as_a_tail(step: Step, case: Case) -> Step:
+    firsts = [max(0, start - case.geometry.window_size + 1) for start in case.starts]
+    length = case.geometry.window_size - 1 + max(case.counts)
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, length)) for x in (step.win.k, step.win.v)]
+    k, v = (torch.stack([x[b, first : first + length] for b, first in enumerate(firsts)]) for x in padded)
+    return step._replace(win=Keys(k, v, length, first=int32(*firsts)))
+
+
+def in_pages(step: Step, case: Case) -> Step:
+    def paged(keys: Keys, page_size: int) -> Keys:
+        batch, num_pages = keys.k.shape[0], -(-keys.k.shape[1] // page_size)
+        order = torch.randperm(batch * num_pages, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        stores = []
+        for x in (keys.k, keys.v):
+            fill = x.new_full((batch, num_pages * page_size - x.shape[1], *x.shape[2:]), torch.nan)
+            pages = torch.cat([x, fill], 1).reshape(-1, page_size, *x.shape[2:])
+            stores.append(torch.empty_like(pages).index_copy(0, order, pages))
+        table = order.to(torch.int32).view(batch, num_pages)
+        return Keys(stores[0], stores[1], keys.max_count, page_table=table)
+
+    return step._replace(cmp=paged(step.cmp, 4), slc=paged(step.slc, 16), win=paged(step.win, 8))
+
+
+def ragged(step: Step, case: Case) -> Step:
+    def packed(x: Tensor) -> Tensor:
+        # two rows of padding after the last sequence
+        rows = torch.cat([x[b, :count] for b, count in enumerate(case.counts)])
+        return torch.cat([rows, rows.new_full((2, *rows.shape[1:]), torch.nan)]).unsqueeze(0)
+
+    bounds = torch.nn.functional.pad(int32(*case.counts).cumsum(0, dtype=torch.int32), (1, 0))
+    queries = Queries(packed(step.queries.q), max(case.counts), bounds, step.queries.start)
+    return step._replace(queries=queries, gates=packed(step.gates))
+
+
+PLACES: dict[str, Callable[[Step, Case], Step]] = {
+    "ring": in_a_ring,
+    "tail": as_a_tail,
+    "pages": in_pages,
+    "ragged": ragged,
+    "ragged over pages": lambda step, case: ragged(in_pages(step, case), case),
+}
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (5, 0, 3)], ids=str)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(counts=counts)
+    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    step = make_step(case)
+    found, expected = by_the_kernels(place(step, case), SMALL), by_the_reference(step, SMALL)
+    if place(step, case).queries.cu_seqlens is not None:
+        end = sum(counts)
+        assert bool((found.block_indices[:, end:] == -1).all())
+        assert bool((found.out[:, end:] == 0).all())
+        found = FusedOutput(*(x[:, :end] for x in found))
+        expected = FusedOutput(*(torch.cat([x[b, :count] for b, count in enumerate(counts)]).unsqueeze(0) for x in expected))
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
+def test_fp8_stores_are_multiplied_by_their_scales(is_paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(counts=(3, 1, 2))
+    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    step = make_step(case)
+    if is_paged:
+        step = in_pages(step, case)
+
+    def in_fp8(keys: Keys) -> tuple[Keys, Keys]:
+        scales = [x.abs().amax(-1) / 448 for x in (keys.k, keys.v)]
+        k, v = ((x / scale.unsqueeze(-1)).to(torch.float8_e4m3fn) for x, scale in zip((keys.k, keys.v), scales, strict=True))
+        back = [x.float() * scale.unsqueeze(-1) for x, scale in zip((k, v), scales, strict=True)]
+        return keys._replace(k=k, v=v, k_scale=scales[0], v_scale=scales[1]), keys._replace(k=back[0], v=back[1])
+
+    (slc, plain_slc), (win, plain_win) = in_fp8(step.slc), in_fp8(step.win)
+    expected = by_the_reference(step._replace(slc=plain_slc, win=plain_win), SMALL)
+    assert_same(by_the_kernels(step._replace(slc=slc, win=win), SMALL), expected)
+
+
+def test_launches_do_not_depend_on_lengths(
+    launched: list[tuple[str, tuple[int, ...], dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One CUDA graph serves all of them."""
+    on_a_gpu_of(40, monkeypatch)
+    step = make_step(Case())
+    for starts in ((0, 37, 90), (3, 5, 60)):
+        by_the_kernels(step._replace(queries=step.queries._replace(start=int32(*starts))), SMALL)
+    assert launched[:3] == launched[3:]
+    (_name, _grid, constants), (_other, selected_grid, _constants) = launched[:2]
+    assert constants["CMP_SPLITS"] > 1
+    assert selected_grid[2] > 1
+
+
+def test_longer_steps_and_gradients_take_the_kernels_of_training(launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]) -> None:
+    case = Case(starts=(20,), counts=(MOST_STEP_ROWS + 1,))
+    step = make_step(case)
+    assert_same(by_the_kernels(step, SMALL), by_the_reference(step, SMALL))
+    step = make_step(Case())
+    by_the_kernels(step._replace(queries=step.queries._replace(q=step.queries.q.requires_grad_())), SMALL)
+    assert launched == []
+
+
+def test_rows_that_do_not_count_are_zero_whatever_they_hold() -> None:
+    case = Case(counts=(4, 1, 2))
+    step = make_step(case)
+    for b, count in enumerate(case.counts):
+        step.queries.q[b, count:], step.gates[b, count:] = torch.nan, torch.nan
+    found = by_the_kernels(step, SMALL)
+    for b, count in enumerate(case.counts):
+        assert bool((found.out[b, count:] == 0).all())
+        assert bool((found.block_indices[b, count:] == -1).all())
+    assert bool(found.out.isfinite().all())
+
+
+@pytest.mark.parametrize("factor", [50, 1e4])
+def test_large_scores_choose_and_sum_as_small_ones(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu_of(40, monkeypatch)
+    step = make_step(Case())
+    step = step._replace(queries=step.queries._replace(q=step.queries.q * factor))
+    found, expected = by_the_kernels(step, SMALL), by_the_reference(step, SMALL)
+    assert max_error(found.out, expected.out) <= 1e-6 * factor
+    assert bool(found.out.isfinite().all())
+
+
+@pytest.mark.parametrize("place", [lambda step, case: step, *PLACES.values()], ids=["rows", *PLACES])
+def test_rows_behind_the_end_of_a_store_read_nothing_outside_it(
+    place: Callable[[Step, Case], Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step goes on counting where its cache is full; `cache.check()` says so later."""
+    case = Case(counts=(2, 1, 3))
+    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    step = place(make_step(case), case)
+    guarded = []
+    for keys in step[1:4]:
+        # what stands behind a store is NaN, and what stands before it
+        views = [
+            torch.nn.functional.pad(x.flatten(), (64, 64 * 1024), value=torch.nan)[64:][: x.numel()].view(x.shape) for x in (keys.k, keys.v)
+        ]
+        guarded.append(keys._replace(k=views[0].nan_to_num_(0.5), v=views[1].nan_to_num_(0.5)))
+    queries = step.queries._replace(start=int32(5000, 37, 2**20))
+    found = by_the_kernels(Step(queries, guarded[0], guarded[1], guarded[2], step.gates), SMALL)
+    assert bool(found.out.isfinite().all())
