@@ -9,6 +9,7 @@ import torch
 from attrs import asdict
 from torch import nn
 
+from nsa_core.serialization import toml_value
 from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import OTHERS
 from nsa_train.checkpoint.rng import from_json, require_rng, restore_rng, seed_fresh_rng, to_json
@@ -19,7 +20,6 @@ from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
 from nsa_train.parallel.world import here
 from nsa_train.settings.config import RunConfig, structure, unstructure
-from nsa_train.settings.recipe import toml_value
 from nsa_train.settings.structuring import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")

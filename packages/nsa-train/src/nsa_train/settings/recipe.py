@@ -2,7 +2,6 @@
 
 import copy
 import difflib
-import json
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -152,12 +151,10 @@ def parse_value(text: str) -> Any:
 
 def to_toml(config: RunConfig) -> str:
     """Return `config` as TOML that `load_config` reads back equal."""
-    sections = []
-    for name, table in unstructure(config).items():
-        plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-        nested = {f"{name}.{key}": value for key, value in table.items() if isinstance(value, dict) and value}
-        sections += [_section(title, items) for title, items in {name: plain, **nested}.items()]
-    return "\n".join(sections)
+    from nsa_core.serialization import toml_document
+
+    # an empty table of a key is its default
+    return toml_document({name: {key: value for key, value in table.items() if value != {}} for name, table in unstructure(config).items()})
 
 
 def _advised(problems: Sequence[str], tables: Mapping[str, Any], own: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -174,24 +171,3 @@ def _advised(problems: Sequence[str], tables: Mapping[str, Any], own: Mapping[st
 
 def _key_of(override: str) -> str:
     return ".".join(name.strip() for name in override.partition("=")[0].split("."))
-
-
-def _section(title: str, items: dict[str, Any]) -> str:
-    return f"[{title}]\n" + "".join(f"{_toml_key(key)} = {toml_value(value)}\n" for key, value in items.items())
-
-
-def _toml_key(key: str) -> str:
-    return key if key.isascii() and key.replace("_", "").replace("-", "").isalnum() else toml_value(key)
-
-
-def toml_value(value: Any) -> str:
-    """Return `value` as TOML spells it, on one line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
-    return repr(value)
