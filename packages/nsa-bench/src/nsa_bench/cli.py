@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
-from nsa_bench.__about__ import __version__
 from nsa_bench.ablations.plan import shipped_plans
 from nsa_bench.errors import BenchError, OptionError
+from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
 from nsa_train.errors import TrainError, exit_code_of, in_one_line
-from nsa_train.host.environment import version_lines
 from nsa_train.lifecycle.console import discard, is_unread
 from nsa_train.settings.config import listed
 from nsa_train.settings.recipe import shipped_recipes
@@ -28,7 +27,7 @@ app = App(
     name="nsa-bench",
     help="Measure and explain the attention of nsa-core on the machine at hand.",
     help_epilogue="Exit codes: 0 done, 1 error, 2 a bad option.",
-    version=lambda: version_lines("nsa-bench", __version__),
+    version=lambda: version_lines(("nsa-bench", "nsa-core", "nsa-train", "nsa-kernels-triton", "torch", "triton")),
     version_format="plaintext",
 )
 app.register_install_completion_command(help="Install completion of commands and options for bash, zsh or fish.")

@@ -10,8 +10,8 @@ import torch
 
 import nsa_core
 from nsa_bench.__about__ import __version__
+from nsa_core.environment import commit_of, version_of
 from nsa_train.__about__ import __version__ as nsa_train_version
-from nsa_train.host.environment import commit_of, version_of
 
 # these state their versions themselves, also in a checkout that is not installed
 OURS = {"nsa-core": nsa_core.__version__, "nsa-train": nsa_train_version, "nsa-bench": __version__}

@@ -15,10 +15,10 @@ from typing import Annotated, Any, NoReturn
 from attrs import evolve
 from cyclopts import App, CycloptsError, Parameter
 
+from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
-from nsa_train.__about__ import __version__
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of, in_one_line
-from nsa_train.host.environment import version_lines
+from nsa_train.host.environment import RUNS_ON
 from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, settle_streams, warn
 from nsa_train.lifecycle.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
 from nsa_train.lifecycle.signals import ending_by_signals, last_words
@@ -32,7 +32,7 @@ app = App(
     name="nsa-train",
     help="Train, sample and inspect language models built on Native Sparse Attention.",
     help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted by .HALT, 4 anomaly, 75 SIGTERM or SIGHUP, 130 Ctrl-C.",
-    version=lambda: version_lines("nsa-train", __version__),
+    version=lambda: version_lines(RUNS_ON),
     version_format="plaintext",
     suppress_keyboard_interrupt=False,
 )

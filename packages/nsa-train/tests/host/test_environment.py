@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_train.host.environment import commit_of, describe_environment
+from nsa_core.environment import commit_of
+from nsa_train.host.environment import describe_environment
 from nsa_train.host.machine import gpu_memory
 
 CPU = torch.device("cpu")

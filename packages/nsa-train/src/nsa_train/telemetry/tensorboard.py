@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsa_train.host.environment import version_of
+from nsa_core.environment import version_of
 
 FLUSH_SECONDS = 10
 WRITER = "tensorboard.summary.writer.event_file_writer"
