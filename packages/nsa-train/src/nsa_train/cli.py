@@ -296,12 +296,12 @@ def sample(
 ) -> int:
     """Print PROMPT and what the model of CKPT writes after it."""
     check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed)
-    from nsa_train.checkpoint import open_checkpoint
+    from nsa_train.checkpoint.store import open_checkpoint
 
     checkpoint = open_checkpoint(ckpt)
     for line in checkpoint.refused:
         warn(line)
-    from nsa_train.checkpoint import load_model
+    from nsa_train.checkpoint.resuming import load_model
     from nsa_train.data.tokenizer import build_tokenizer
     from nsa_train.host.routing import refused_backends, uses_of_sample, with_backend
     from nsa_train.model.generate import generate
@@ -384,7 +384,7 @@ def export(
     ] = "safetensors",
 ) -> int:
     """Write the weights of CKPT to OUT."""
-    from nsa_train.checkpoint import export as export_weights
+    from nsa_train.checkpoint.formats import export as export_weights
 
     print(export_weights(source, out, format_, say=warn))
     return 0

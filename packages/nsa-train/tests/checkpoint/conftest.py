@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nsa_train.checkpoint import CheckpointWriter, Snapshot, capture
+from nsa_train.checkpoint import CheckpointWriter, capture
+from nsa_train.checkpoint.snapshot import Snapshot
 from nsa_train.data.stream import state_of
 from nsa_train.model.decoder import Decoder, build_model
 from nsa_train.settings.config import RunConfig

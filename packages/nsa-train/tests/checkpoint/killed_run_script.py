@@ -22,8 +22,9 @@ import torch
 import torch.utils.tensorboard
 
 import nsa_train.loop.run  # noqa: F401
-from nsa_train.checkpoint import latest_valid, open_checkpoint
+from nsa_train.checkpoint import open_checkpoint
 from nsa_train.checkpoint.layout import FILES, LATEST
+from nsa_train.checkpoint.store import latest_valid
 from nsa_train.cli import run_command
 from nsa_train.errors import TrainError
 from nsa_train.model.decoder import build_model

@@ -23,8 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_train.checkpoint import Checkpoint, Snapshot, capture, restore
+from nsa_train.checkpoint import capture, restore
 from nsa_train.checkpoint.rng import capture_rng
+from nsa_train.checkpoint.snapshot import Snapshot
+from nsa_train.checkpoint.store import Checkpoint
 from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors
 from nsa_train.data.stream import state_of
 from nsa_train.model.decoder import build_model

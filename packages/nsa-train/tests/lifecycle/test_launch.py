@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nsa_train.checkpoint import claimed_by_another
+from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
 from nsa_train.lifecycle.launch import Hosts, must_launch, num_processes

@@ -7,8 +7,9 @@ import torch
 from attrs import evolve
 
 from nsa_core import NativeSparseAttention
-from nsa_train.checkpoint import check_resumable, load_model, open_checkpoint
+from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.checkpoint.formats import export
+from nsa_train.checkpoint.resuming import check_resumable
 from nsa_train.cli import run_command
 from nsa_train.data.tokenizer import build_tokenizer
 from nsa_train.errors import ConfigError

@@ -5,7 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nsa_train.checkpoint import Checkpoint, check_resumable, claimed_by_another, refused_by_disk, require_run, resume_point
+from nsa_train.checkpoint.claim import claimed_by_another
+from nsa_train.checkpoint.resuming import check_resumable, require_run, resume_point
+from nsa_train.checkpoint.store import Checkpoint
+from nsa_train.checkpoint.writer import refused_by_disk
 from nsa_train.errors import ConfigError, TrainError
 from nsa_train.lifecycle.stopping import refuse_stale_halt
 from nsa_train.loop.guards import Patience

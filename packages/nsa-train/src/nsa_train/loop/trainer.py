@@ -11,8 +11,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from nsa_train.checkpoint import Checkpoint, CheckpointWriter, capture, initialize, restore
+from nsa_train.checkpoint.resuming import initialize, restore
 from nsa_train.checkpoint.rng import seed_rng
+from nsa_train.checkpoint.snapshot import capture
+from nsa_train.checkpoint.store import Checkpoint
+from nsa_train.checkpoint.writer import CheckpointWriter
 from nsa_train.data.dataset import open_dataset
 from nsa_train.data.packing import Batch
 from nsa_train.data.stream import merge_states, open_training_stream, open_validation

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_train.checkpoint import initial_checkpoint
+from nsa_train.checkpoint.resuming import initial_checkpoint
 from nsa_train.data.probe import needs_of, probe
 from nsa_train.errors import ConfigError
 from nsa_train.host.environment import missing_report

@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from nsa_train.checkpoint import claimed_by_another
-from nsa_train.checkpoint.claim import HOLDER
+from nsa_train.checkpoint.claim import HOLDER, claimed_by_another
 from nsa_train.files import ASIDE
 from nsa_train.preflight.findings import Preflight
 from nsa_train.run_dir import RunDirectory
