@@ -190,22 +190,30 @@ def problems_of(counts: Counts) -> list[str]:
 
 
 def readable(command: Iterable[str]) -> str:
-    """Return `command` as somebody at this checkout's root would type it."""
-    words = " ".join(command).replace(f"{ROOT}/", "")
-    return words.replace(f"{sys.executable} tools/hatch.py", "hatch").replace(sys.executable, "python")
+    """Return `command` as somebody at this checkout's root would type it; a program elsewhere stands by its name."""
+
+    def shown(word: str) -> str:
+        if word == sys.executable:
+            return "python"
+        path = Path(word)
+        if not path.is_absolute():
+            return word
+        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+    return " ".join(map(shown, command)).replace("python tools/hatch.py", "hatch")
 
 
 def versions() -> dict[str, str]:
     """Return the versions that the stages ran with, by name."""
     query = "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
     here = json.loads(subprocess.check_output([sys.executable, "-c", query, "torch", "triton", "hypothesis", "pytest"], text=True))
-    newest = subprocess.run(
-        hatch("run", "newest:python", "-c", query, "triton"), cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.splitlines()
+    found = subprocess.run(hatch("env", "find", "newest"), cwd=ROOT, capture_output=True, text=True, check=True)
+    newest = Path(found.stdout.split()[-1]) / "bin/python"
+    there = json.loads(subprocess.check_output([newest, "-c", query, "triton"], text=True)) if newest.exists() else {}
     return {
         "python": platform.python_version(),
         **here,
-        "newest triton": json.loads(newest[-1])["triton"] if newest else "not installed",
+        "newest triton": there.get("triton", "not installed"),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }
 

@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     # a few rows over all that a cache holds, without gradients
     "step": {"layout": "cached", "num_rows": 1},
     "step of a group of 16": {"layout": "cached", "num_rows": 5, "num_heads": 16, "num_kv_heads": 1},
+    "step of small blocks": {"layout": "cached", "num_rows": 1, "geometry": BlockGeometry(4, 2, 8, 4, 1, 2, 20), "dtype": torch.float32},
 }
 
 

@@ -73,9 +73,11 @@ def test_the_choice_fits_whatever_the_group_and_the_blocks(without_interpreter, 
     assert_within_shared_memory(found, capability)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=["sm_80", "sm_89", "sm_90"])
-def test_a_steps_kernels_compile(without_interpreter, capability):
-    found = compiled(without_interpreter, capability, (192, 128), ("nsa",), "step", "step of a group of 16")
+@pytest.mark.parametrize(
+    ("capability", "head_dims"), [((8, 0), (192, 128)), ((8, 9), (256, 256)), ((9, 0), (192, 128))], ids=["sm_80", "sm_89", "sm_90"]
+)
+def test_a_steps_kernels_compile(without_interpreter, capability, head_dims):
+    found = compiled(without_interpreter, capability, head_dims, ("nsa",), "step", "step of a group of 16", "step of small blocks")
     assert {each["kernel"] for each in found} == {"split_kernel", "selected_kernel", "combine_kernel"}
     assert_within_shared_memory(found, capability)
 

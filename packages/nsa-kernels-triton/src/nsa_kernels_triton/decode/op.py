@@ -10,17 +10,19 @@ from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.decode import kernels
-from nsa_kernels_triton.device import num_multiprocessors
+from nsa_kernels_triton.device import OLDEST, capability_of, num_multiprocessors, shared_memory_bytes
 from nsa_kernels_triton.launch import cdiv, next_power_of_2
 from nsa_kernels_triton.numerics import is_exact, score_factor
 from nsa_kernels_triton.streams import on_its_device
-from nsa_kernels_triton.tile_table import parts_of
+from nsa_kernels_triton.tile_table import padded, parts_of
 
-PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Programs of a launch that are aimed at."""
+PROGRAMS_PER_MULTIPROCESSOR = 1
+"""Programs of a launch that are aimed at. With 2 or 4, a step on an H200 took 7 to 41 % longer (P and L, 8k and 64k, batch 1 and 16)."""
 MOST_SPLITS = 64
 TILE_KEYS = 64
-"""Keys of a tile, in all launches."""
+"""Keys of a tile, in all launches, where shared memory holds them."""
+LEAST_KEYS = 16
+"""Fewest that a product takes."""
 NUM_STAGES = 2
 """Tiles that a program holds or loads at a time."""
 MOST_ROWS = 32
@@ -49,6 +51,18 @@ class Splits(NamedTuple):
     def total(self) -> int:
         """Return the splits of all branches."""
         return sum(self)
+
+
+def tile_keys(q: Tensor, head_dim_v: int) -> int:
+    """Return the keys of a tile: as many as shared memory holds in every stage, beside a tile of q."""
+    capability = capability_of(q)
+    limit = shared_memory_bytes(OLDEST if capability is None else capability)
+    width = padded(q.shape[3])
+    found = TILE_KEYS
+    # a tenth is left for what threads exchange
+    while found > LEAST_KEYS and (NUM_STAGES * found * (width + padded(head_dim_v)) + MOST_ROWS * width) * q.element_size() > 0.9 * limit:
+        found //= 2
+    return found
 
 
 class Extent(NamedTuple):
@@ -98,7 +112,8 @@ def _decode(
     splits = Splits.of(num_sequences * num_groups * row_tiles, num_multiprocessors(q), geometry)
     strides = geometry.selection_block_size // geometry.compression_stride
     padded_strides = next_power_of_2(strides)
-    tile_blocks = max(TILE_KEYS // padded_strides, 1)
+    keys = tile_keys(q, head_dim_v)
+    tile_blocks = max(keys // padded_strides, 1)
     num_blocks = max(1, blocks.num_selection_blocks(blocks.max_tokens(cmp.max_count, geometry), geometry))
     num_tiles = cdiv(num_blocks, tile_blocks)
     searched = next_power_of_2(num_blocks)
@@ -141,7 +156,7 @@ def _decode(
         NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, SPLITS=next_power_of_2(splits.cmp),
         FIRST_SPLIT=splits.cmp + splits.win, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // searched)), BLOCK_ROWS=head_rows,
-        BLOCK_KEYS=min(TILE_KEYS, next_power_of_2(geometry.selection_block_size)), BLOCK_BLOCKS=searched, TILE_BLOCKS=tile_blocks,
+        BLOCK_KEYS=max(LEAST_KEYS, min(keys, next_power_of_2(geometry.selection_block_size))), BLOCK_BLOCKS=searched, TILE_BLOCKS=tile_blocks,
         **sizes, **options | {"num_warps": CHOICE_WARPS},
     )  # fmt: skip
     most_splits = max(splits)
