@@ -286,7 +286,7 @@ def sample(
     ckpt: Annotated[Path, Parameter(help=CHECKPOINT)],
     /,
     *,
-    prompt: Annotated[str, Parameter(help="What the text begins with; at least one character.")],
+    prompt: Annotated[str, Parameter(help="The beginning of the text; at least one character.")],
     tokens: Annotated[int, Parameter(help="Tokens to add, at most.")] = 200,
     temperature: Annotated[float, Parameter(help="0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
@@ -442,7 +442,7 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
         return ending_of(error), {}
     except OSError as error:
         if is_unread(sys.stdout):
-            # whoever read the output has seen enough
+            # the reader of the output has seen enough
             discard(sys.stdout)
             return Ending(TrainError.exit_code), {}
         is_too_long = error.errno == errno.ENAMETOOLONG

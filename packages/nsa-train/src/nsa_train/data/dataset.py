@@ -277,7 +277,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
             "blocks": [len(part) for part in tokens],
             "bytes": [part.blocks.size_bytes for part in parts],
             "limit": found.limit,
-            # of the content, what was read anyway
+            # the part of the content that was read anyway
             "held_out": hashlib.sha256(held_out.stream[: held_out.ends[found.num_fixed - 1]].tobytes()).hexdigest()[:16],
         },
     )
@@ -326,7 +326,7 @@ def _untrainable(part: Part, parts: list[Part], documents: int, bad: list[Bad]) 
 
 def _synthetic(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dataset:
     train, seed = config.train, config.data.shuffle_seed
-    # of the model's whole vocabulary: its loss then stays at ln V, and anything below is a leak
+    # from the model's whole vocabulary: its loss then stays at ln V, and anything below is a leak
     num_ids = config.model.vocab_size or tokenizer.separator
     blocks = SyntheticBlocks(tokenizer, num_ids=num_ids, seq_len=train.seq_len, seed=seed)
     return _walked(

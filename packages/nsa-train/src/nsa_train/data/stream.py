@@ -128,7 +128,7 @@ class TrainingStream:
     def figures(self) -> dict[str, float | int | str]:
         """Return what was consumed, of this rank's lanes; `merge_states` has the run's."""
         lanes = self._batches.state_dict()
-        # of a corpus in memory, which every rank reads whole, they are counted with the first row
+        # every rank reads a corpus in memory whole: its bad records are counted with the first row
         in_memory = self._dataset.bad_records if "0" in lanes else 0
         return {
             "data_source": self._dataset.config.data.source,

@@ -160,7 +160,7 @@ def _of_json(file: Path) -> BytePairTokenizer:
     # tokenizers raises bare Exception for a file that is no tokenizer
     except Exception as error:  # noqa: BLE001
         raise DataError(f"data.tokenizer_path={str(file)!r} is no tokenizer ({str(error)[:120]}); name GPT-2's tokenizer.json") from None
-    # what looks like a special token in a document is text
+    # a special token that a document spells out is text
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

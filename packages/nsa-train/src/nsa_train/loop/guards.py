@@ -223,7 +223,7 @@ def _opening_length_of_gate(config: NSAConfig) -> int:
         return 1
     found = [geometry.compression_block_size] if "cmp" in config.branches else []
     if {"slc", "win"} <= set(config.branches):
-        # of the same keys and values both return the same until one of them leaves tokens out
+        # with the same keys and values both return the same until one of them leaves tokens out
         covered = min(geometry.window_size, geometry.num_selected_blocks * geometry.selection_block_size)
         found.append(covered + 1 if config.kv == "shared" else 1)
     return min(found)

@@ -54,7 +54,7 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         for line in warnings:
             display.note(line)
         checkpoint = None if resume is None else resume_from(config, out, resume, say=display.note)
-        # what failed after the last step is done again by a new start of torchrun's
+        # a failure after the last step is made good by a new start of torchrun's
         reason = nothing_left(checkpoint, config, RunDirectory(out)) if checkpoint and not world.is_restart else ""
         if reason := world.from_main(reason):
             display.note(f"resume: {reason}")

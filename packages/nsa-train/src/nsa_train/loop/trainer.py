@@ -81,8 +81,8 @@ class Trainer:
         seed_rng(train.seed)
         self.model = build_model(config).to(self.device)
         self.start = resume.step if resume else 0
-        # what may refuse to go on comes before the records, which are cut to where the run goes on; what may take long
-        # comes before the directory is touched, so that a run killed in it can be started again
+        # refusals come before the records, which are cut to where the run goes on; slow work comes before the directory is
+        # touched, so that a run killed in it can be started again
         dataset = open_dataset(config)
         self.tokenizer, self.prompts = dataset.tokenizer, dataset.prompts()
         self.validation = open_validation(config, rank=world.rank, world_size=world.world_size, dataset=dataset)

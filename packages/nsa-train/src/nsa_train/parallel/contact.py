@@ -32,7 +32,7 @@ def contact_kept(rank: int) -> Iterator[None]:
 def _is_broken_off(error: RuntimeError) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
-    # what gloo requires of this machine, such as a network interface, has nothing to do with another rank
+    # a failed requirement of gloo on this machine, such as a network interface, has nothing to do with another rank
     return "enforce fail" not in str(error) and any(sign in str(error) for sign in SIGNS)
 
 

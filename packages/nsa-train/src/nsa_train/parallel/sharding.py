@@ -1,4 +1,4 @@
-"""Whether a tensor is sharded, told without loading what makes such tensors: that takes a second, which only FSDP needs."""
+"""Sharded tensors, recognised without loading their module: that takes a second, which only FSDP needs."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard

@@ -75,7 +75,7 @@ def held_in(root: Path) -> Held:
     """Return what lies in `root`, which may be absent."""
     folders = step_folders(root)
     debris = root.glob(f"{ASIDE}*")
-    # of a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
+    # in a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
     saved = [*folders.values(), root / LATEST]
     return Held(steps=tuple(folders), debris_bytes=sum(map(_bytes_below, debris)), saved_bytes=sum(map(_bytes_below, saved)))
 

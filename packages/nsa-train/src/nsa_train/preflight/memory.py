@@ -78,7 +78,7 @@ def _bytes_per_token(config: RunConfig) -> float:
     model, train, pattern = config.model, config.train, config.pattern()
     blocks = [_bytes_of_block(config, layer) for layer in pattern]
     kept = model.n_layers * (4 * model.dim + KEPT_SHARE[train.activation_checkpointing] * sum(blocks) / len(blocks))
-    # what is recomputed exists for one block at a time
+    # recomputed activations exist for one block at a time
     return kept + (max(blocks) if train.activation_checkpointing != "none" else 0)
 
 

@@ -207,7 +207,7 @@ class RankWatch:
         is_full, self.fullest = tokens >= self.fullest, max(tokens, self.fullest)
         if speed is not None and is_full:
             self.recent.append((self.lived_s, speed))
-            # what is left still spans RECENT_S
+            # the steps that are left still span RECENT_S
             while len(self.recent) > RECENT and self.recent[-1][0] - self.recent[1][0] >= RECENT_S:
                 self.earlier.append(self.recent.popleft()[1])
 

@@ -68,7 +68,7 @@ class ProgressDisplay:
             with self._shown():
                 self._bar.start()
             if self.console.quiet:
-                # what did not start cannot be stopped
+                # a bar that did not start cannot be stopped
                 self._bar = None
         return self
 

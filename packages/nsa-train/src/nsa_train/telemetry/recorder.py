@@ -248,7 +248,7 @@ class Recorder:
 
     def _open_tables(self, routing: dict[str, str]) -> _Tables:
         paths, at = self.paths, self.resumed_at
-        # what was wrong before is in the heartbeats; the files tell of this start
+        # earlier faults are in the heartbeats; the files tell of this start
         paths.anomaly_type.unlink(missing_ok=True)
         paths.metrics.unlink(missing_ok=True)
         # whole or not at all: `nsa-train resume` reads it

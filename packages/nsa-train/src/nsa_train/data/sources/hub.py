@@ -89,7 +89,7 @@ class LocalShards(FileBlocks):
         is_first = True
         for record in _until_broken(where, start, lambda: self._opened(path).skip(start)):
             if isinstance(record, Bad):
-                # what cannot be read at all breaks off wherever a reading begins: it is one record, at its own number
+                # a part that cannot be read at all breaks off wherever a reading begins: it is one record, at its own number
                 if not is_first or start in (0, self._breaks_at(path)):
                     yield record
             elif self._kind == "jsonl":
