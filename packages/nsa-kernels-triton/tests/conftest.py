@@ -69,7 +69,8 @@ def check_late_stream(monkeypatch, simulator):
                 if getattr(module, name, None) is getattr(streams, name) and module is not streams:
                     monkeypatch.setattr(module, name, getattr(stream, name))
         for kind in (CachedLaunch, simulator.Simulated):
-            monkeypatch.setattr(kind, "__getitem__", stream.launcher(kind.__getitem__))
+            for name in ("__getitem__", "both"):
+                monkeypatch.setattr(kind, name, stream.launcher(getattr(kind, name)))
         late = evaluate()
         assert not stream.is_open
         assert all(torch.equal(x, y) for x, y in zip(late, in_order, strict=True))

@@ -382,6 +382,13 @@ class Simulated:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
 
+    def both(self, grid: tuple[int, ...], flag: str) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            for value in (False, True):
+                self._launch(grid, arguments, {flag: value, **constants})
+
+        return launch
+
     def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.num_launches += 1
         self.arguments, self.constants = arguments, constants

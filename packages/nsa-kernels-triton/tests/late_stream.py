@@ -46,10 +46,10 @@ class LateStream:
         self.scratch.tensors.clear()
 
     def launcher(self, launcher: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the `__getitem__` of a kernel whose launches wait here, made of its own."""
+        """Return the `__getitem__` or `both` of a kernel whose launches wait here, made of its own."""
 
-        def launch_of(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-            launch = launcher(kernel, grid)
+        def launch_of(kernel: Any, grid: tuple[int, ...], *flag: str) -> Callable[..., None]:
+            launch = launcher(kernel, grid, *flag)
 
             def launch_or_wait(*arguments: Any, **constants: Any) -> None:
                 if self.is_current:

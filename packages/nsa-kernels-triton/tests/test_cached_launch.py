@@ -62,6 +62,18 @@ ATTEND, TILE = kernels.forward_kernel, dict(
 def attend(factor):
     return ATTEND, ((1,), *(tensor() for _ in range(6)), *[None] * 5, 1, 4, 4, 1, 1, 1, factor, factor), TILE
 
+def launch_both():
+    # whether both are Triton's own, at first and by the short key
+    flat, rest = (*(tensor() for _ in range(7)), 4), {name: value for name, value in ROWS.items() if name != "EXACT"}
+    same = []
+    for _ in range(2):
+        DELTA.both((1,), "EXACT")(*flat, **rest)
+        ours = launches[-2:]
+        for exact in (False, True):
+            DELTA.kernel[(1,)](*flat, EXACT=exact, **rest)
+        same.append(ours == launches[-2:] and ours[0] != ours[1])
+    return same
+
 CASES = {
     "plain": (SUM, ((3, 2), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK),
     "grid": (SUM, ((5, 1, 4), tensor(), tensor(), tensor(), tensor(), 32, 48, 3), BLOCK),
@@ -81,7 +93,8 @@ found = {}
 for _ in range(2):
     for name, (kernel, arguments, constants) in CASES.items():
         found.setdefault(name, []).append(launch_three_times(kernel, *arguments, **constants))
-print(json.dumps({"found": found, "keys": sum(len(kernel.found) for kernel in (SUM, DELTA, ATTEND))}))
+keys = sum(len(kernel.found) for kernel in (SUM, DELTA, ATTEND))
+print(json.dumps({"found": found, "both": launch_both(), "keys": keys}))
 """
 
 
@@ -111,6 +124,10 @@ def test_another_kind_of_argument_is_another_kernel(launched):
     assert functions["a float"] == functions["another float"]
     assert len(set.union(*functions.values())) == len(functions) - 2
     assert launched["keys"] == len(functions) - 2
+
+
+def test_two_launches_by_one_key_are_tritons_own(launched):
+    assert launched["both"] == [True, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process with a GPU does not interpret by default")

@@ -114,7 +114,7 @@ def backward_of(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeo
     dout = 1 + (torch.arange(out.numel(), device=out.device) % 2).to(out).view(out.shape)
     backward = selected.differentiate if branch == "slc" else partial(interval.differentiate, is_window=branch == "win")
     operands = (Queries(q, q.shape[1]), Keys(k, v, k.shape[1]), *extra)
-    return list(backward((dout, None), (out, lse, lse.new_empty(0)), *operands, geometry=geometry, scale=q.shape[3] ** -0.5))
+    return list(backward((dout, None), (out, lse), *operands, geometry=geometry, scale=q.shape[3] ** -0.5))
 
 
 def assert_gradients_forgive_roundings(branch: str, inputs: Inputs, indices: Tensor, geometry: BlockGeometry, size: float) -> None:

@@ -31,11 +31,12 @@ def grids(monkeypatch):
 
     found = {}
 
-    def record(kernel, grid):
+    def record(kernel, grid, *_flag):
         found.setdefault(kernel, []).append(grid)
         return lambda *arguments, **constants: None
 
-    monkeypatch.setattr(CachedLaunch, "__getitem__", record)
+    for name in ("__getitem__", "both"):
+        monkeypatch.setattr(CachedLaunch, name, record)
     return found
 
 
@@ -60,6 +61,14 @@ def train(geometry, batch=1, length=3, heads=1, groups=1, head_dims=(16, 16), is
     (out.sum() + lse.sum()).backward()
 
 
+def step(geometry, batch=1, heads=1, groups=1):
+    """Run all of Eq. 5 for one row of each sequence over a cache."""
+    stores = [torch.zeros(batch, rows, groups, 16) for rows in (3, 3, 4, 4, 4, 4)]
+    start = torch.zeros(batch, dtype=torch.int32)
+    q, gates = torch.zeros(batch, 1, heads, 16), torch.zeros(batch, 1, heads, 3)
+    nsa_attention(q, *stores, gates, geometry=geometry, backend="triton", query_start=start)
+
+
 def assert_within_limits(grids):
     too_large = {kernel.__name__: grid for kernel, all_of in grids.items() for grid in all_of if any(map(int.__gt__, grid, LIMITS))}
     assert not too_large
@@ -81,6 +90,14 @@ def test_many_groups_are_launched(grids):
     assert_within_limits(grids)
 
 
+def test_a_step_of_many_sequences_or_groups_is_launched(grids):
+    step(SMALL_BLOCKS, MANY)
+    step(SMALL_BLOCKS, heads=MANY, groups=MANY)
+    step(SMALL_BLOCKS, heads=MANY)
+    assert {kernel.__name__ for kernel in grids} == {"split_kernel", "selected_kernel", "combine_kernel"}
+    assert_within_limits(grids)
+
+
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 def test_many_sequences_are_launched_on_hopper(grids, is_packed):
@@ -99,6 +116,7 @@ def test_no_kernel_escapes_these_tests(grids, monkeypatch):
     from nsa_kernels_triton.cached_launch import CachedLaunch
 
     train(SMALL_BLOCKS, 2, 64, dtype=torch.float16)
+    step(SMALL_BLOCKS)
     monkeypatch.setattr(pipelines, "has_gluon", lambda: True)
     monkeypatch.setattr(device, "capability_of", lambda x: (9, 0))
     for head_dims in ((128, 128), (192, 128)):

@@ -339,12 +339,11 @@ def _gated_attention(
     checks.check_shape("gates", gates, (*q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win")
     checks.check_floating("gates", gates)
     checks.check_device("gates", gates, "q", q)
-    check_no_tangent(gates)
     heads = {x.k.shape[2] for x in (cmp, slc, win) if x is not None}
     if len(heads) > 1:
         raise InputError(f"the branches have {sorted(heads)} KV heads (one choice per group serves all); give them equal G")
     one_by_one = "a branch is absent" if absent else None
-    if any(observer.needs_branches for observer in observers):
+    if observers and any(observer.needs_branches for observer in observers):
         one_by_one = "observers want each branch"
     fused = run_fused(call, (queries, cmp, slc, win, gates), one_by_one)
     if fused is not None:
@@ -352,6 +351,7 @@ def _gated_attention(
         if block_indices is not None:
             _report_choice(block_indices, queries, call)
         return out
+    check_no_tangent(gates)
     outputs = _branch_outputs(queries, cmp, slc, win, absent, call)
     for name, out in zip(BRANCHES, outputs, strict=True):
         for observer in observers:

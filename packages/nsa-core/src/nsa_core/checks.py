@@ -36,17 +36,19 @@ def check_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
 
 def check_pair(q: Tensor, k: Tensor, v: Tensor | None, suffix: str, *, paged: bool = False, stored: bool = False) -> None:
     """Raise InputError unless keys `(B, T, G, D_k)` and values `(B, T, G, D_v)` fit q and each other; `stored`: in a dtype of their own."""
-    for name, x in ((f"k{suffix}", k), (f"v{suffix}", v)):
+    for letter, x in (("k", k), ("v", v)):
         if x is not None:
+            name = letter + suffix
             check_rank(name, x, 4, "(pages, page_size, G, D)" if paged else "(B, T, G, D)")
             (check_device if stored else check_like)(name, x, "q", q)
-    if k.shape[3] != q.shape[3]:
-        raise InputError(f"k{suffix} has head dimension {k.shape[3]}, q has {q.shape[3]} (they meet in a product); make them equal")
-    if v is not None and v.shape[:3] != k.shape[:3]:
-        raise InputError(f"v{suffix} has shape {tuple(v.shape)}, k{suffix} {tuple(k.shape)} (equal but for the last); pair them up")
-    if not paged and k.shape[0] != q.shape[0]:
-        raise InputError(f"k{suffix} has batch size {k.shape[0]}, q has {q.shape[0]} (the rule: equal); give both the same batch")
-    num_heads, num_kv_heads = q.shape[2], k.shape[2]
+    (batch, _, num_heads, head_dim), shape = q.shape, k.shape
+    if shape[3] != head_dim:
+        raise InputError(f"k{suffix} has head dimension {shape[3]}, q has {head_dim} (they meet in a product); make them equal")
+    if v is not None and v.shape[:3] != shape[:3]:
+        raise InputError(f"v{suffix} has shape {tuple(v.shape)}, k{suffix} {tuple(shape)} (equal but for the last); pair them up")
+    if not paged and shape[0] != batch:
+        raise InputError(f"k{suffix} has batch size {shape[0]}, q has {batch} (the rule: equal); give both the same batch")
+    num_kv_heads = shape[2]
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise InputError(
             f"k{suffix} has {num_kv_heads} KV heads for {num_heads} query heads (each serves H/G of them); use a divisor of {num_heads}"

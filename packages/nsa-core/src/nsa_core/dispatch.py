@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from nsa_core import blocks
-from nsa_core.backends.base import BranchRequest, Keys, Layout, NewBlocks, NewRows, Operation, Queries, layout_of
+from nsa_core.backends.base import BranchRequest, Keys, NewBlocks, NewRows, Operation, Queries, layout_of
 from nsa_core.backends.registry import AUTO, BackendRegistry, RequestFacts, RoutingDecision
 from nsa_core.config import OPERATIONS, BlockGeometry
 from nsa_core.errors import InputError
@@ -119,72 +119,69 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
     """
     queries, keys = operands[0], operands[1]
     assert isinstance(queries, Queries) and isinstance(keys, Keys)
-    q, layout = queries.q, layout_of(queries, keys)
+    q, k, layout, is_traced = queries.q, keys.k, layout_of(queries, keys), torch.compiler.is_compiling()
+    stores = [store for keys in operands[1:] if isinstance(keys, Keys) for store in keys[:2]]
     needs_grad = False
     if operation is not Operation.SELECT:
-        tensors = [q, *(x for other in operands[1:] for x in ((other.k, other.v) if isinstance(other, Keys) else (other,)))]
-        check_no_tangent(*tensors)
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    batch = q.shape[0] if queries.cu_seqlens is None else queries.cu_seqlens.shape[0] - 1
-    is_compressed = operation in (Operation.CMP, Operation.SELECT)
+        others = [x for x in operands[2:] if not isinstance(x, Keys)]
+        check_no_tangent(q, *stores, *others)
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *stores, *others))
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_sequences = batch if queries.cu_seqlens is None else queries.cu_seqlens.shape[0] - 1
+    num_keys = queries.max_count
+    if queries.start is not None:
+        is_compressed = operation in (Operation.CMP, Operation.SELECT)
+        # of several Keys the selected ones bound the tokens
+        num_keys = blocks.max_tokens(keys.max_count, geometry) if is_compressed else operands[2 if len(stores) > 2 else 1].max_count
+        # a growing cache does not route at every step
+        num_keys = num_keys if is_traced else 1 << max(num_keys - 1, 0).bit_length()
+    lengths = (batch, num_sequences, num_queries, num_keys)
+    if is_traced:
+        lengths = tuple(map(_length_bucket, lengths))
+    device = q.device
     return RequestFacts(
-        device_index=q.device.index or 0,
-        operation=operation.value,
-        geometry=geometry.as_tuple(),
-        device_type=q.device.type,
-        dtype=q.dtype,
-        kv_dtype=(operands[2] if operation is Operation.NSA else keys).k.dtype,
-        batch=_length_bucket(q.shape[0]),
-        num_sequences=_length_bucket(batch),
-        num_queries=_length_bucket(q.shape[1]),
-        num_keys=_key_bucket(blocks.max_tokens(keys.max_count, geometry) if is_compressed else _tokens(operands), queries, layout),
-        num_heads=operator.index(q.shape[2]),
-        num_kv_heads=operator.index(keys.k.shape[2]),
-        head_dim_qk=operator.index(q.shape[3]),
-        head_dim_v=operator.index(q.shape[3] if operation is Operation.SELECT else keys.v.shape[3]),
-        layout=layout.value,
-        needs_grad=needs_grad,
-        is_aligned=_are_aligned(operands),
+        device.index or 0,
+        operation.value,
+        geometry.as_tuple(),
+        device.type,
+        q.dtype,
+        stores[2 if len(stores) > 2 else 0].dtype,
+        *lengths,
+        operator.index(num_heads),
+        operator.index(k.shape[2]),
+        operator.index(head_dim),
+        operator.index(head_dim if operation is Operation.SELECT else keys.v.shape[3]),
+        layout.value,
+        needs_grad,
+        # a graph being traced has no addresses
+        is_traced or not q.is_cuda or _are_aligned(q, *stores),
     )
 
 
-def _are_aligned(operands: tuple[Any, ...]) -> bool:
-    """Return False where an operand on a CUDA device starts off a multiple of 16 bytes; a graph being traced has no addresses and returns True."""
-    if not operands[0].q.is_cuda or torch.compiler.is_compiling():
-        return True
-    tensors = [operands[0].q, *(x for keys in operands[1:] if isinstance(keys, Keys) for x in (keys.k, keys.v))]
-    # subclasses, such as those that stand for shapes alone, may have no address
-    return not any(x.data_ptr() % 16 for x in tensors if type(x) in (Tensor, torch.nn.Parameter))
+def _are_aligned(*tensors: Tensor) -> bool:
+    """Return False where a tensor starts off a multiple of 16 bytes."""
+    addresses = 0
+    for x in tensors:
+        # subclasses, such as those that stand for shapes alone, may have no address
+        if type(x) in (Tensor, torch.nn.Parameter):
+            addresses |= x.data_ptr()
+    return addresses % 16 == 0
 
 
-def _tokens(operands: tuple[Any, ...]) -> int:
-    """Return the bound on tokens: that of the selected keys, where there are several Keys."""
-    keys = operands[2] if len(operands) > 2 and isinstance(operands[2], Keys) else operands[1]
-    return int(keys.max_count)
-
-
-def check_no_tangent(*tensors: Tensor | None) -> None:
+def check_no_tangent(*tensors: Tensor) -> None:
     """Raise InputError in forward-mode differentiation: torch drops the tangents of a custom op's inputs without a word."""
     if torch.compiler.is_compiling():
         return
-    if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
-        raise InputError(
-            "a tensor carries a tangent of forward-mode differentiation (the operations have a backward pass only); use backward() "
-            "or torch.autograd.functional.vjp"
-        )
-
-
-def _key_bucket(tokens: int, queries: Queries, layout: Layout) -> int:
-    """Return the bound on keys; over a store the next power of 2, so that a growing cache does not route at every step."""
-    if layout in (Layout.DENSE, Layout.PACKED):
-        return _length_bucket(queries.max_count)
-    return _length_bucket(tokens) if torch.compiler.is_compiling() else 1 << max(tokens - 1, 0).bit_length()
+    for x in tensors:
+        if unpack_dual(x).tangent is not None:
+            raise InputError(
+                "a tensor carries a tangent of forward-mode differentiation (the operations have a backward pass only); use backward() "
+                "or torch.autograd.functional.vjp"
+            )
 
 
 def _length_bucket(length: int) -> int:
-    """Return `length`; in a graph being traced, the next power of 8, so that the graph serves a range of lengths."""
-    if not torch.compiler.is_compiling():
-        return length
+    """Return the next power of 8, so that a graph being traced serves a range of lengths."""
     bucket = 1
     while bucket < length:
         bucket *= 8

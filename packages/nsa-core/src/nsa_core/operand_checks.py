@@ -127,7 +127,8 @@ def check_operands(queries: Queries, keys: Mapping[str, Keys | None], geometry: 
     for ending, x in keys.items():
         if x is not None:
             _check_scales(x, ending)
-            _check_window(queries, x, ending, geometry)
+            if x.ring or x.first is not None:
+                _check_window(queries, x, ending, geometry)
             if x.page_table is not None:
                 stride = geometry.compression_stride if ending == "_cmp" else 1
                 _check_pages(f"k{ending}", x, queries, stride)
@@ -180,8 +181,6 @@ def _check_scales(x: Keys, ending: str) -> None:
 
 def _check_window(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
     """Raise InputError where keys are a ring or a part of their sequence, and do not hold every key of their queries' windows."""
-    if not x.ring and x.first is None:
-        return
     if ending not in ("", "_win"):
         raise InputError(f"k{ending} is a ring or a part of its sequence (only the sliding branch reads so few keys); give all of its keys")
     start, needed = queries.start, geometry.window_size - 1 + queries.max_count

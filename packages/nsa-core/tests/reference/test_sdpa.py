@@ -90,9 +90,9 @@ def operands(branch: str, shape: Shape, device: str = "cpu") -> tuple[Any, ...]:
     return queries, keys[f"_{branch}"], *([random_block_indices(shape, device=device)] if branch == "slc" else [])
 
 
-def flat(*operands: Any) -> list[Any]:
+def flat(operation: str, *operands: Any) -> list[Any]:
     """Return operands as the custom op takes them."""
-    tensors, placed, numbers = ops._flattened(operands)
+    tensors, placed, numbers = ops._Inputs(Operation(operation)).flattened(operands)
     return [*tensors, placed, numbers]
 
 
@@ -100,7 +100,7 @@ def flat(*operands: Any) -> list[Any]:
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_the_branches_pass_opcheck(branch: str, shape: Shape) -> None:
     op = getattr(torch.ops.nsa_core, f"sdpa_{branch}").default
-    results = torch.library.opcheck(op, (*flat(*operands(branch, shape)), list(shape.geometry.as_tuple()), 0.3, True))
+    results = torch.library.opcheck(op, (*flat(branch, *operands(branch, shape)), list(shape.geometry.as_tuple()), 0.3, True))
     assert set(results.values()) == {"SUCCESS"}
     assert len(results) == 4
 
@@ -116,7 +116,7 @@ def test_the_choice_passes_opcheck() -> None:
     inputs = make_inputs(Shape(num_queries=41), torch.float32)
     lse = torch.zeros(inputs.q.shape[:3])
     queries, cmp = Queries(inputs.q, 41), Keys(inputs.k_cmp, inputs.k_cmp, inputs.k_cmp.shape[1])
-    arguments = (*flat(queries, cmp, lse), list(SMALL.as_tuple()), 0.3, False)
+    arguments = (*flat("select", queries, cmp, lse), list(SMALL.as_tuple()), 0.3, False)
     assert set(torch.library.opcheck(torch.ops.nsa_core.sdpa_select.default, arguments).values()) == {"SUCCESS"}
 
 

@@ -32,26 +32,55 @@ class CachedLaunch:
         """Return a function that launches `grid` on the current device, the first tensor's."""
         return partial(self._launch, grid)
 
+    def both(self, grid: tuple[int, ...], flag: str) -> Callable[..., None]:
+        """Return a function that launches `grid` with the constant `flag` False and then True; its arguments are looked at once."""
+        return partial(self._launch_both, grid, flag)
+
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         if not arguments[0].is_cuda:
             self.kernel[grid](*arguments, **constants)
             return
-        passed, kinds = [], [arguments[0].device.index, *constants.items()]
-        for x in arguments:
-            if isinstance(x, Tensor):
-                address = x.data_ptr()
-                passed.append(address)
-                kinds.append((x.dtype, address % 16))
-            else:
-                passed.append(x)
-                kinds.append((x == 1, x % 16 == 0, x in _INT32) if x.__class__ is int else x.__class__)
-        key = tuple(kinds)
+        key, passed = _key_of(arguments, constants)
         found = self.found.get(key)
         if found is not None:
             compiled, rest = found
             compiled[(*grid, 1, 1)[:3]](*passed, *rest)
             return
+        self._compile(key, grid, arguments, constants)
+
+    def _launch_both(self, grid: tuple[int, ...], flag: str, *arguments: Any, **constants: Any) -> None:
+        if not arguments[0].is_cuda:
+            for value in (False, True):
+                self.kernel[grid](*arguments, **{flag: value}, **constants)
+            return
+        key, passed = _key_of(arguments, constants)
+        for value in (False, True):
+            own_key = (flag, value, key)
+            found = self.found.get(own_key)
+            if found is not None:
+                compiled, rest = found
+                compiled[(*grid, 1, 1)[:3]](*passed, *rest)
+            else:
+                self._compile(own_key, grid, arguments, {flag: value, **constants})
+
+    def _compile(self, key: tuple[Any, ...], grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         compiled = self.kernel[grid](*arguments, **constants)
         # else an interpreter, a hook or a compilation that still runs took the launch
         if isinstance(compiled, CompiledKernel):
             self.found[key] = compiled, tuple(constants.get(name) for name in self.kernel.arg_names[len(arguments) :])
+
+
+def _key_of(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return what decides which kernel Triton compiles, and the arguments with addresses in place of tensors."""
+    passed, kinds = [], [arguments[0].device.index, tuple(constants), *constants.values()]
+    for x in arguments:
+        value, kind = x, x.__class__
+        if kind is int:
+            kind = (16 if x % 16 == 0 else x == 1) if x in _INT32 else (x % 16 == 0,)
+        elif x is not None and isinstance(x, Tensor):
+            kinds.append(x.dtype)
+            value = x.data_ptr()
+            kind = value % 16
+        passed.append(value)
+        kinds.append(kind)
+    return tuple(kinds), passed

@@ -1,7 +1,6 @@
 """The numbers that kernels compute with: base 2 or e, factors of scores, extremes, and results that are kept in float32."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,22 +43,16 @@ def no_extremes(q: Tensor, *branches: int) -> Tensor:
     return torch.zeros(*branches, 4, dtype=torch.int32, device=q.device)
 
 
-def exact_out(q: Tensor, v: Tensor) -> Tensor:
-    """Return the buffer of outputs that the backward pass reads in place of the rounded ones; empty where those will do."""
-    shape = (*q.shape[:3], v.shape[3]) if not is_exact(q) and v.shape[3] <= WIDEST_EXACT else (0,)
-    return q.new_empty(shape, dtype=torch.float32)
+def exact_out(q: Tensor, v: Tensor) -> Tensor | None:
+    """Return the buffer of outputs in float32 that the backward pass reads in place of the rounded ones; None where those will do."""
+    if is_exact(q) or v.shape[3] > WIDEST_EXACT:
+        return None
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
 
 
-class ExactOut(NamedTuple):
-    """The tensor that the backward pass of one branch reads in addition to the branch's results."""
-
-    out: Tensor
-    """The tensor of `exact_out`."""
-
-    @classmethod
-    def like(cls, queries: Queries, keys: Keys, *_choice: Tensor, geometry: BlockGeometry) -> "ExactOut":
-        """Return it, uninitialised."""
-        return cls(exact_out(queries.q, keys.v))
+def exact_out_of(queries: Queries, keys: Keys, *_choice: Tensor, geometry: BlockGeometry) -> list[Tensor | None]:
+    """Return what the backward pass of one branch reads in addition to the branch's results, uninitialised."""
+    return [exact_out(queries.q, keys.v)]
 
 
 def partial_dtype(q: Tensor, head_dim: int) -> torch.dtype:

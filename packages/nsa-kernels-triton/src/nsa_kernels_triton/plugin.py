@@ -64,6 +64,10 @@ def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor) ->
 
 def _compute_of(operation: Operation) -> Callable[..., Any]:
     """Return the function of `operation`, whose module loads triton. Import statements, for a traced graph follows no other import."""
+    if operation is Operation.NSA:
+        from nsa_kernels_triton.fused.op import nsa_attention
+
+        return nsa_attention
     if operation is Operation.CMP:
         from nsa_kernels_triton.interval.op import compressed_attention
 
@@ -80,13 +84,9 @@ def _compute_of(operation: Operation) -> Callable[..., Any]:
         from nsa_kernels_triton.interval.op import sliding_window_attention
 
         return sliding_window_attention
-    if operation is Operation.CHOOSE:
-        from nsa_kernels_triton.choice.op import choose
+    from nsa_kernels_triton.choice.op import choose
 
-        return choose
-    from nsa_kernels_triton.fused.op import nsa_attention
-
-    return nsa_attention
+    return choose
 
 
 @hookimpl

@@ -112,6 +112,7 @@ class BackendRegistry:
         self.observers: list[RouteObserver] = []
         """Called at every choice that a call makes."""
         self._routes: dict[tuple[Any, ...], int] = {}
+        self._indices: dict[tuple[str, str], int] = {}
         self._warned: set[int] = set()
         for backend in backends:
             self.register(backend)
@@ -124,18 +125,19 @@ class BackendRegistry:
         """
         if backend.name == AUTO:
             raise DuplicateBackendError(f"{backend!r} calls itself 'auto', which names routing itself; use another name")
-        for known in self.backends:
-            if (known.name, known.operation) == (backend.name, backend.operation):
-                raise DuplicateBackendError(
-                    f"backend {backend.name!r} for operation {str(backend.operation)!r} is registered twice, by "
-                    f"{_origin(known)} and {_origin(backend)} (names are unique per operation); rename or uninstall one"
-                )
+        key = str(backend.operation), backend.name
+        if key in self._indices:
+            raise DuplicateBackendError(
+                f"backend {backend.name!r} for operation {key[0]!r} is registered twice, by {_origin(self.backends[self._indices[key]])} "
+                f"and {_origin(backend)} (names are unique per operation); rename or uninstall one"
+            )
+        self._indices[key] = len(self.backends)
         self.backends.append(backend)
         self._routes.clear()
 
-    def has(self, operation: Operation, name: str) -> bool:
+    def has(self, operation: Operation | str, name: str) -> bool:
         """Return True where `name` implements `operation`."""
-        return any((backend.name, backend.operation) == (name, operation) for backend in self.backends)
+        return (str(operation), name) in self._indices
 
     def named(self, operation: Operation | str, name: str) -> BranchBackend:
         """Return the backend `name` of `operation`.
@@ -143,9 +145,8 @@ class BackendRegistry:
         Raises:
             BackendUnavailableError: when there is none; the message lists those that exist.
         """
-        for backend in self.backends:
-            if (backend.name, backend.operation) == (name, operation):
-                return backend
+        if self.has(operation, name):
+            return self.backends[self._indices[str(operation), name]]
         known = [backend.name for backend in self.backends if backend.operation == operation]
         raise BackendUnavailableError(
             f"no backend {name!r} for operation {str(operation)!r} is installed; use {' or '.join(map(repr, [AUTO, *known]))}"
@@ -182,11 +183,12 @@ class BackendRegistry:
 
     def _remembered(self, key: tuple[Any, ...], request: Callable[[], BranchRequest]) -> int:
         """Return the choice for `key`, which begins with what is asked for and whether it is optional."""
-        if key not in self._routes:
+        found = self._routes.get(key)
+        if found is None:
             if len(self._routes) >= MAX_ROUTES:
                 self._routes.clear()
-            self._routes[key] = self._choose(request(), key[0], key[1])
-        return self._routes[key]
+            found = self._routes[key] = self._choose(request(), key[0], key[1])
+        return found
 
     def _choose(self, request: BranchRequest, backend: str, optional: bool) -> int:
         if backend != AUTO:
@@ -196,7 +198,7 @@ class BackendRegistry:
             if optional and backend == AUTO:
                 return -1
             raise BackendUnavailableError(f"{_unserved(backend)}:\n{decision}")
-        index = self.backends.index(self.named(request.operation, decision.chosen))
+        index = self._indices[str(request.operation), decision.chosen]
         chosen = next(candidate for candidate in decision.candidates if candidate.name == decision.chosen)
         if chosen.reasons and index not in self._warned:
             self._warned.add(index)

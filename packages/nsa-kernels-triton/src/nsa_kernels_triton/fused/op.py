@@ -36,7 +36,7 @@ class SavedBranches(NamedTuple):
 
         def out() -> Tensor:
             exact = exact_out(q, cmp.v)
-            return exact if exact.numel() else q.new_empty(*q.shape[:3], cmp.v.shape[3])
+            return q.new_empty(*q.shape[:3], cmp.v.shape[3]) if exact is None else exact
 
         def lse() -> Tensor:
             return q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -57,9 +57,8 @@ def _attend(
     others = selected.Others(out_cmp, out_win, gates)
     out_slc, lse_slc, exact_slc, total = selected.forward(q, slc.k, slc.v, block_indices, geometry, scale, tokens, others, needs_grad)
     if not needs_grad:
-        # no two outputs of an op may be the same
-        return total, block_indices, *(q.new_empty(0) for _ in SavedBranches._fields)
-    if exact_cmp.numel():
+        return total, block_indices
+    if exact_cmp is not None and exact_slc is not None and exact_win is not None:
         out_cmp, out_slc, out_win = exact_cmp, exact_slc, exact_win
     return total, block_indices, *SavedBranches(out_cmp, lse_cmp, out_slc, lse_slc, out_win, lse_win)
 
@@ -97,5 +96,5 @@ def _differentiate(
     return dq, dk_cmp, dv_cmp, dk_slc, dv_slc, dk_win, dv_win, dgates
 
 
-nsa_attention = attention_op("nsa_triton::nsa", _attend, _differentiate, operation=Operation.NSA, saves=SavedBranches)
+nsa_attention = attention_op("nsa_triton::nsa", _attend, _differentiate, operation=Operation.NSA, saves=SavedBranches.like)
 """The gated sum of the three branches `(B, S, H, D_v)` (Eq. 5), and the choice."""

@@ -182,8 +182,7 @@ def _launch_both(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constant
     EXTREME restrains weights, and works where the flag of `no_extremes` is set; the other kernel works where it is not. The host never
     reads the flag. Both loops in one kernel would take registers and instructions from the usual one.
     """
-    for extreme in (False, True):
-        kernel[grid](*arguments, EXTREME=extreme, **constants)
+    kernel.both(grid, "EXTREME")(*arguments, **constants)
 
 
 def _selected_constants(constants: dict[str, Any]) -> dict[str, Any]:

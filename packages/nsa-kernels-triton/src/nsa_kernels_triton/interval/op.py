@@ -13,8 +13,8 @@ from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.implementations import Config, kernel_for
 from nsa_kernels_triton.interval import kernels
-from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, optional, queries_of_whole_tiles
-from nsa_kernels_triton.numerics import ExactOut, coarse_factor, exact_out, is_exact, no_extremes, score_factor
+from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, queries_of_whole_tiles
+from nsa_kernels_triton.numerics import coarse_factor, exact_out, exact_out_of, is_exact, no_extremes, score_factor
 from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.streams import fork_stream, join_stream, on_its_device
 from nsa_kernels_triton.tile_table import parts_of
@@ -29,9 +29,9 @@ MIN_SPLIT_QUERIES = 256
 @on_its_device
 def _attend(
     queries: Queries, keys: Keys, *, is_window: bool, geometry: BlockGeometry, scale: float, needs_grad: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     out, lse, exact = forward(queries.q, keys.k, keys.v, is_window, geometry, scale, Sequences.of(queries, keys))
-    return out, lse, exact if needs_grad else exact.new_empty(0)
+    return (out, lse, exact) if needs_grad else (out, lse)
 
 
 @on_its_device
@@ -61,7 +61,7 @@ compressed_attention = attention_op(
     partial(_attend, is_window=False),
     partial(differentiate, is_window=False),
     operation=Operation.CMP,
-    saves=ExactOut,
+    saves=exact_out_of,
 )
 """Attention of each query over the compressed blocks in its past (Eq. 7, 8)."""
 
@@ -70,7 +70,7 @@ sliding_window_attention = attention_op(
     partial(_attend, is_window=True),
     partial(differentiate, is_window=True),
     operation=Operation.WIN,
-    saves=ExactOut,
+    saves=exact_out_of,
 )
 """Attention of query t over the tokens t - w < s <= t."""
 
@@ -79,10 +79,10 @@ def deltas_of(
     grads: tuple[Tensor | None, Tensor | None], results: Sequence[Tensor], v: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """Return dout, dlse, and `row_deltas` of the results out, lse and exact out of one branch; v must be contiguous."""
-    (dout, dlse), (out, lse, exact) = grads, results
+    (dout, dlse), (out, lse, *exact) = grads, results
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    return dout, dlse, *row_deltas(exact if exact.numel() else out, lse, dout, dlse, v)
+    return dout, dlse, *row_deltas(exact[0] if exact else out, lse, dout, dlse, v)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> dict[str, Any]:
@@ -114,14 +114,14 @@ def _sizes(is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> di
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, sequences: Sequences
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else empty)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else None)."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     exact = exact_out(q, v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if not k.shape[1] or not q.numel():
-        return out.zero_(), lse.fill_(float("-inf")), exact.zero_()
+        return out.zero_(), lse.fill_(float("-inf")), None if exact is None else exact.zero_()
     attend_into(out, lse, exact, q, k, v, is_window, geometry, scale, sequences)
     return out, lse, exact
 
@@ -129,7 +129,7 @@ def forward(
 def attend_into(
     out: Tensor,
     lse: Tensor,
-    exact: Tensor,
+    exact: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -149,7 +149,7 @@ def attend_into(
         return
     tiling = sequences.tiling(q.shape[1], q.shape[2] // k.shape[2], tiles.block_rows, of_keys=False, limit=limit)
     kernels.forward_kernel[tiling.grid(k.shape[2])](
-        q, k, v, out, optional(exact), lse,
+        q, k, v, out, exact, lse,
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, sequences.search_steps,
         score_factor(q, scale), coarse_factor(q, scale),

@@ -14,7 +14,7 @@ from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.implementations import Config, config_of, kernel_for, kernel_request
 from nsa_kernels_triton.interval import op as interval
 from nsa_kernels_triton.launch import Operands, Sequences, cdiv, next_power_of_2, optional, queries_of_whole_tiles
-from nsa_kernels_triton.numerics import ExactOut, coarse_factor, exact_out, is_exact, partial_dtype, score_factor
+from nsa_kernels_triton.numerics import coarse_factor, exact_out, exact_out_of, is_exact, partial_dtype, score_factor
 from nsa_kernels_triton.pipelines import PipelineConfig
 from nsa_kernels_triton.selected import kernels
 from nsa_kernels_triton.selected.index import BACKWARD_ITEM_ROWS, FORWARD_ITEM_ROWS, Chunk, Index, chunks, index_of
@@ -25,9 +25,9 @@ from nsa_kernels_triton.tile_table import Tiles, parts_of
 @on_its_device
 def _attend(
     queries: Queries, slc: Keys, block_indices: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     out, lse, exact, _ = forward(queries.q, slc.k, slc.v, block_indices, geometry, scale, Sequences.of(queries, slc))
-    return out, lse, exact if needs_grad else exact.new_empty(0)
+    return (out, lse, exact) if needs_grad else (out, lse)
 
 
 @on_its_device
@@ -48,7 +48,7 @@ def differentiate(
     return backward(x, block_indices, None, backward_kernel(q, k, v, dout, geometry))
 
 
-selected_attention = attention_op("nsa_triton::slc", _attend, differentiate, operation=Operation.SLC, saves=ExactOut)
+selected_attention = attention_op("nsa_triton::slc", _attend, differentiate, operation=Operation.SLC, saves=exact_out_of)
 """Attention of each query over the tokens s <= t of its chosen blocks (Eq. 12)."""
 
 
@@ -137,8 +137,8 @@ def forward(
     sequences: Sequences,
     others: Others | None = None,
     keeps_out: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, the exact out and, with `others`, the gated sum of the three branches (else an empty tensor).
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return out, lse, the exact out (or None) and, with `others`, the gated sum of the three branches (else an empty tensor).
 
     With `others` the choice is ours (Eq. 11): queries with no more blocks than may be chosen have chosen all of them, and all have
     chosen the first blocks and the last. Where only the sum is wanted, `keeps_out` False saves the memory of out and exact out:
@@ -162,7 +162,7 @@ def forward(
     shape = (*q.shape[:3], v.shape[3])
     out = q.new_empty(shape if keeps_out or shared_pipeline or early else 0)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    exact = exact_out(q, v) if keeps_out or early else lse.new_empty(0)
+    exact = exact_out(q, v) if keeps_out or early else None
     total = q.new_empty(shape if others is not None else 0)
     if not q.numel():
         return out, lse, exact, total
@@ -198,7 +198,7 @@ def forward(
             join_stream(q)
         rows = (chunk.last_row - chunk.first_row) * q.shape[2]
         kernels.merge_kernel[(cdiv(rows, _merge_rows(width)),)](
-            parts, part_lse, chunk.present, optional(out), optional(exact), lse,
+            parts, part_lse, chunk.present, optional(out), exact, lse,
             *((None, None, None, None) if others is None else (others.cmp, others.win, others.gates, total)),
             index.rows, chunk.first_row, chunk.last_row, early,
             H=q.shape[2], G=k.shape[2], D_V=v.shape[3], WIDTH=width, SLOTS_TOTAL=index.slots, COMBINE=others is not None,
