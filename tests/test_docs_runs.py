@@ -8,7 +8,7 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.model.decoder import count_parameters
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 from nsa_train.telemetry.progress import StepFigures
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

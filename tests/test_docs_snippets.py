@@ -232,7 +232,7 @@ def test_reference_lists_every_command_and_key_of_nsa_train():
     page = (DOCS / "reference/nsa-train.md").read_text(encoding="utf-8")
     app = importlib.import_module("nsa_train.cli").app
     assert [command for command in app if not command.startswith("-") and f"`nsa-train {command} " not in page] == []
-    tables = importlib.import_module("nsa_train.config").TABLES
+    tables = importlib.import_module("nsa_train.settings.config").TABLES
     sections = dict(re.findall(r"^\| table `(\w+)` \|(.*?)(?=^\| table|^#)", page, re.MULTILINE | re.DOTALL))
     assert set(sections) == set(tables)
     for name, table in tables.items():

@@ -9,7 +9,7 @@ import pytest
 
 from nsa_bench.__about__ import __version__
 from nsa_bench.cli import app, main, run_command
-from nsa_train.recipe import shipped_recipes
+from nsa_train.settings.recipe import shipped_recipes
 
 
 def test_backends_prints_and_writes_the_routing(install, tmp_path, capsys):

@@ -9,9 +9,9 @@ import pytest
 
 from nsa_bench.cli import run_command
 from nsa_bench.train import TrainingResult, ratio_to_dense, read_result, twin_settings, wrong_losses
-from nsa_train.config import RunConfig
-from nsa_train.recipe import load_config
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import load_config
 
 RECIPE = """
 [model]

@@ -299,7 +299,7 @@ def test_telemetry_keeps_no_graph(random_layer, random_input):
     layer.telemetry = LayerTelemetry()
     layer(random_input(2, 23, 8))
 
-    assert not any(figure.requires_grad for figure in layer.telemetry._figures.values())
+    assert not any(figure.requires_grad for figure in layer.telemetry.figures.values())
 
 
 def test_nothing_is_computed_unless_telemetry_is_attached(random_layer, random_input, monkeypatch):

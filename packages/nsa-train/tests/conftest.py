@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nsa_train.cli import run_command
-from nsa_train.config import RunConfig
-from nsa_train.recipe import load_config
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import load_config
 
 TINY_RECIPE = """
 [model]

@@ -17,9 +17,9 @@ from nsa_core.errors import BackendUnavailableError, DuplicateBackendError, Inpu
 from nsa_core.errors import ConfigError as CoreConfigError
 from nsa_train.__about__ import __version__
 from nsa_train.cli import app, run_command
-from nsa_train.config import structure
-from nsa_train.recipe import load_config, shipped_recipes
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import structure
+from nsa_train.settings.recipe import load_config, shipped_recipes
 
 
 def test_the_module_is_the_command() -> None:
@@ -256,7 +256,7 @@ def test_a_sample_asks_a_named_backend_of_all_branches_in_one_as_any_other(
 ) -> None:
     """A run of a GPU that named one is sampled on a CPU with `--backend auto`."""
     words = ["sample", str(tiny_run.root), "--prompt", "1", "--tokens", "3"]
-    monkeypatch.setattr("nsa_train.routing.named_backends", lambda _: {Operation.NSA: "nosuch"})
+    monkeypatch.setattr("nsa_train.host.routing.named_backends", lambda _: {Operation.NSA: "nosuch"})
     assert run_command(words) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "nsa.backends.nsa='nosuch' is not installed" in line
@@ -288,7 +288,7 @@ def test_whatever_nsa_core_refuses_is_one_line(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("nsa_train.trainer.Trainer._step", refuse)
+    monkeypatch.setattr("nsa_train.loop.trainer.Trainer._step", refuse)
     out = tmp_path / "out"
     assert run_command(["run", str(tiny_recipe), "--out", str(out), "--set", "data.source=synthetic", "--set", "data.path="]) == code
     assert capsys.readouterr().err == "nsa-train: no backend: slc: none; mine: incapable: gone\n"
@@ -311,7 +311,7 @@ def test_a_dry_run_judges_and_trains_nothing(tiny_recipe, tmp_path, capsys):
 
 def test_the_trainer_loads_no_compiler() -> None:
     """Triton takes seconds to import, and its interpreter must be asked for before that."""
-    program = "import sys, nsa_train.running; print('triton' in sys.modules)"
+    program = "import sys, nsa_train.loop.run; print('triton' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

@@ -59,7 +59,7 @@ def shipped_recipes() -> Iterable[str]:
     """Return the names of nsa-train's recipes; none where it is not installed."""
     if not has_trainer():
         return ()
-    from nsa_train.recipe import shipped_recipes
+    from nsa_train.settings.recipe import shipped_recipes
 
     return shipped_recipes()
 

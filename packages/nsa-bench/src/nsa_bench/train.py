@@ -20,10 +20,10 @@ from rich.text import Text
 
 from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.results import Output
-from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError
-from nsa_train.recipe import load_config
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import load_config
 from nsa_train.telemetry.records import load_json, read_events, read_rows
 
 WARM_UP_SHARE, LEAST_WARM_UP = 0.1, 3
@@ -95,8 +95,8 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
 
 def _check_routes(configs: Sequence[RunConfig], output: Output) -> None:
     # a mistyped key was refused without torch
-    from nsa_train.machine import target_machine
-    from nsa_train.routing import overruled_backends, refused_backends, uses_of_run
+    from nsa_train.host.machine import target_machine
+    from nsa_train.host.routing import overruled_backends, refused_backends, uses_of_run
 
     for config in configs:
         uses = uses_of_run(config, target_machine(config))

@@ -6,7 +6,7 @@ import pytest
 
 from nsa_bench.ablate.plan import load_plan, shipped_plans
 from nsa_bench.errors import OptionError
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 
 
 def test_every_arm_is_trained_at_every_point_with_every_seed(plan_file: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from nsa_bench.ablate.plan import Plan, Trial, Variant
 from nsa_bench.ablate.table import Mean, TrialResult, ablation_table, summarize, to_json, to_rows
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 
 CONFIG = load_config("demo")
 ENVIRONMENT = dict.fromkeys(("time", "cpu", "gpu", "torch", "triton", "commit"), "x")

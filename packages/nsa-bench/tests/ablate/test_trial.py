@@ -8,8 +8,8 @@ import torch
 from nsa_bench.ablate import trial as held_out
 from nsa_bench.ablate.plan import load_plan
 from nsa_train.cli import run_command
-from nsa_train.recipe import to_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import to_toml
 from nsa_train.telemetry.records import read_rows
 
 

@@ -1,6 +1,7 @@
 """Configurations to and from plain dicts and TOML; an unknown key is refused with a suggestion."""
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -50,7 +51,7 @@ def config_from_dict(values: Mapping[str, Any]) -> NSAConfig:
 
 def config_to_toml(config: NSAConfig) -> str:
     """Return `config` as a TOML document."""
-    return _toml_table(config_to_dict(config), "")
+    return toml_document(config_to_dict(config))
 
 
 def config_from_toml(text: str) -> NSAConfig:
@@ -147,31 +148,29 @@ def _first_reason(error: BaseException) -> ConfigError:
     return ConfigError(f"the config cannot be read ({type(error).__name__}: {error}); see NSAConfig for its keys and types")
 
 
-def _toml_table(values: Mapping[str, Any], path: str) -> str:
-    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-    tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
-    lines = [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items()]
+def toml_document(tables: Mapping[str, Any], path: str = "") -> str:
+    """Return nested `tables` as a TOML document; `path`: the dotted name of the table that holds them, with a dot behind it."""
+    lines = [f"{_toml_key(key)} = {toml_value(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
     for key, value in tables.items():
-        name = f"{path}{_toml_key(key)}"
-        lines += ["", f"[{name}]", _toml_table(value, f"{name}.").rstrip("\n")]
+        if isinstance(value, Mapping):
+            name = f"{path}{_toml_key(key)}"
+            lines += ["", f"[{name}]", toml_document(value, f"{name}.").rstrip("\n")]
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml_value(key)
-
-
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """Return `value` as TOML spells it, on one line."""
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower()
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return '"' + "".join(_toml_character(character) for character in str(value)) + '"'
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+    # JSON lets DEL stand as it is, TOML does not
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _toml_character(character: str) -> str:
-    if character in '"\\':
-        return f"\\{character}"
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+def _toml_key(key: str) -> str:
+    return key if key.isascii() and key.replace("_", "").replace("-", "").isalnum() else toml_value(key)

@@ -74,7 +74,8 @@ class LayerTelemetry(AttentionObserver):
         """Start empty."""
         self.routes: dict[str, str] = {}
         """Operation -> name of the backend that ran."""
-        self._figures: dict[str, Tensor] = {}
+        self.figures: dict[str, Tensor] = {}
+        """Name -> figure of the last pass, on its device; `summary` waits for them."""
 
     def record_route(self, operation: str, backend: str) -> None:
         """Note that `backend` ran `operation`."""
@@ -88,43 +89,43 @@ class LayerTelemetry(AttentionObserver):
         shares = kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
         entropy, largest = -torch.special.xlogy(shares, shares).sum(-1), shares.amax(-1)
         counts = has_compressed.unsqueeze(-1)
-        self._figures["gate_entropy_mean"] = _mean(entropy, counts)
-        self._figures["gate_entropy_min"] = _least(entropy, counts)
-        self._figures["gate_max_gate"] = _mean(largest, counts)
-        self._figures["gate_collapse_frac"] = _mean((entropy < COLLAPSE_ENTROPY) & (largest > COLLAPSE_SHARE), counts)
+        self.figures["gate_entropy_mean"] = _mean(entropy, counts)
+        self.figures["gate_entropy_min"] = _least(entropy, counts)
+        self.figures["gate_max_gate"] = _mean(largest, counts)
+        self.figures["gate_collapse_frac"] = _mean((entropy < COLLAPSE_ENTROPY) & (largest > COLLAPSE_SHARE), counts)
         for place, branch in enumerate(branches):
             gate = kept[..., place]
             mean = _mean(gate, counts)
-            self._figures[f"gate_share_{branch}"] = _mean(shares[..., place], counts)
-            self._figures[f"gate_mean_{branch}"] = mean
-            self._figures[f"gate_std_{branch}"] = _mean((gate - mean).square(), counts).sqrt()
+            self.figures[f"gate_share_{branch}"] = _mean(shares[..., place], counts)
+            self.figures[f"gate_mean_{branch}"] = mean
+            self.figures[f"gate_std_{branch}"] = _mean((gate - mean).square(), counts).sqrt()
 
     @torch.no_grad()
     def record_branch(self, branch: str, out: Tensor, positions: Tensor) -> None:
         """Note a branch's output before its gate; its contribution is mean |out| over the rows that count."""
-        self._figures[f"contribution_{branch}"] = _mean(out.abs(), (positions >= 0)[..., None, None])
+        self.figures[f"contribution_{branch}"] = _mean(out.abs(), (positions >= 0)[..., None, None])
 
     @torch.no_grad()
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
         """Note the chosen blocks `(B, S, G, n)` of queries at `positions` `(B, S)`."""
         rows = (positions >= 0).unsqueeze(-1).expand(block_indices.shape[:-1])
         count = (block_indices >= 0).sum(-1)
-        self._figures["rows"] = rows.sum()
-        self._figures["k_mean"] = _mean(count, rows)
-        self._figures["k_max"] = torch.cat([count.flatten(), count.new_zeros(1)]).amax()
-        self._figures["pct_at_max"] = 100 * _mean(count == geometry.num_selected_blocks, rows)
+        self.figures["rows"] = rows.sum()
+        self.figures["k_mean"] = _mean(count, rows)
+        self.figures["k_max"] = torch.cat([count.flatten(), count.new_zeros(1)]).amax()
+        self.figures["pct_at_max"] = 100 * _mean(count == geometry.num_selected_blocks, rows)
         own = positions // geometry.selection_block_size
         # initial and local blocks lie at the ends of the candidates 0 .. own, and there are no more than candidates
         forced = (own + 1).clamp(max=geometry.num_initial_blocks + geometry.num_local_blocks).unsqueeze(-1)
-        self._figures["free_block_share_mean"] = _mean((count - forced) / count.clamp(min=1), rows)
-        self._figures["overlap_with_previous_query"] = _overlap_with_previous(block_indices, positions)
+        self.figures["free_block_share_mean"] = _mean((count - forced) / count.clamp(min=1), rows)
+        self.figures["overlap_with_previous_query"] = _overlap_with_previous(block_indices, positions)
         reads = count_reads(block_indices, positions, geometry)
-        self._figures["reads_pred"] = reads.predicted.sum() * block_indices.shape[2]
-        self._figures["reads_act_total"] = reads.actual.sum()
+        self.figures["reads_pred"] = reads.predicted.sum() * block_indices.shape[2]
+        self.figures["reads_act_total"] = reads.actual.sum()
 
     def summary(self) -> dict[str, float]:
         """Return every figure as a float; waits for the device."""
-        return {name: float(value) for name, value in self._figures.items()}
+        return {name: float(value) for name, value in self.figures.items()}
 
 
 def _overlap_with_previous(block_indices: Tensor, positions: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Torch is imported after the configuration was read, so that a mistyped key is re
 
 import errno
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import datetime
 from io import StringIO
@@ -15,24 +15,24 @@ from typing import Annotated, Any, NoReturn
 from attrs import evolve
 from cyclopts import App, CycloptsError, Parameter
 
+from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
-from nsa_train.__about__ import __version__
-from nsa_train.config import RunConfig, listed
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of, in_one_line
-from nsa_train.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
-from nsa_train.parallel.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
-from nsa_train.recipe import load_config, settled, shipped_recipes, to_toml
+from nsa_train.host.environment import RUNS_ON
+from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, settle_streams, warn
+from nsa_train.lifecycle.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
+from nsa_train.lifecycle.signals import ending_by_signals, last_words
+from nsa_train.loop.starting import RDZV_ID, GoingOn, Meeting, as_sets, start
 from nsa_train.run_dir import RunDirectory
-from nsa_train.signals import ending_by_signals, last_words
-from nsa_train.starting import RDZV_ID, GoingOn, Meeting, as_sets, start
-from nsa_train.streams import Answer, as_object, discard, is_unread, settle_streams, warn
-from nsa_train.versions import version_lines
+from nsa_train.settings.config import RunConfig, listed
+from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
+from nsa_train.settings.recipe import load_config, settled, shipped_recipes, to_toml
 
 app = App(
     name="nsa-train",
     help="Train, sample and inspect language models built on Native Sparse Attention.",
     help_epilogue="Exit codes: 0 done, 1 error, 2 configuration or preflight, 3 halted by .HALT, 4 anomaly, 75 SIGTERM or SIGHUP, 130 Ctrl-C.",
-    version=lambda: version_lines("nsa-train", __version__),
+    version=lambda: version_lines(RUNS_ON),
     version_format="plaintext",
     suppress_keyboard_interrupt=False,
 )
@@ -87,7 +87,7 @@ def run(
         raise ConfigError(RunDirectory(out).why_not_resumable())
     meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
-    config = load_config(recipe, overrides)
+    config = _checked_config(recipe, overrides)
     if print_config:
         print(to_toml(config), end="")
         return 0
@@ -100,7 +100,7 @@ def run(
     again = GoingOn(saved=[*typed, "--resume"], begun=[*typed, "--resume", "auto"])
     if synthetic_on_fail:
         from nsa_train.data.fallback import Start, or_synthetic
-        from nsa_train.running import check_place, settled_resume
+        from nsa_train.loop.run import check_place, settled_resume
 
         if not dry_run:
             # opening the data may take long, and what does not open moves the run to another directory
@@ -138,7 +138,7 @@ def resume(
         raise ConfigError(f"DIR={str(directory)!r} {found}; name the directory that `nsa-train run` printed")
     meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
-    config = load_config(str(paths.config), overrides)
+    config = _checked_config(str(paths.config), overrides)
     if dry_run:
         return _judge_start(config, directory, meeting, NEWEST)
     typed = ["resume", str(directory), *as_sets(overrides), *meeting.words()]
@@ -159,7 +159,7 @@ def preflight(
 ) -> Answer:
     """Judge every rule that a run of RECIPE must meet, without running it."""
     return _judged(
-        lambda: _judge(load_config(recipe, settled(set_ or (), say=warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
+        lambda: _judge(_checked_config(recipe, settled(set_ or (), say=warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
     )
 
 
@@ -179,7 +179,7 @@ def _judged(judge: Callable[[], Answer]) -> Answer:
 
 def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | None) -> Answer:
     """Print the findings of preflight on the run that a command would start, or resume from `step`, and return them."""
-    from nsa_train.running import settled_resume
+    from nsa_train.loop.run import settled_resume
 
     def judge() -> Answer:
         meeting.hosts().check()
@@ -191,10 +191,10 @@ def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | Non
 def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: str | None = None, resume: int | None = None) -> Answer:
     """Print the findings of preflight on running `config` into `out`, or resuming there from step `resume`, and return them."""
     check_path("--out", out)
-    from nsa_train.machine import described_machine, target_machine
-    from nsa_train.parallel.launch import Hosts
+    from nsa_train.host.machine import described_machine, target_machine
+    from nsa_train.lifecycle.launch import Hosts
     from nsa_train.parallel.world import asked_world_size
-    from nsa_train.preflight import run_preflight
+    from nsa_train.preflight.judge import run_preflight
 
     where = None if machine is None else described_machine(machine, max(1, config.train.nproc_per_node))
     asked = asked_world_size() if nnodes is None else None
@@ -213,8 +213,8 @@ def _judge_resume(config: RunConfig, out: Path, step: int) -> None:
     Raises:
         TrainError: where it would be refused.
     """
+    from nsa_train.loop.run import nothing_left, resume_from
     from nsa_train.run_dir import RunDirectory
-    from nsa_train.running import nothing_left, resume_from
 
     found = resume_from(config, out, step, say=print)
     if found and (reason := nothing_left(found, config, RunDirectory(out))):
@@ -233,7 +233,7 @@ def loader_check(
 ) -> Answer:
     """Read batches of RECIPE without a model: time to the first, shape, tokens/s, waits, first tokens. Exit 2 with the cause."""
     check_seconds("--timeout", timeout, example=60)
-    config = load_config(recipe, settled(set_ or (), say=warn))
+    config = _checked_config(recipe, settled(set_ or (), say=warn))
     from nsa_train.data.fallback import Start, or_synthetic
     from nsa_train.data.loader_check import check_loader
 
@@ -286,7 +286,7 @@ def sample(
     ckpt: Annotated[Path, Parameter(help=CHECKPOINT)],
     /,
     *,
-    prompt: Annotated[str, Parameter(help="What the text begins with; at least one character.")],
+    prompt: Annotated[str, Parameter(help="The beginning of the text; at least one character.")],
     tokens: Annotated[int, Parameter(help="Tokens to add, at most.")] = 200,
     temperature: Annotated[float, Parameter(help="0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
@@ -296,15 +296,15 @@ def sample(
 ) -> int:
     """Print PROMPT and what the model of CKPT writes after it."""
     check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed)
-    from nsa_train.checkpoint import open_checkpoint
+    from nsa_train.checkpoint.store import open_checkpoint
 
     checkpoint = open_checkpoint(ckpt)
     for line in checkpoint.refused:
         warn(line)
-    from nsa_train.checkpoint import load_model
-    from nsa_train.data import build_tokenizer
+    from nsa_train.checkpoint.resuming import load_model
+    from nsa_train.data.tokenizer import build_tokenizer
+    from nsa_train.host.routing import refused_backends, uses_of_sample, with_backend
     from nsa_train.model.generate import generate
-    from nsa_train.routing import refused_backends, uses_of_sample, with_backend
 
     if backend is not None:
         checkpoint = evolve(checkpoint, config=with_backend(checkpoint.config, backend))
@@ -384,7 +384,7 @@ def export(
     ] = "safetensors",
 ) -> int:
     """Write the weights of CKPT to OUT."""
-    from nsa_train.checkpoint import export as export_weights
+    from nsa_train.checkpoint.formats import export as export_weights
 
     print(export_weights(source, out, format_, say=warn))
     return 0
@@ -442,7 +442,7 @@ def _ending_of(job: Callable[[], int | Answer | None]) -> tuple[Ending, Mapping[
         return ending_of(error), {}
     except OSError as error:
         if is_unread(sys.stdout):
-            # whoever read the output has seen enough
+            # the reader of the output has seen enough
             discard(sys.stdout)
             return Ending(TrainError.exit_code), {}
         is_too_long = error.errno == errno.ENAMETOOLONG
@@ -465,6 +465,16 @@ def _with_steps(tokens: list[str]) -> list[str]:
         else:
             joined.append(word)
     return [*joined[:-1], "--resume="] if joined[-1:] == ["--resume"] else joined
+
+
+def _checked_config(recipe: str, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of `recipe` with `overrides`, whose vocabulary holds its tokenizer's ids."""
+    config = load_config(recipe, overrides)
+    # torch is loaded here, after every other key was judged
+    from nsa_train.model.decoder import vocab_size_of
+
+    vocab_size_of(config)
+    return config
 
 
 def _default_out(recipe: str) -> Path:

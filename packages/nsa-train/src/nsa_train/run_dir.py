@@ -8,41 +8,34 @@ from attrs import frozen
 from nsa_train.files import written_whole
 
 
+class _Below:
+    """A path below a run's directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDirectory", kind: type) -> Path:
+        return run.root / self._name
+
+
 @frozen
 class RunDirectory:
     """Paths below one run's directory."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        """The resolved recipe."""
-        return self.root / "config.toml"
-
-    @property
-    def environment(self) -> Path:
-        """Machine, versions, commit, routing."""
-        return self.root / "env.json"
-
-    @property
-    def training(self) -> Path:
-        """One row per optimizer step."""
-        return self.root / "training.csv"
-
-    @property
-    def validation(self) -> Path:
-        """One row per evaluation, the first at step 0."""
-        return self.root / "val.csv"
-
-    @property
-    def selection(self) -> Path:
-        """One row per logged step; absent for the dense twin."""
-        return self.root / "k_stats.csv"
-
-    @property
-    def fallbacks(self) -> Path:
-        """One row per logged step, counted from the start of the run; absent for the dense twin."""
-        return self.root / "fallback_counters.csv"
+    config = _Below("config.toml")
+    """The resolved recipe."""
+    environment = _Below("env.json")
+    """Machine, versions, commit, routing."""
+    training = _Below("training.csv")
+    """One row per optimizer step."""
+    validation = _Below("val.csv")
+    """One row per evaluation, the first at step 0."""
+    selection = _Below("k_stats.csv")
+    """One row per logged step; absent for the dense twin."""
+    fallbacks = _Below("fallback_counters.csv")
+    """One row per logged step, counted from the start of the run; absent for the dense twin."""
 
     @property
     def heartbeat(self) -> Path:
@@ -58,45 +51,22 @@ class RunDirectory:
         """The files of all ranks that exist, in the order of their names."""
         return sorted(self.root.glob("heartbeat_rank*.jsonl"))
 
-    @property
-    def tensorboard(self) -> Path:
-        """Event files that TensorBoard shows."""
-        return self.root / "tb"
-
-    @property
-    def metrics(self) -> Path:
-        """What came out, in a few figures."""
-        return self.root / "metrics.json"
-
-    @property
-    def curves(self) -> Path:
-        """The curves, drawn."""
-        return self.root / "curves.png"
-
-    @property
-    def samples(self) -> Path:
-        """Holds before.txt and after.txt."""
-        return self.root / "samples"
-
-    @property
-    def report(self) -> Path:
-        """The self-contained page."""
-        return self.root / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Holds step-N directories and the link `latest`."""
-        return self.root / "checkpoints"
-
-    @property
-    def halt(self) -> Path:
-        """Its presence asks all ranks to save and stop at the same step."""
-        return self.root / ".HALT"
-
-    @property
-    def anomaly_type(self) -> Path:
-        """One word per kind of anomaly that was found, a line each."""
-        return self.root / ".anomaly_type"
+    tensorboard = _Below("tb")
+    """Event files that TensorBoard shows."""
+    metrics = _Below("metrics.json")
+    """The results, in a few figures."""
+    curves = _Below("curves.png")
+    """The curves, drawn."""
+    samples = _Below("samples")
+    """Holds before.txt and after.txt."""
+    report = _Below("report.html")
+    """The self-contained page."""
+    checkpoints = _Below("checkpoints")
+    """Holds step-N directories and the link `latest`."""
+    halt = _Below(".HALT")
+    """Its presence asks all ranks to save and stop at the same step."""
+    anomaly_type = _Below(".anomaly_type")
+    """One word per kind of anomaly that was found, a line each."""
 
     def holds_run(self) -> bool:
         """Return whether a run recorded itself here; one that was killed early leaves less."""

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nsa_train.checkpoint import CheckpointWriter, Snapshot, capture
-from nsa_train.config import RunConfig
-from nsa_train.data.state import state_of
+from nsa_train.checkpoint import CheckpointWriter, capture
+from nsa_train.checkpoint.snapshot import Snapshot
+from nsa_train.data.stream import state_of
 from nsa_train.model.decoder import Decoder, build_model
-from nsa_train.recipe import load_config
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import load_config
 
 SIZES = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim_qk": 16, "head_dim_v": 16}
 COUNTERS = {

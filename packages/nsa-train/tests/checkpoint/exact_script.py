@@ -13,7 +13,7 @@ import torch.distributed as dist
 from toy_run import ToyRun, on_ranks
 
 from nsa_train.checkpoint import CheckpointWriter, resume_point
-from nsa_train.errors import CheckpointError
+from nsa_train.errors import TrainError
 
 SAVED_AT, LAST = 3, 6
 
@@ -79,7 +79,7 @@ def failure(root: Path, world: str) -> dict[str, Any]:
         for attempt in (lambda: writer.save(2, run.snapshot()), lambda: resume_point(root / "good")):
             try:
                 attempt()
-            except CheckpointError as error:
+            except TrainError as error:
                 heard.append(str(error))
             if dist.get_rank() == 0:
                 (root / "good/step-1/state.json").write_text("{}")

@@ -19,8 +19,10 @@ from typing import Any
 
 from toy_run import ToyRun, in_child, on_ranks
 
-from nsa_train.checkpoint import CheckpointWriter, Snapshot, latest_valid, open_checkpoint
+from nsa_train.checkpoint import CheckpointWriter, open_checkpoint
 from nsa_train.checkpoint.layout import LATEST
+from nsa_train.checkpoint.snapshot import Snapshot
+from nsa_train.checkpoint.store import latest_valid
 from nsa_train.errors import TrainError
 
 SAVE_EVERY = 2

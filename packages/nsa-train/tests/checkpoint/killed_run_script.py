@@ -21,13 +21,14 @@ import matplotlib.pyplot  # noqa: F401
 import torch
 import torch.utils.tensorboard
 
-import nsa_train.running  # noqa: F401
-from nsa_train.checkpoint import latest_valid, open_checkpoint
+import nsa_train.loop.run  # noqa: F401
+from nsa_train.checkpoint import open_checkpoint
 from nsa_train.checkpoint.layout import FILES, LATEST
+from nsa_train.checkpoint.store import latest_valid
 from nsa_train.cli import run_command
 from nsa_train.errors import TrainError
 from nsa_train.model.decoder import build_model
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 from nsa_train.telemetry import samples
 
 

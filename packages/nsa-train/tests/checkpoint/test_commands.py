@@ -7,10 +7,11 @@ import pytest
 import safetensors
 import torch
 
-from nsa_train.checkpoint import export, load_model, open_checkpoint
+from nsa_train.checkpoint import load_model, open_checkpoint
+from nsa_train.checkpoint.formats import export
 from nsa_train.checkpoint.tensors import read_tensors
 from nsa_train.cli import run_command
-from nsa_train.recipe import to_toml
+from nsa_train.settings.recipe import to_toml
 
 
 def test_ls_has_a_line_per_checkpoint_and_marks_latest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

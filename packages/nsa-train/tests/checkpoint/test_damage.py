@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from nsa_train.checkpoint import latest_valid, load_model, open_checkpoint, resume_point
+from nsa_train.checkpoint import load_model, open_checkpoint, resume_point
 from nsa_train.checkpoint import manifest as manifests
 from nsa_train.checkpoint.layout import FILES, MANIFEST
+from nsa_train.checkpoint.store import latest_valid
 from nsa_train.errors import CheckpointError, ConfigError
 
 ALL = (*FILES, MANIFEST)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_train.checkpoint import latest_valid, list_checkpoints, load_model, open_checkpoint, restore
+from nsa_train.checkpoint import load_model, open_checkpoint, restore
 from nsa_train.checkpoint.layout import FILES, MANIFEST
 from nsa_train.checkpoint.manifest import write_manifest
+from nsa_train.checkpoint.store import latest_valid, list_checkpoints
 from nsa_train.errors import CheckpointError
 
 _unpickled: list[str] = []

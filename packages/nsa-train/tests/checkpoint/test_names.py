@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nsa_train.model.decoder import build_model
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 
 OF_BOTH = """embedding.weight norm.weight blocks.0.attention_norm.weight blocks.0.mlp_norm.weight
 blocks.0.attention.q_proj.weight blocks.0.attention.o_proj.weight

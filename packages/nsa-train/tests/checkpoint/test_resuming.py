@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from nsa_train.checkpoint import CheckpointWriter, check_resumable, load_model, open_checkpoint, restore, resume_point
+from nsa_train.checkpoint import CheckpointWriter, load_model, open_checkpoint, restore, resume_point
+from nsa_train.checkpoint.resuming import check_resumable
 from nsa_train.checkpoint.rng import capture_rng, restore_rng, seed_fresh_rng, seed_rng
 from nsa_train.checkpoint.tensors import model_tensors, optimizer_tensors
-from nsa_train.config import structure, unstructure
 from nsa_train.errors import CheckpointError, ConfigError
-from nsa_train.recipe import apply_override
+from nsa_train.settings.config import structure, unstructure
+from nsa_train.settings.recipe import apply_override
 
 
 def _draws() -> list[float]:

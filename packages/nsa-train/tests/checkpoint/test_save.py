@@ -16,17 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_train.checkpoint import (
-    CheckpointWriter,
-    claimed_by_another,
-    latest_valid,
-    list_checkpoints,
-    load_model,
-    open_checkpoint,
-    publish,
-)
-from nsa_train.checkpoint.claim import HOLDER, claim, release
+from nsa_train.checkpoint import CheckpointWriter, load_model, open_checkpoint, publish
+from nsa_train.checkpoint.claim import HOLDER, claim, claimed_by_another, release
 from nsa_train.checkpoint.layout import FILES, MANIFEST
+from nsa_train.checkpoint.store import latest_valid, list_checkpoints
 from nsa_train.errors import CheckpointError
 
 

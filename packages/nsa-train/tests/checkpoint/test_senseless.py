@@ -12,9 +12,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from nsa_train.checkpoint import latest_valid, load_model, open_checkpoint, require_run, resume_point
+from nsa_train.checkpoint import load_model, open_checkpoint, resume_point
 from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import MOST, write_manifest
+from nsa_train.checkpoint.resuming import require_run
+from nsa_train.checkpoint.store import latest_valid
 from nsa_train.cli import run_command
 from nsa_train.errors import CheckpointError
 

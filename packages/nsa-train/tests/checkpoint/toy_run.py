@@ -23,13 +23,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_train.checkpoint import Checkpoint, Snapshot, capture, restore
+from nsa_train.checkpoint import capture, restore
 from nsa_train.checkpoint.rng import capture_rng
+from nsa_train.checkpoint.snapshot import Snapshot
+from nsa_train.checkpoint.store import Checkpoint
 from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors
-from nsa_train.data.state import state_of
+from nsa_train.data.stream import state_of
 from nsa_train.model.decoder import build_model
-from nsa_train.parallel.ranks import gather_json
-from nsa_train.recipe import load_config
+from nsa_train.parallel.world import here
+from nsa_train.settings.recipe import load_config
 
 SIZES = {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim_qk": 16, "head_dim_v": 16}
 CONFIG = load_config("demo", [f"model.{key}={value}" for key, value in SIZES.items()])
@@ -63,7 +65,7 @@ class ToyRun:
 
     def snapshot(self) -> Snapshot:
         """Return what a checkpoint holds."""
-        batches, rows = gather_json(self.drawn)[0], CONFIG.train.batch_size
+        batches, rows = here().gather(self.drawn)[0], CONFIG.train.batch_size
         lane = {"row": batches, "epoch": 0, "hash": "", "first_tokens": [], "documents": 0, "bad_records": 0}
         data = state_of({"walk": "rows"}, batches, {str(number): lane for number in range(rows)})
         return capture(model=self.model, optimizer=self.optimizer, config=CONFIG, data=data)

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nsa_train.config import RunConfig
-from nsa_train.recipe import load_config
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import load_config
 
 NUM_DOCUMENTS = 120
 

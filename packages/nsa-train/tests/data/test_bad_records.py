@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from nsa_train.cli import run_command
-from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, open_training_stream
+from nsa_train.data.dataset import open_dataset
 from nsa_train.data.lanes import BlockLane, BlockSequence, Entry
 from nsa_train.data.sources import Bad, Document, Reading, open_files
+from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
 
 FUZZED_FAST, FUZZED_SLOW = 300, 10_000
 GOOD = [{"text": f"document {number} " * 3} for number in range(40)]

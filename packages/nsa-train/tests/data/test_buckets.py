@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, open_training_stream
 from nsa_train.data.buckets import BucketedRows, buckets_up_to
+from nsa_train.data.dataset import open_dataset
 from nsa_train.data.packing import IGNORED, PackedRows
 from nsa_train.data.sources import Document
+from nsa_train.data.stream import open_training_stream
 from nsa_train.data.tokenizer import PAD, SEPARATOR, ByteTokenizer
 from nsa_train.errors import ConfigError, DataError
+from nsa_train.settings.config import RunConfig
 
 texts = st.lists(st.binary(max_size=150).map(lambda text: text.replace(b"\xff", b"x")), min_size=1, max_size=12)
 

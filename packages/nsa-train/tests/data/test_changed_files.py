@@ -19,13 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nsa_train.config import RunConfig
-from nsa_train.data import TrainingStream, merge_states, open_dataset, open_training_stream
+from nsa_train.data.dataset import open_dataset
 from nsa_train.data.opened import KEY
 from nsa_train.data.sources import Bad, Document, FileBlocks, Reading, StripedBlocks, open_files
 from nsa_train.data.sources.jsonl import LINES_PER_BLOCK
 from nsa_train.data.sources.split import rank_of
+from nsa_train.data.stream import TrainingStream, merge_states, open_training_stream
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
 
 NUM_LINES = 1500
 KINDS = ("jsonl", "text", "parquet", "fineweb_edu jsonl", "fineweb_edu parquet")

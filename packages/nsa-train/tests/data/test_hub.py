@@ -11,14 +11,15 @@ import pytest
 
 from nsa_train.checkpoint import CheckpointWriter
 from nsa_train.cli import run_command
-from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, open_training_stream
+from nsa_train.data.dataset import open_dataset
 from nsa_train.data.fallback import Start, or_synthetic
 from nsa_train.data.sources import Bad, Document, Reading, open_files
 from nsa_train.data.sources.hub import open_hub
-from nsa_train.data_table import DataTable
+from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import DataError
-from nsa_train.recipe import load_config
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.data_table import DataTable
+from nsa_train.settings.recipe import load_config
 
 
 def _records(path: Path) -> list[Document | Bad]:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from nsa_train.cli import run_command
-from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, probe
+from nsa_train.data.dataset import open_dataset
+from nsa_train.data.probe import probe
 from nsa_train.data.sources import Reading, files_of
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
 
 
 @pytest.fixture

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from nsa_train.cli import run_command
-from nsa_train.config import RunConfig
-from nsa_train.data import Dataset, loader_check, open_dataset, open_training_stream, probe
+from nsa_train.data import loader_check
+from nsa_train.data.dataset import Dataset, open_dataset
 from nsa_train.data.lanes import RowLane
 from nsa_train.data.loader_check import check_loader
 from nsa_train.data.packing import Batch, Row
+from nsa_train.data.probe import probe
 from nsa_train.data.sources import Reading, Record, TextBlocks
-from nsa_train.data.stream import TrainingStream
+from nsa_train.data.stream import TrainingStream, open_training_stream
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
 
 
 @pytest.mark.parametrize("walk", ["rows", "blocks", "datasets, parquet", "synthetic"])

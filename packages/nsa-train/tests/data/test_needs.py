@@ -2,8 +2,8 @@
 
 import pytest
 
-from nsa_train.data.needs import needs_of, packages_of
-from nsa_train.data_table import DataTable
+from nsa_train.data.probe import needs_of, packages_of
+from nsa_train.settings.data_table import DataTable
 
 BPE = {"tokenizer": "gpt2"}
 

@@ -100,3 +100,9 @@ def test_a_batch_moves_with_its_host_figures() -> None:
     moved = batch.to(torch.device("cpu"))
     assert (moved.longest, moved.num_targets, moved.max_seqlen) == (4, 4, 4)
     assert torch.equal(moved.input_ids, batch.input_ids)
+
+
+def test_a_device_gets_what_a_model_reads() -> None:
+    moved = collate([_rows([b"abcdef"], 4)[0]]).to(torch.device("meta"))
+    assert all(tensor.device.type == "meta" for tensor in (moved.input_ids, moved.labels, moved.cu_seqlens))
+    assert moved.loss_mask.device.type == moved.lengths.device.type == "cpu"

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, open_training_stream
+from nsa_train.data.dataset import open_dataset
 from nsa_train.data.order import generator
 from nsa_train.data.packing import IGNORED
 from nsa_train.data.retrieval import Retrieval
+from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import ConfigError
+from nsa_train.settings.config import RunConfig
 
 TASKS = {
     "one of one": Retrieval(length=12, pairs=1, queries=1, symbols=2, tokens=1),

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_train.config import RunConfig
-from nsa_train.data import open_dataset, open_training_stream, probe
+from nsa_train.data.dataset import open_dataset
+from nsa_train.data.probe import probe
 from nsa_train.data.sources import Bad, Document, Reading, open_files
 from nsa_train.data.sources.jsonl import BYTES_PER_BLOCK, LINES_PER_BLOCK, JsonlBlocks
 from nsa_train.data.sources.split import limit_of, rank_of, split
 from nsa_train.data.sources.text import StdlibBlocks
+from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
 
 
 def _documents(texts: list[bytes]) -> list[Document]:
@@ -112,8 +114,8 @@ def test_a_cut_file_with_a_copy_in_another_part_is_refused_by_name(
         held_out, trained = (rf"{tmp_path}/copy\.txt\[\d+:\]", held_out)
     assert re.match(rf"data: {held_out} is held out for validation, and shares text with {trained}, which is for training; name each", line)
     assert not found.passed
-    mended = probe(data_config("data.source=mix", f'data.mix={{"{tmp_path}/copy.txt" = 1, "{tmp_path}/d/[01][1-9].txt" = 1}}'))
-    assert not mended.failed
+    fixed = probe(data_config("data.source=mix", f'data.mix={{"{tmp_path}/copy.txt" = 1, "{tmp_path}/d/[01][1-9].txt" = 1}}'))
+    assert not fixed.failed
 
 
 def test_a_short_end_that_other_files_have_too_is_no_copy(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
@@ -139,9 +141,9 @@ def test_a_part_of_a_large_mix_without_a_training_document_is_refused_by_name(
         open_dataset(data_config(*sets, "data.in_memory_mib=0"))
     assert f"data.mix: '{path}' has no document for training (1 is held out for validation" in str(caught.value)
     assert ("the first that was skipped: data.path: " in str(caught.value)) == (kind == "jsonl")
-    mend = re.search(r"--set (data\.in_memory_mib=\d+)", str(caught.value))
-    assert mend
-    with open_training_stream(data_config(*sets, mend[1])) as stream:
+    fix = re.search(r"--set (data\.in_memory_mib=\d+)", str(caught.value))
+    assert fix
+    with open_training_stream(data_config(*sets, fix[1])) as stream:
         assert next(stream).num_targets > 0
 
 
@@ -217,8 +219,8 @@ def test_large_texts_that_are_fewer_than_the_rows_are_refused(tmp_path: Path, da
     sets = ["data.source=text", f"data.path={tmp_path}/[1-8].txt", "data.in_memory_mib=0"]
     with pytest.raises(DataError, match=r"8 texts are too few for train\.batch_size=8 rows .*; use --set data\.in_memory_mib=1, or cut"):
         open_dataset(data_config(*sets))
-    for mended in (["data.in_memory_mib=1"], [f"data.path={tmp_path}/*.txt"]):
-        with open_training_stream(data_config(*sets, *mended)) as stream:
+    for fixed in (["data.in_memory_mib=1"], [f"data.path={tmp_path}/*.txt"]):
+        with open_training_stream(data_config(*sets, *fixed)) as stream:
             rows = next(stream).input_ids[0].split(48)
         assert len({row.numpy().tobytes() for row in rows}) == 8
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_train.config import RunConfig
-from nsa_train.data import Batch, Dataset, TrainingStream, merge_states, open_dataset, open_training_stream, open_validation
 from nsa_train.data.blocks import SyntheticBlocks
+from nsa_train.data.dataset import Dataset, open_dataset
 from nsa_train.data.lanes import BlockLane, BlockSequence, Consumed, Entry
-from nsa_train.data.packing import IGNORED, Row
+from nsa_train.data.packing import IGNORED, Batch, Row
 from nsa_train.data.sources.split import rank_of
-from nsa_train.data.stream import lanes_of
+from nsa_train.data.stream import TrainingStream, lanes_of, merge_states, open_training_stream, open_validation
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.errors import ConfigError, DataError
+from nsa_train.settings.config import RunConfig
 
 WALKS = (
     "rows",

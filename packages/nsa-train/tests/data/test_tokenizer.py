@@ -16,13 +16,13 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from nsa_train.config import RunConfig
-from nsa_train.data import build_tokenizer, num_ids_of, open_dataset, open_training_stream
-from nsa_train.data.bpe import BytePairTokenizer, open_bpe
-from nsa_train.data.tokenizer import PAD, SEPARATOR, ByteTokenizer
-from nsa_train.data_table import DataTable
+from nsa_train.data.dataset import open_dataset
+from nsa_train.data.stream import open_training_stream
+from nsa_train.data.tokenizer import PAD, SEPARATOR, BytePairTokenizer, ByteTokenizer, build_tokenizer, num_ids_of, open_bpe
 from nsa_train.errors import DataError
 from nsa_train.model.decoder import count_parameters
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.data_table import DataTable
 from nsa_train.telemetry.flops import model_flops
 
 

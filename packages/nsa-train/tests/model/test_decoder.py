@@ -16,7 +16,7 @@ from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import Decoder, build_model, count_parameters
 from nsa_train.model.dense_attention import DenseAttention
 from nsa_train.model.loss import summed_loss
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 
 DIM = 32
 """Of the tiny recipe: the rows of the transposed embedding."""

@@ -21,11 +21,11 @@ from attrs import evolve
 
 from nsa_train.checkpoint import resume_point
 from nsa_train.errors import TrainError
-from nsa_train.parallel.strategy import local_part, whole
+from nsa_train.loop.trainer import Trainer
+from nsa_train.parallel.sharding import local_part, whole
 from nsa_train.parallel.world import World, join_world
-from nsa_train.recipe import load_config
+from nsa_train.settings.recipe import load_config
 from nsa_train.telemetry.progress import ProgressDisplay, Screen, StepFigures
-from nsa_train.trainer import Trainer
 
 STEPS = 50
 SPOILED = (("ddp", "nan", "fp32"), ("fsdp", "inf", "fp32"), ("ddp", "inf", "fp16"), ("fsdp", "nan", "fp16"))

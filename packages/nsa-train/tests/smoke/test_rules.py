@@ -15,11 +15,11 @@ import torch
 from nsa_core import Operation
 from nsa_train.cli import run_command as run_train
 from nsa_train.errors import ConfigError
+from nsa_train.loop.trainer import Trainer
 from nsa_train.smoke import judge_run
 from nsa_train.smoke.records import read_records
 from nsa_train.smoke.rules import check_run
 from nsa_train.smoke.selection import chosen_blocks
-from nsa_train.trainer import Trainer
 
 RECIPE = """
 [model]
@@ -269,7 +269,7 @@ def test_what_does_not_apply_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_a_choice_that_no_backend_can_make_here_is_not_judged(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa_train.routing.named_backends", lambda _: {Operation.SLC: "nosuch"})
+    monkeypatch.setattr("nsa_train.host.routing.named_backends", lambda _: {Operation.SLC: "nosuch"})
     [verdict] = [one for one in check_run(read_records(trained)) if one.rule == "selection repeats"]
     assert verdict.is_passed is None
     assert verdict.found.startswith("not judged: nsa.backends.slc='nosuch' is not installed (there is sdpa")

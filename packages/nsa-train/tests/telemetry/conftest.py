@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_train.config import RunConfig
 from nsa_train.model.decoder import Decoder, build_model
+from nsa_train.settings.config import RunConfig
 from nsa_train.telemetry.layers import of_layers
 from nsa_train.telemetry.progress import StepFigures
 from nsa_train.telemetry.recorder import Recorder

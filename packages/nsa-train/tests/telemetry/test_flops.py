@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa_core import BlockGeometry
-from nsa_core.blocks import num_chosen_blocks, num_compressed_blocks, num_visible_blocks
+from nsa_core.blocks import compressed_pairs, num_chosen_blocks, num_compressed_blocks, num_visible_blocks, selected_pairs, window_pairs
 from nsa_train.model.decoder import build_model
-from nsa_train.recipe import load_config
-from nsa_train.telemetry.flops import compressed_pairs, model_flops, selected_pairs, window_pairs
+from nsa_train.settings.recipe import load_config
+from nsa_train.telemetry.flops import model_flops
 
 GEOMETRIES = (
     BlockGeometry(),

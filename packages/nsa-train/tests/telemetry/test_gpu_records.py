@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from nsa_train.telemetry.chips import chip_of
+from nsa_train.host.chips import chip_of
 
 pytestmark = pytest.mark.hardware
 

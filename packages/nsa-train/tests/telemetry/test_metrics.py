@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_train.config import RunConfig
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
 from nsa_train.telemetry.metrics import seconds_alive, summarise
 from nsa_train.telemetry.records import FALLBACK_COLUMNS, TRAINING_COLUMNS, VALIDATION_COLUMNS, CsvTable, Heartbeat
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_train.host.chips import CHIPS
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.chips import CHIPS
 from nsa_train.telemetry.flops import model_flops
 
 EVERY_EVENT = {"ts", "iso", "pid", "rank", "step", "msg"}

@@ -6,9 +6,9 @@ from pathlib import Path
 import attrs
 import pytest
 
+from nsa_train.host.chips import CHIPS
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import KINDS
-from nsa_train.telemetry.chips import CHIPS
 from nsa_train.telemetry.records import FALLBACK_COLUMNS, SELECTION_COLUMNS, TRAINING_COLUMNS, VALIDATION_COLUMNS, read_events
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"

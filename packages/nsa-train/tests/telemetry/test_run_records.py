@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_train.cli import run_command
+from nsa_train.run_dir import RunDirectory
+
 
 def test_a_run_leaves_the_documented_files(tiny_run: Any) -> None:
     names = {path.relative_to(tiny_run.root).as_posix() for path in tiny_run.root.rglob("*") if path.is_file()}
@@ -162,3 +165,20 @@ def test_the_first_tokens_and_a_hash_of_what_was_consumed_are_recorded(tiny_run:
     assert event["data_first_tokens"] == metrics["data_first_tokens"] != []
     assert all(0 <= token < 258 for token in metrics["data_first_tokens"])
     assert metrics["data_consumed_hash"] == [beat for beat in tiny_run.beats() if beat["msg"] == "step_end"][-1]["data_consumed_hash"]
+
+
+def test_without_the_extra_report_a_run_trains_and_says_what_is_missing(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nsa_train.host.environment.version_of", lambda package: None)
+    monkeypatch.setattr("nsa_train.telemetry.tensorboard.version_of", lambda package: None)
+    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    paths = RunDirectory(tmp_path / "run")
+    assert run_command(["run", str(tiny_recipe), "--out", str(paths.root), "--set", "train.steps=2"]) == 0
+    said = capsys.readouterr().out
+    assert "warn: report: jinja2, matplotlib, tensorboard not installed (the extra nsa-train[report] draws" in said
+    assert "report: not drawn: jinja2" in said
+    assert paths.metrics.is_file()
+    assert not any(path.exists() for path in (paths.report, paths.curves, paths.tensorboard))
+    assert run_command(["report", str(paths.root)]) == 2
+    assert "use pip install jinja2 matplotlib tensorboard" in capsys.readouterr().err

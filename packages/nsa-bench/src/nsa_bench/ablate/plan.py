@@ -25,9 +25,9 @@ from attrs import frozen
 
 from nsa_bench.ablate import shipped_plans
 from nsa_bench.errors import OptionError
-from nsa_train.config import TABLES, RunConfig, listed, structure
 from nsa_train.errors import ConfigError
-from nsa_train.recipe import apply_override, find_recipe, read_toml
+from nsa_train.settings.config import TABLES, RunConfig, listed, structure
+from nsa_train.settings.recipe import apply_override, find_recipe, read_toml
 
 KEYS = ("recipe", "baseline", "seeds", "set", "arms", "grid")
 MOST_TRIALS = 10_000

@@ -15,8 +15,8 @@ from nsa_bench.ablate.plan import Plan, Trial
 from nsa_bench.errors import OptionError
 from nsa_train.errors import INTERRUPTED, TerminatedError
 from nsa_train.files import written_whole
-from nsa_train.recipe import to_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import to_toml
 
 JUDGED = "held_out.json"
 """The last file that a trial writes, in the run's directory: its model on the held-out rows."""

@@ -15,14 +15,14 @@ from torch import Tensor
 from nsa_bench.ablate.run import JUDGED
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.cli import run_command
-from nsa_train.config import RunConfig
-from nsa_train.data import Batch, open_validation
-from nsa_train.data.packing import IGNORED
+from nsa_train.data.packing import IGNORED, Batch
+from nsa_train.data.stream import open_validation
 from nsa_train.files import written_whole
+from nsa_train.host.routing import DTYPES
 from nsa_train.parallel.world import local_device
-from nsa_train.recipe import load_config
-from nsa_train.routing import DTYPES
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import load_config
 
 CHUNK = 8192
 """Tokens whose logits are float32 at a time."""

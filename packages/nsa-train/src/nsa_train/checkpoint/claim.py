@@ -93,6 +93,6 @@ def _can_lock(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        # whoever starts two runs in one directory is not told
+        # two runs in one directory are not noticed there
         pass
     return True

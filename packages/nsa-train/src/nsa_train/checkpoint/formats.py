@@ -12,7 +12,7 @@ from attrs import asdict
 from nsa_train.checkpoint.layout import MODEL
 from nsa_train.checkpoint.store import Checkpoint, open_checkpoint
 from nsa_train.errors import ConfigError
-from nsa_train.recipe import to_toml
+from nsa_train.settings.recipe import to_toml
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ CONFIG = "config.toml"
 STATE = "state.json"
 """Everything else that the next step depends on: data position, schedule, scaler, counters, routes."""
 FILES = (MODEL, OPTIMIZER, RNG, CONFIG, STATE)
-"""What the manifest lists."""
+"""The files that the manifest lists."""
 LATEST = "latest"
 """The link to the checkpoint that was saved last."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")

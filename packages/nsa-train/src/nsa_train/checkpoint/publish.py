@@ -1,6 +1,6 @@
 """Putting a checkpoint on disk so that a reader, or a crash at any point, sees a whole one or none.
 
-Written aside, flushed, renamed into place; then the link `latest` is replaced. What a killed process left aside is
+Written aside, flushed, renamed into place; then the link `latest` is replaced. Files that a killed process left aside are
 removed by the next writer.
 """
 

@@ -5,24 +5,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from attrs import asdict
 from torch import nn
 
+from nsa_core.serialization import toml_value
 from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import OTHERS
-from nsa_train.checkpoint.rng import require_rng, restore_rng, seed_fresh_rng
-from nsa_train.checkpoint.schema import unresumable
+from nsa_train.checkpoint.rng import from_json, require_rng, restore_rng, seed_fresh_rng, to_json
+from nsa_train.checkpoint.schema import NUM_GROUPS, unresumable
 from nsa_train.checkpoint.store import Checkpoint, Judge, anything, latest_valid, open_checkpoint, valid_at
 from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, require_forms, require_moments
-from nsa_train.config import RunConfig, structure, unstructure
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
-from nsa_train.optim import NUM_GROUPS
-from nsa_train.parallel.ranks import broadcast_bytes, broadcast_json, on_rank_0, rank
-from nsa_train.recipe import toml_value
-from nsa_train.structuring import listed_problems
+from nsa_train.parallel.world import here
+from nsa_train.settings.config import RunConfig, structure, unstructure
+from nsa_train.settings.structuring import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
 """Tables and keys without which the weights would not fit; where an operation runs (nsa.backends) is free."""
@@ -41,8 +39,9 @@ def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything
         CheckpointError: on all ranks, when it (without `step`: every one) is damaged.
         ConfigError: on all ranks, when there is none after `step`.
     """
-    found = on_rank_0(lambda: latest_valid(root, judge=judge) if step is None else valid_at(root, step, judge=judge))
-    fields = broadcast_json(found and {**asdict(found, recurse=False), "path": str(found.path), "config": unstructure(found.config)})
+    world = here()
+    found = world.on_main(lambda: latest_valid(root, judge=judge) if step is None else valid_at(root, step, judge=judge))
+    fields = world.from_main(found and {**asdict(found, recurse=False), "path": str(found.path), "config": unstructure(found.config)})
     if not fields:
         return None
     path, config, refused = Path(fields["path"]), structure(fields["config"]), tuple(fields["refused"])
@@ -170,7 +169,7 @@ def initialize(model: nn.Module, config: RunConfig) -> None:
     Raises:
         ConfigError: on all ranks, as `initial_checkpoint`.
     """
-    folder = on_rank_0(lambda: initial_checkpoint(config).path)
+    folder = here().on_main(lambda: initial_checkpoint(config).path)
     # the other ranks read no file
     load_model_tensors(model, (folder or Path()) / MODEL)
 
@@ -185,13 +184,13 @@ def _require_rates(checkpoint: Checkpoint, *, groups: int) -> None:
 
 def _restore_generators(checkpoint: Checkpoint) -> None:
     path = checkpoint.path / RNG
-    payload = broadcast_bytes(on_rank_0(lambda: safetensors.torch.save(read_tensors(path))))
-    states = _states_by_owner(safetensors.torch.load(payload))
+    world = here()
     try:
-        if mine := states.get(f"rank{rank()}"):
+        states = _states_by_owner(from_json(world.from_main(world.on_main(lambda: to_json(read_tensors(path))))))
+        if mine := states.get(f"rank{world.rank}"):
             restore_rng(mine)
         else:
-            seed_fresh_rng(step=checkpoint.step, rank=rank(), state_of_rank_0=states["rank0"])
+            seed_fresh_rng(step=checkpoint.step, rank=world.rank, state_of_rank_0=states["rank0"])
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise _no_generators(path, error) from None
 

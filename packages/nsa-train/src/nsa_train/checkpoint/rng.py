@@ -4,6 +4,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,16 @@ def capture_rng() -> dict[str, Tensor]:
     if torch.cuda.is_available():
         state["torch_cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def to_json(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return `state` as JSON holds it: name -> dtype and numbers."""
+    return {name: [str(value.dtype).removeprefix("torch."), value.tolist()] for name, value in state.items()}
+
+
+def from_json(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that `to_json` spelled."""
+    return {name: torch.tensor(values, dtype=getattr(torch, dtype)) for name, (dtype, values) in state.items()}
 
 
 def require_rng(state: Mapping[str, Tensor]) -> None:

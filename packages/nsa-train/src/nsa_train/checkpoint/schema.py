@@ -7,16 +7,18 @@ from typing import Any
 from attrs import frozen
 
 from nsa_train.checkpoint.layout import FILES
-from nsa_train.config import RunConfig
-from nsa_train.data_state import position_problems
-from nsa_train.rules import MOST_ROWS, MOST_STEPS, integer, is_number, number
-from nsa_train.structuring import anything, count, is_count, list_of, problems_of, ruled, short, text_like
+from nsa_train.data.position import position_problems
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.rules import MOST_ROWS, MOST_STEPS, integer, is_number, number
+from nsa_train.settings.structuring import anything, count, is_count, list_of, problems_of, ruled, short, text_like
 
 SCHEMA_VERSION = 3
 """Version of all files together. Version 1 had weights and moments alone; 2 had no count of the steps with watched gradients."""
 MOST_BYTES = 2**63 - 1
+NUM_GROUPS = 2
+"""Parameter groups of a run's optimizer: parameters with weight decay, and the others."""
 MOST_GROUPS = 1024
-"""Parameter groups of an optimizer."""
+"""Parameter groups of any optimizer."""
 MOST_RATE = 1e6
 MOST_LOSS = 1e300
 MOST_LISTED = 1000

@@ -5,29 +5,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
 from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import MOST
-from nsa_train.checkpoint.rng import capture_rng
+from nsa_train.checkpoint.rng import capture_rng, from_json, to_json
 from nsa_train.checkpoint.tensors import model_tensors, on_host, optimizer_tensors, write_tensors
-from nsa_train.config import RunConfig
 from nsa_train.errors import CheckpointError
-from nsa_train.parallel.ranks import gather_bytes, world_size
-from nsa_train.recipe import to_toml
+from nsa_train.parallel.world import here
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import to_toml
 
 
 @frozen(kw_only=True)
 class Snapshot:
-    """What one checkpoint holds. Rank 0 has the tensors; the other ranks' are empty."""
+    """The content of one checkpoint. Rank 0 has the tensors; the other ranks' are empty."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     rng: dict[str, Tensor]
-    """Of all ranks."""
+    """The generators of all ranks."""
     config: str
     state: dict[str, Any]
     """JSON-able: data, schedule, scaler, routes, counters, world_size."""
@@ -64,11 +63,11 @@ def capture(
     """Return a copy of everything that the next step depends on. A collective, called between two steps.
 
     `model` may be wrapped by DDP, FSDP2 or torch.compile; `scaler` is a GradScaler; `data` is the merged position of all
-    ranks (`merge_states(gather_json(stream.state_dict()))`); `counters` is whatever else is JSON-able, the guards' counts
+    ranks (`merge_states(world.gather(stream.state_dict()))`); `counters` is whatever else is JSON-able, the guards' counts
     for example.
     """
     state = {
-        "world_size": world_size(),
+        "world_size": here().world_size,
         "schedule": {"lr": [float(group["lr"]) for group in optimizer.param_groups]},
         "scaler": scaler.state_dict() if scaler is not None else None,
         "data": dict(data),
@@ -86,5 +85,5 @@ def capture(
 
 
 def _all_generators() -> dict[str, Tensor]:
-    parts = gather_bytes(safetensors.torch.save(capture_rng()))
-    return {f"rank{rank}/{name}": value for rank, part in enumerate(parts) for name, value in safetensors.torch.load(part).items()}
+    parts = here().gather(to_json(capture_rng()))
+    return {f"rank{rank}/{name}": value for rank, part in enumerate(parts) for name, value in from_json(part).items()}

@@ -20,11 +20,11 @@ from nsa_train.checkpoint.layout import (
 )
 from nsa_train.checkpoint.manifest import OTHERS, read_manifest, verify_files
 from nsa_train.checkpoint.schema import state_problems
-from nsa_train.config import RunConfig, structure
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.files import parse_json
-from nsa_train.recipe import parse_toml
-from nsa_train.structuring import listed_problems
+from nsa_train.settings.config import RunConfig, structure
+from nsa_train.settings.recipe import parse_toml
+from nsa_train.settings.structuring import listed_problems
 
 
 @frozen(kw_only=True)
@@ -37,7 +37,7 @@ class Checkpoint:
     state: dict[str, Any] = field(factory=dict)
     """The content of state.json: world_size, schedule, scaler, data, routes, counters."""
     refused: tuple[str, ...] = ()
-    """What was passed over to find this one, such as damaged checkpoints, a line each."""
+    """The checkpoints that were passed over to find this one, such as damaged ones, a line each."""
 
 
 Judge = Callable[[Checkpoint], None]

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.errors import CheckpointError
-from nsa_train.parallel.ranks import broadcast_json, broadcast_tensor, on_rank_0, rank
-from nsa_train.sharding import is_sharded
-from nsa_train.structuring import SHOWN, short
+from nsa_train.parallel.sharding import is_sharded
+from nsa_train.parallel.world import here
+from nsa_train.settings.structuring import SHOWN, short
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and checkpoint wrappers put into a parameter's name."""
+"""Parts of a parameter's name that torch.compile and checkpoint wrappers add."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "U8": "uint8"}
 """Name of a dtype in safetensors -> its name in torch."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -59,10 +59,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of `tensors` in host memory, whole ones, on rank 0; nothing on the others. A collective."""
-    held = {}
+    held, is_main = {}, here().is_main
     for name, value in tensors.items():
         whole = value.full_tensor().detach() if is_sharded(value) else value.detach()
-        if rank() == 0:
+        if is_main:
             held[name] = whole.to("cpu", copy=True).contiguous()
     return held
 
@@ -159,11 +159,12 @@ def load_model_tensors(model: nn.Module, path: Path) -> None:
         CheckpointError: on all ranks, when names, shapes or dtypes differ; the weights are then untouched.
     """
     targets = model_tensors(model)
-    found = on_rank_0(lambda: read_weights(path, targets)) or {}
+    world = here()
+    found = world.on_main(lambda: read_weights(path, targets)) or {}
     with torch.no_grad():
         for name, target in targets.items():
             whole = found.get(name, torch.empty(target.shape, dtype=target.dtype))
-            target.copy_(_placed(broadcast_tensor(whole.to(target.device)), like=target))
+            target.copy_(_placed(world.broadcast(whole.to(target.device)), like=target))
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
@@ -172,9 +173,9 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, p
     Raises:
         CheckpointError: on all ranks, when it holds state of parameters that `model` has not.
     """
-    parameters = _parameters(model)
-    found = on_rank_0(lambda: _read_moments(path, parameters)) or {}
-    forms = broadcast_json({key: Form.of(value) for key, value in found.items()})
+    parameters, world = _parameters(model), here()
+    found = world.on_main(lambda: _read_moments(path, parameters)) or {}
+    forms = world.from_main({key: Form.of(value) for key, value in found.items()})
     fused = {id(p): bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups for p in group["params"]}
     for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
@@ -184,7 +185,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, p
         # torch keeps the step count of an optimizer that is not fused on the host
         device = parameter.device if field != "step" or fused.get(id(parameter), False) else torch.device("cpu")
         whole = found.get(key, torch.empty(shape, dtype=getattr(torch, kind)))
-        value = broadcast_tensor(whole.to(parameter.device)).to(device)
+        value = world.broadcast(whole.to(parameter.device)).to(device)
         optimizer.state[parameter][field] = _placed(value, like=parameter) if value.shape == parameter.shape else value
 
 

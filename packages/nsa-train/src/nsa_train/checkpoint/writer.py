@@ -13,8 +13,8 @@ from nsa_train.checkpoint.claim import claim, release
 from nsa_train.checkpoint.layout import LATEST, latest_folder, step_name
 from nsa_train.checkpoint.publish import clear_debris, point_latest, prune, publish
 from nsa_train.checkpoint.snapshot import Snapshot
-from nsa_train.errors import CheckpointError, ClaimedError
-from nsa_train.parallel.ranks import broadcast_json, rank
+from nsa_train.errors import CheckpointError
+from nsa_train.parallel.world import here
 
 
 class CheckpointWriter:
@@ -28,7 +28,7 @@ class CheckpointWriter:
         """Claim `root` and remove what a killed run left half-written there; `keep_last` checkpoints stay (0: all).
 
         Raises:
-            CheckpointError: on all ranks, when `root` cannot be written; a ClaimedError where another run writes there.
+            TrainError: on all ranks (`World.on_main`), when `root` cannot be written; a ClaimedError where another run writes there.
         """
         self.root, self.keep_last, self.is_async = root, keep_last, is_async
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -52,7 +52,7 @@ class CheckpointWriter:
         """Write `snapshot` as `root`/step-N, move `root`/latest to it and return its path. A collective.
 
         Raises:
-            CheckpointError: on all ranks, when this write (the one before, with `is_async`) failed; the checkpoint before
+            TrainError: on all ranks, when this write (the one before, with `is_async`) failed; the checkpoint before
                 is still there and nothing half-written is.
         """
         self.wait()
@@ -66,7 +66,7 @@ class CheckpointWriter:
         """Make `root`/step-N `latest`: what is later belongs to another branch from now on. A collective.
 
         Raises:
-            CheckpointError: on all ranks, when the disk refuses.
+            TrainError: on all ranks, when the disk refuses.
         """
         self._start(f"{self.root / LATEST} was not replaced", lambda: point_latest(self.root, step_name(step)))
         self.wait()
@@ -75,15 +75,12 @@ class CheckpointWriter:
         """Return once nothing is being written. A collective.
 
         Raises:
-            CheckpointError: on all ranks, when the write that was under way failed.
+            TrainError: on all ranks, when the write that was under way failed.
         """
         if not self._pending:
             return
         what, self._pending = self._pending, ""
-        error = self._job.exception() if self._job is not None else None
-        problem, is_claimed = broadcast_json((self._message(what, error) if error is not None else "", isinstance(error, ClaimedError)))
-        if problem:
-            raise (ClaimedError if is_claimed else CheckpointError)(problem) from error
+        here().on_main(lambda: self._require_written(what))
 
     def close(self) -> None:
         """Wait as `wait` does, and end the thread."""
@@ -103,18 +100,20 @@ class CheckpointWriter:
 
     def _start(self, what: str, job: Callable[[], None]) -> None:
         self._pending = what
-        self._job = self._pool.submit(job) if rank() == 0 else None
+        self._job = self._pool.submit(job) if here().is_main else None
 
     def _write(self, step: int, snapshot: Snapshot) -> None:
         publish(self.root, step, snapshot.write_to)
         prune(self.root, current=step, keep_last=self.keep_last)
 
-    def _message(self, what: str, error: BaseException) -> str:
+    def _require_written(self, what: str) -> None:
+        error = self._job.exception() if self._job is not None else None
         if isinstance(error, CheckpointError):
-            return str(error)
-        if not isinstance(error, OSError):
-            return f"{what}: {error!r}"
-        return refused_by_disk(what, error, self.root)
+            raise error
+        if error is not None:
+            raise CheckpointError(
+                refused_by_disk(what, error, self.root) if isinstance(error, OSError) else f"{what}: {error!r}"
+            ) from error
 
 
 def refused_by_disk(what: str, error: OSError, root: Path) -> str:

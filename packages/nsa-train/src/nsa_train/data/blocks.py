@@ -11,8 +11,8 @@ from nsa_train.data.packing import IGNORED, Row
 from nsa_train.data.sources import Bad, Blocks, Document
 from nsa_train.data.sources.split import limit_of, rank_of
 from nsa_train.data.tokenizer import Ids, Tokenizer
-from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
+from nsa_train.settings.data_table import DataTable
 
 BATCH_DOCUMENTS = 32
 BATCH_BYTES = 2**18
@@ -61,7 +61,7 @@ class HeldOut(NamedTuple):
     scanned: int
     first_bad: Bad | None
     num_fixed: int
-    """Of `documents`, the first ones, which do not depend on `most_tokens`"""
+    """Number of the first of `documents`, which do not depend on `most_tokens`"""
 
 
 def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most_tokens: int) -> HeldOut:

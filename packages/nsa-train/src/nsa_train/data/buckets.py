@@ -13,7 +13,7 @@ SMALLEST = 16
 class BucketedRows:
     """The pieces of a corpus, each once per epoch, `batch_size` of one length bucket after another; batches in a seeded order.
 
-    What is left over in a bucket goes to the next longer one; the last batch of an epoch is filled with rows of padding.
+    Pieces that are left over in a bucket go to the next longer one; the last batch of an epoch is filled with rows of padding.
     """
 
     def __init__(self, rows: PackedRows, *, batch_size: int, seed: int) -> None:

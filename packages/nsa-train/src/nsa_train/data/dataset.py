@@ -17,12 +17,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from nsa_train.config import RunConfig
 from nsa_train.data.blocks import SyntheticBlocks, SyntheticRows, TextTokenBlocks, scan_held_out
 from nsa_train.data.buckets import BucketedRows
 from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
 from nsa_train.data.opened import Walk
 from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
+from nsa_train.data.position import settings_of
 from nsa_train.data.retrieval import Retrieval, RetrievalRows
 from nsa_train.data.sources import (
     Bad,
@@ -41,9 +41,9 @@ from nsa_train.data.sources import (
 from nsa_train.data.sources.split import rank_of, shared, split
 from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
 from nsa_train.data.waiting import within
-from nsa_train.data_state import settings_of
-from nsa_train.data_table import IDS, DataTable
 from nsa_train.errors import DataError
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.data_table import IDS, DataTable
 
 OPENINGS = 3
 """Held-out documents of which samples show how the model goes on."""
@@ -63,7 +63,7 @@ class Part(NamedTuple):
     blocks: Blocks
     weight: int
     pattern: str = ""
-    """Of `data.mix`"""
+    """Its key in `data.mix`"""
 
 
 @frozen(kw_only=True, eq=False)
@@ -85,9 +85,9 @@ class Dataset:
     shared: tuple[tuple[str, str], ...] = ()
     """Names of what is held out and of the training document that it stands in: none"""
     sizes: dict[str, int] = field(factory=dict)
-    """What is known: documents and tokens of each side, blocks"""
+    """The known sizes: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
-    """What a position depends on: it fits no other data"""
+    """The settings and content that a position depends on: it fits no other data"""
     walk: Walk | None = None
     """The order in which the blocks of local files are opened, where these are streamed"""
 
@@ -277,7 +277,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
             "blocks": [len(part) for part in tokens],
             "bytes": [part.blocks.size_bytes for part in parts],
             "limit": found.limit,
-            # of the content, what was read anyway
+            # the part of the content that was read anyway
             "held_out": hashlib.sha256(held_out.stream[: held_out.ends[found.num_fixed - 1]].tobytes()).hexdigest()[:16],
         },
     )
@@ -317,16 +317,16 @@ def _require_training(parts: list[Part], data: DataTable, limit: int) -> None:
 def _untrainable(part: Part, parts: list[Part], documents: int, bad: list[Bad]) -> str:
     reason = f"; the first that was skipped: {bad[0].where} {bad[0].why}" if bad else ""
     size = int(sum(each.blocks.size_bytes for each in parts) / 2**20) + 1
-    mend = f", or use --set data.in_memory_mib={size}, which cuts a single document" if documents == 1 else ""
+    fix = f", or use --set data.in_memory_mib={size}, which cuts a single document" if documents == 1 else ""
     return (
         f"data.mix: {part.pattern!r} has no document for training ({documents} {'is' if documents == 1 else 'are'} held out for validation, "
-        f"by a hash of the content{reason}); add files to it or leave it out{mend}"
+        f"by a hash of the content{reason}); add files to it or leave it out{fix}"
     )
 
 
 def _synthetic(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dataset:
     train, seed = config.train, config.data.shuffle_seed
-    # of the model's whole vocabulary: its loss then stays at ln V, and anything below is a leak
+    # from the model's whole vocabulary: its loss then stays at ln V, and anything below is a leak
     num_ids = config.model.vocab_size or tokenizer.separator
     blocks = SyntheticBlocks(tokenizer, num_ids=num_ids, seq_len=train.seq_len, seed=seed)
     return _walked(

@@ -8,25 +8,25 @@ from typing import NamedTuple
 
 import attrs
 
-from nsa_train.config import RunConfig
 from nsa_train.data.dataset import open_dataset
-from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
-from nsa_train.recipe import to_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.data_table import DataTable
+from nsa_train.settings.recipe import to_toml
 
 SUFFIX = "-synthetic"
 
 
 class Start(NamedTuple):
-    """What a run is started with."""
+    """The arguments of a start."""
 
     config: RunConfig
     recipe: str
     overrides: list[str]
     out: Path
     note: str = ""
-    """What was switched, for a person; empty where nothing was"""
+    """The line that says what was switched; empty where nothing was"""
 
 
 def or_synthetic(start: Start, *, resuming: bool = False) -> Start:

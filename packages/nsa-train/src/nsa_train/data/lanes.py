@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from nsa_train.data.order import Place, SeededOrder, Turns
+from nsa_train.data.order import EpochItem, SeededOrder, Turns
 from nsa_train.data.packing import IGNORED, PackedRows, Row
+from nsa_train.data.position import NUM_FIRST_TOKENS
 from nsa_train.data.sources.base import Bad
 from nsa_train.data.tokenizer import Ids
-from nsa_train.data_state import NUM_FIRST_TOKENS
 from nsa_train.errors import DataError
 
 
@@ -45,7 +45,7 @@ class RowSequence(Protocol):
 
 
 class Consumed:
-    """What a lane gave out: a hash over its tokens, the first of them, documents that ended, records that were skipped."""
+    """The output of a lane so far: a hash over its tokens, the first of them, documents that ended, records that were skipped."""
 
     def __init__(self) -> None:
         self.digest = ""
@@ -131,12 +131,12 @@ class BlockSequence:
         part, place = self.place(number)
         return self.parts[part].entries(place.item, start, place.epoch)
 
-    def place(self, number: int) -> tuple[int, Place]:
+    def place(self, number: int) -> tuple[int, EpochItem]:
         """Return the part and the block of it that is block `number` of the order."""
         part, turn = self._turns.at(number)
         return part, self._orders[part].at(turn)
 
-    def is_first_loss(self, place: tuple[int, Place], record: int) -> bool:
+    def is_first_loss(self, place: tuple[int, EpochItem], record: int) -> bool:
         """Return whether `record` of the block at `place` was not lost to any lane of this process before."""
         part, (_, block) = place
         is_first = self._losses.get((part, block), -1) < record
@@ -217,7 +217,7 @@ class BlockLane:
             number = self._block * self._count + self._number
             if self._entries is None:
                 self._entries = self._blocks.entries(number, self._record)
-            place: tuple[int, Place] | None = None
+            place: tuple[int, EpochItem] | None = None
             for entry in self._entries:
                 self._record = entry.number
                 if entry.ids is not None:
@@ -231,7 +231,7 @@ class BlockLane:
             empty += 1
         raise DataError(f"data: no block holds a document for training (all are held out or bad{reason}); name more files")
 
-    def _refuse(self, bad: Bad, place: tuple[int, Place]) -> None:
+    def _refuse(self, bad: Bad, place: tuple[int, EpochItem]) -> None:
         if self._policy == "fail":
             raise DataError(str(bad))
         # every block is read once an epoch: what was met in the first one is counted

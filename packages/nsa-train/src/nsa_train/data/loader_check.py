@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from nsa_train.config import RunConfig
 from nsa_train.data.dataset import open_dataset
 from nsa_train.data.stream import TrainingStream, lanes_of
 from nsa_train.data.waiting import LateError, within
+from nsa_train.settings.config import RunConfig
 
 MEASURED_BATCHES = 200
 MEASURED_S = 5.0
-"""What is timed after the first batch: as many, or as long."""
+"""Batches, and seconds, that are timed after the first batch: the smaller of the two."""
 SHOWN_TOKENS = 64
 
 
 class LoaderFigures(NamedTuple):
-    """What a check found."""
+    """The findings of a check."""
 
     first_batch_s: float
     shape: tuple[int, ...]
-    """Of the first batch's ids"""
+    """Shape of the first batch's ids"""
     sequences: int
     """In the first batch"""
     tokens_per_s: float
@@ -33,7 +33,7 @@ class LoaderFigures(NamedTuple):
     text: str
     """The first tokens, decoded"""
     stream: dict[str, float | int | str]
-    """What the stream says of itself"""
+    """The figures of the stream"""
     dropped: str = ""
     """A sentence on the file names that were left out; empty where none was"""
 

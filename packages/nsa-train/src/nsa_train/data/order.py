@@ -12,7 +12,7 @@ _LISTED = 2**22
 _ROUNDS = 6
 
 
-class Place(NamedTuple):
+class EpochItem(NamedTuple):
     """Where the n-th item of an endless order stands."""
 
     epoch: int
@@ -28,15 +28,15 @@ class SeededOrder:
         # written whole and read whole, so that several threads may share it
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
 
-    def at(self, position: int) -> Place:
+    def at(self, position: int) -> EpochItem:
         """Return what stands at `position` >= 0 of the endless order."""
         epoch, offset = divmod(position, self.count)
         if self.count > _LISTED:
-            return Place(epoch, self._permuted(epoch, offset))
+            return EpochItem(epoch, self._permuted(epoch, offset))
         drawn = self._drawn
         if drawn is None or drawn[0] != epoch:
             drawn = self._drawn = (epoch, generator(self._seed, epoch, self._name).permutation(self.count))
-        return Place(epoch, int(drawn[1][offset]))
+        return EpochItem(epoch, int(drawn[1][offset]))
 
     def _permuted(self, epoch: int, offset: int) -> int:
         """Return `offset` mapped by a keyed Feistel network, walked until it falls below `count`."""
@@ -55,7 +55,7 @@ class SeededOrder:
 
 
 class Turns:
-    """Whose turn it is in an endless mix: part i gets weights[i] of every sum(weights) turns, in a seeded order."""
+    """The turns of an endless mix: part i gets weights[i] of every sum(weights) turns, in a seeded order."""
 
     def __init__(self, weights: Sequence[int], seed: int) -> None:
         """Every weight is an integer >= 1."""

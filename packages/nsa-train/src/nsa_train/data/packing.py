@@ -59,8 +59,8 @@ class Batch:
     """Labels that are not IGNORED, known on the host"""
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with its tensors on `device`."""
-        names = ("input_ids", "labels", "loss_mask", "lengths", "cu_seqlens")
+        """Return the batch with the tensors that a model reads on `device`; `loss_mask` and `lengths` stay on the host."""
+        names = ("input_ids", "labels", "cu_seqlens")
         return evolve(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
@@ -111,7 +111,7 @@ class PackedRows:
 
 def collate(rows: Sequence[Row]) -> Batch:
     """Return `rows` packed into one batch of `cu_seqlens` sequences."""
-    # of numpy: torch would wake a thread per core for each of these, and let go of the interpreter's lock
+    # by numpy: torch would wake a thread per core for each of these, and let go of the interpreter's lock
     lengths = np.array([length for row in rows for length in row.lengths], np.int32)
     labels = _joined([row.labels for row in rows])
     loss_mask = labels != IGNORED

@@ -43,7 +43,7 @@ class LaneGroup(BaseNode[list[Row]]):
 
 
 class _Ready(NamedTuple):
-    """What the thread hands over: rows with the state after them, or what ended it."""
+    """An item of the thread: rows with the state after them, or the error that ended it."""
 
     rows: list[Row]
     state: dict[str, Any]
@@ -51,7 +51,7 @@ class _Ready(NamedTuple):
 
 
 class ReadAhead(BaseNode[list[Row]]):
-    """What `source` gives, made ready by a thread, at most `ahead` items. The thread ends with `stop`."""
+    """The items of `source`, made ready by a thread, at most `ahead` of them. The thread ends with `stop`."""
 
     def __init__(self, source: LaneGroup, *, ahead: int, timeout_s: float, reading: Reading) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class ReadAhead(BaseNode[list[Row]]):
         self.state_dict()
         self.wait(self._left())
         if self._next is None:
-            # whoever goes on waiting has all of the time again
+            # a caller that goes on waiting has all of the time again
             self._waited_since = None
             raise LateError(self._timeout_s, self._reading.of(self._thread))
         if self._next.error is not None:
@@ -131,7 +131,7 @@ class ReadAhead(BaseNode[list[Row]]):
         while not stop.is_set():
             try:
                 item = _Ready(self._source.next(), self._source.get_state())
-            # whatever it is, it is raised again in the trainer's thread, which would wait for this one in vain
+            # whatever it is, it is raised again in the trainer's thread, which would wait for this one for ever
             except BaseException as error:  # noqa: BLE001
                 item = _Ready([], {}, error)
             while not stop.is_set():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nsa_train.data.order import generator
 from nsa_train.data.packing import IGNORED, Row
-from nsa_train.data_table import DataTable
+from nsa_train.settings.data_table import DataTable
 
 
 @frozen(kw_only=True)

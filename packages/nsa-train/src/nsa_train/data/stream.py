@@ -1,19 +1,18 @@
-"""What the trainer takes from: a rank's batches, their position, and the rows that every evaluation reads."""
+"""The data as the trainer takes them: a rank's batches, their position, and the rows that every evaluation reads."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
-from nsa_train.config import RunConfig
 from nsa_train.data.dataset import Dataset, open_dataset
-from nsa_train.data.opened import KEY, OpenedBlocks
+from nsa_train.data.opened import KEY, OpenedBlocks, merge_hashes
 from nsa_train.data.packing import Batch
 from nsa_train.data.pipeline import Batches, LaneGroup, ReadAhead
-from nsa_train.data.state import check_state, state_of
-from nsa_train.data_state import consumed_hash
-from nsa_train.errors import ConfigError
-from nsa_train.rules import undivided_rows
+from nsa_train.data.position import VERSION, consumed_hash
+from nsa_train.errors import ConfigError, DataError
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.rules import undivided_rows
 
 
 def open_training_stream(
@@ -129,7 +128,7 @@ class TrainingStream:
     def figures(self) -> dict[str, float | int | str]:
         """Return what was consumed, of this rank's lanes; `merge_states` has the run's."""
         lanes = self._batches.state_dict()
-        # of a corpus in memory, which every rank reads whole, they are counted with the first row
+        # every rank reads a corpus in memory whole: its bad records are counted with the first row
         in_memory = self._dataset.bad_records if "0" in lanes else 0
         return {
             "data_source": self._dataset.config.data.source,
@@ -162,3 +161,50 @@ def _shares(lanes: range, workers: int) -> list[range]:
     """Return `lanes` cut into as many runs as there are workers."""
     cuts = [lanes.start + len(lanes) * number // workers for number in range(workers + 1)]
     return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def state_of(fingerprint: dict[str, Any], batches: int, lanes: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of one rank: what is read, micro-batches given out, and the position of each of its lanes."""
+    return {"version": VERSION, "fingerprint": fingerprint, "batches": batches, "lanes": lanes, "consumed_hash": consumed_hash(lanes)}
+
+
+def merge_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of all ranks, from the `state_dict` of each, in any order.
+
+    Raises:
+        DataError: when the parts are not of one moment of one run.
+    """
+    lanes = {number: state for part in parts for number, state in part["lanes"].items()}
+    # the hashes of opened blocks add up; everything else is the same on all ranks
+    fingerprints = [{key: value for key, value in part["fingerprint"].items() if key != KEY} for part in parts]
+    for key in ("version", "fingerprint", "batches"):
+        values = fingerprints if key == "fingerprint" else [part[key] for part in parts]
+        if any(value != values[0] for value in values):
+            raise DataError(f"data: ranks disagree about {key} ({values}); save all of them at the same step")
+    if len(lanes) != sum(len(part["lanes"]) for part in parts):
+        raise DataError(f"data: two ranks serve the same lanes ({sorted(lanes, key=int)} in all); give every rank its own number")
+    ordered = {number: lanes[number] for number in sorted(lanes, key=int)}
+    hashes = [part["fingerprint"][KEY] for part in parts if KEY in part["fingerprint"]]
+    fingerprint = {**fingerprints[0], KEY: merge_hashes(hashes)} if hashes else fingerprints[0]
+    return state_of(fingerprint, parts[0]["batches"], ordered)
+
+
+def check_state(merged: dict[str, Any], fingerprint: dict[str, Any], lanes: int) -> None:
+    """Let a state pass that belongs to this data.
+
+    Raises:
+        DataError: naming what differs.
+    """
+    if merged.get("version") != VERSION:
+        raise DataError(f"data: the checkpoint's position has version={merged.get('version')} (this one reads {VERSION}); use that version")
+    differing = [
+        f"{key} was {merged['fingerprint'].get(key)!r} and is {value!r}"
+        for key, value in fingerprint.items()
+        if merged["fingerprint"].get(key) != value
+    ]
+    if differing:
+        raise DataError(f"data: the position of the checkpoint is one in other data ({'; '.join(differing)}); give the recipe of that run")
+    if sorted(merged["lanes"], key=int) != [str(number) for number in range(lanes)]:
+        raise DataError(
+            f"data: the checkpoint has the positions of {len(merged['lanes'])} of {lanes} rows (a part is missing); save with merge_states"
+        )

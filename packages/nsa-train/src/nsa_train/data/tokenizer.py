@@ -1,18 +1,22 @@
-"""Text to token ids and back. `byte`: one id per byte, so any file is readable and nothing is downloaded. `gpt2`: bpe.py.
+"""Text to token ids and back. `byte`: one id per byte, so any file is readable and nothing is downloaded. `gpt2`: byte-pair encoding.
 
-Ids of the byte tokenizer: 0 .. 255 are the bytes, 256 ends a document, 257 fills the last row of an epoch.
+Ids of the byte tokenizer: 0 .. 255 are the bytes, 256 ends a document, 257 fills the last row of an epoch. The byte-pair encoding
+comes from `tokenizers` (a tokenizer.json) or `tiktoken` (vocab.bpe and encoder.json, or its cache). It is lossless both ways: what a
+document spells out as `<|endoftext|>` is encoded as ordinary text, never as the separator.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nsa_train.data_table import IDS, DataTable
+from nsa_train.errors import DataError
+from nsa_train.files import MOST_TOKENIZER, read_regular, refusal
+from nsa_train.settings.data_table import IDS, DataTable
 
 SEPARATOR = 256
 """Follows the last byte of every document; the model learns to predict it, and generation stops at it."""
@@ -22,12 +26,13 @@ PAD = 257
 GPT2_VOCAB_SIZE = 50_258
 """GPT-2's 50,257 ids, of which 50,256 is <|endoftext|>, the separator; and 50,257, the pad."""
 
+END_OF_TEXT = "<|endoftext|>"
 Ids = NDArray[np.int32]
 """(num_tokens,) int32"""
 
 
 class Tokenizer(Protocol):
-    """What data and sampling need of a tokenizer."""
+    """The interface that data and sampling need of a tokenizer."""
 
     vocab_size: int
     separator: int
@@ -78,8 +83,6 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
     """
     if data.tokenizer == "byte":
         return ByteTokenizer()
-    from nsa_train.data.bpe import open_bpe, unopened_gpt2
-
     # random ids need no file, only a range
     return unopened_gpt2() if data.source in IDS and data.tokenizer_path is None else open_bpe(data.tokenizer_path)
 
@@ -94,3 +97,158 @@ def num_ids_of(data: DataTable) -> int:
     if data.tokenizer_path is None or not Path(data.tokenizer_path).is_file():
         return GPT2_VOCAB_SIZE
     return build_tokenizer(data).vocab_size
+
+
+class BytePairTokenizer:
+    """Byte-pair encoding with a separator among its ids, and one id more, the pad."""
+
+    def __init__(
+        self, encode: Callable[[list[str]], list[list[int]]], decode: Callable[[list[int]], str], *, separator: int, num_ids: int
+    ) -> None:
+        """`encode` takes texts without special handling; ids are below `num_ids`."""
+        self._encode, self._decode = encode, decode
+        self.separator, self.pad, self.vocab_size = separator, num_ids, num_ids + 1
+
+    def encode(self, text: bytes) -> Tensor:
+        """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator."""
+        # ids are text, wherever the model that they are counted for is being made
+        return torch.tensor(self._encode([text.decode("utf-8")])[0], dtype=torch.int32, device="cpu")
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Ids]:
+        """Return the ids of each of `texts`, followed by the separator."""
+        found = self._encode([text.decode("utf-8") for text in texts]) if texts else []
+        return [np.array([*ids, self.separator], np.int32) for ids in found]
+
+    def decode(self, ids: Tensor) -> str:
+        """Return the text of `ids`; separator, pad and ids that stand for nothing are left out."""
+        return self._decode([index for index in ids.tolist() if index < self.pad and index != self.separator])
+
+
+def open_bpe(path: str | None) -> BytePairTokenizer:
+    """Return the tokenizer of a local file, or GPT-2's from tiktoken's cache or download.
+
+    Raises:
+        DataError: when there is none; the message says which file would do.
+    """
+    if path is None:
+        return _downloaded()
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"data.tokenizer_path={path!r} is not a file (a tokenizer.json, or vocab.bpe beside encoder.json); name one")
+    return _of_json(file) if file.suffix == ".json" and file.name != "encoder.json" else _of_merges(file)
+
+
+def unopened_gpt2() -> BytePairTokenizer:
+    """Return a tokenizer with GPT-2's ids and no text: for synthetic ids, which need their range alone."""
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    return BytePairTokenizer(encode, decode, separator=GPT2_VOCAB_SIZE - 2, num_ids=GPT2_VOCAB_SIZE - 1)
+
+
+def _of_json(file: Path) -> BytePairTokenizer:
+    try:
+        import tokenizers
+    except ImportError:
+        raise _not_installed("tokenizers") from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(read_regular(file, MOST_TOKENIZER).decode("utf-8"))
+    # tokenizers raises bare Exception for a file that is no tokenizer
+    except Exception as error:  # noqa: BLE001
+        raise DataError(f"data.tokenizer_path={str(file)!r} is no tokenizer ({str(error)[:120]}); name GPT-2's tokenizer.json") from None
+    # a special token that a document spells out is text
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    separator = tokenizer.token_to_id(END_OF_TEXT)
+    if separator is None:
+        raise DataError(
+            f"data.tokenizer_path={str(file)!r} has no token {END_OF_TEXT!r} (it stands between documents); name GPT-2's tokenizer.json"
+        )
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    found = BytePairTokenizer(encode, decode, separator=separator, num_ids=num_ids)
+    _require_lossless(found, file)
+    return found
+
+
+def _require_lossless(tokenizer: BytePairTokenizer, file: Path) -> None:
+    probe = f" Naïve  {END_OF_TEXT}\n\t— 東京 🙂\r\n"
+    ids = tokenizer.encode(probe.encode())
+    back = tokenizer.decode(ids)
+    if back != probe or tokenizer.separator in ids.tolist():
+        raise DataError(
+            f"data.tokenizer_path={str(file)!r} changes text ({probe!r} comes back as {back!r}; a document must come back whole); "
+            "name a byte-level one, such as GPT-2's tokenizer.json"
+        )
+
+
+def _of_merges(file: Path) -> BytePairTokenizer:
+    tiktoken = _tiktoken()
+    merges, encoder = file.with_name("vocab.bpe"), file.with_name("encoder.json")
+    for path in (merges, encoder):
+        # tiktoken would wait for a pipe
+        if problem := refusal(path, MOST_TOKENIZER):
+            raise DataError(
+                f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json beside it"
+            )
+    try:
+        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+
+        ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(encoder))
+    except (OSError, ValueError, AssertionError, LookupError) as error:
+        raise DataError(
+            f"data.tokenizer_path={str(file)!r} cannot be read as GPT-2's merges ({type(error).__name__}: {str(error)[:120]}); "
+            "name vocab.bpe with encoder.json beside it, or a tokenizer.json"
+        ) from None
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    separator = len(ranks)
+    encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: separator})
+    return _of_encoding(encoding)
+
+
+def _downloaded() -> BytePairTokenizer:
+    tiktoken = _tiktoken()
+    try:
+        return _of_encoding(tiktoken.get_encoding("gpt2"))
+    # requests' errors are OSErrors; a damaged cache is a ValueError
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data.tokenizer='gpt2' is neither cached nor to be downloaded ({type(error).__name__}); use --set data.tokenizer_path=tokenizer.json "
+            "(on a machine with a network: curl -LO https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json), "
+            "or --set data.tokenizer=byte"
+        ) from None
+
+
+def _of_encoding(encoding: Any) -> BytePairTokenizer:
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [encoding.encode_ordinary(text) for text in texts]
+
+    def decode(ids: list[int]) -> str:
+        return str(encoding.decode(ids))
+
+    return BytePairTokenizer(encode, decode, separator=encoding.eot_token, num_ids=encoding.n_vocab)
+
+
+def _tiktoken() -> Any:
+    try:
+        import tiktoken
+    except ImportError:
+        raise _not_installed("tiktoken") from None
+    return tiktoken
+
+
+def _not_installed(package: str) -> DataError:
+    return DataError(
+        f"data.tokenizer='gpt2' needs {package}, which is not installed; use pip install {package}, or --set data.tokenizer=byte"
+    )

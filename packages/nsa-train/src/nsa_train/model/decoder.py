@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nsa_core import NativeSparseAttention, NSAConfig
-from nsa_train.config import Layer, RunConfig
 from nsa_train.data.tokenizer import num_ids_of
 from nsa_train.errors import ConfigError
 from nsa_train.model.dense_attention import DenseAttention
 from nsa_train.model.loss import ChunkKernel, loss_and_gradient, summed_loss, summed_loss_in_chunks
 from nsa_train.model.recompute import recomputed
+from nsa_train.settings.config import Layer, RunConfig
 
 ATTENTIONS: dict[str, type[NativeSparseAttention] | type[DenseAttention]] = {"nsa": NativeSparseAttention, "dense": DenseAttention}
 """By the names that `model.attention` and `model.layers` allow."""
@@ -22,12 +22,17 @@ EMBEDDING_STD = 0.02
 """Small, so that the tied output starts near uniform: the first loss is about ln(vocab_size)."""
 
 
+def mlp_width(dim: int) -> int:
+    """Return the hidden width of an MLP on `dim` channels: 8/3 of them, rounded up to a multiple of 64."""
+    return -(-8 * dim // (3 * 64)) * 64
+
+
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), 8/3 `dim` wide, rounded up to a multiple of 64."""
+    """down(silu(gate(x)) * up(x)), `mlp_width(dim)` wide."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        width = -(-8 * dim // (3 * 64)) * 64
+        width = mlp_width(dim)
         self.gate = nn.Linear(dim, width, bias=False)
         self.up = nn.Linear(dim, width, bias=False)
         self.down = nn.Linear(width, dim, bias=False)
@@ -45,7 +50,7 @@ class Block(nn.Module):
         super().__init__()
         config: NSAConfig = layer.config
         self.recompute = "none"
-        """What the backward pass computes again: `train.activation_checkpointing`."""
+        """The part that the backward pass computes again: `train.activation_checkpointing`."""
         self.attention_norm = nn.RMSNorm(config.hidden_size)
         self.attention = ATTENTIONS[layer.attention](config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size)

@@ -14,7 +14,7 @@ BROKEN = -1
 
 
 class Continuation(NamedTuple):
-    """What follows one prompt."""
+    """The continuation of one prompt."""
 
     ids: Tensor
     """int64 `(N,)`, on the CPU; the separator that ended it is not among them."""

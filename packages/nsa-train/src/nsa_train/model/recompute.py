@@ -19,7 +19,7 @@ PRODUCTS = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""Of torch's own operations, those dear enough to keep."""
+"""The operations of torch whose results are dear enough to keep."""
 
 
 def recomputed(layer: Callable[..., Tensor], kind: str, *inputs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a rank says when another one is gone: one line, in place of the words of whatever library carried the exchange."""
+"""One line for a rank whose peer is gone, in place of the message of the library that carried the exchange."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from nsa_train.errors import LostContactError
 
 SIGNS = ("gloo/transport/", "ncclRemoteError", "remote process exited")
-"""What gloo's and NCCL's messages hold when a connection breaks off, or nothing comes over it in time."""
+"""Parts of gloo's and NCCL's messages when a connection breaks off, or nothing comes over it in time."""
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def contact_kept(rank: int) -> Iterator[None]:
 def _is_broken_off(error: RuntimeError) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
-    # what gloo requires of this machine, such as a network interface, has nothing to do with another rank
+    # a failed requirement of gloo on this machine, such as a network interface, has nothing to do with another rank
     return "enforce fail" not in str(error) and any(sign in str(error) for sign in SIGNS)
 
 

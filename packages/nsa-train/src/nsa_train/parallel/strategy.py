@@ -8,21 +8,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import World
-from nsa_train.sharding import is_sharded
 
 
 class Strategy(Protocol):
-    """What the trainer asks of each."""
+    """The interface that the trainer asks of each strategy."""
 
     forward: Any
     """Called like the decoder; its backward pass brings the gradients together."""
     factor: float
-    """What a rank's share of the loss is multiplied by before the backward pass: ranks are averaged, the loss is a sum."""
+    """Factor of a rank's share of the loss before the backward pass: ranks are averaged, the loss is a sum."""
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context of one micro-batch; gradients travel in the last of a step alone."""
@@ -84,13 +82,3 @@ class Fsdp:
 
 STRATEGIES: dict[str, type[Single] | type[Ddp] | type[Fsdp]] = {"single": Single, "ddp": Ddp, "fsdp": Fsdp}
 """By the names that `train.strategy` allows."""
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, or the tensor itself."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor in full, gathered by all ranks together, or the tensor itself."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor

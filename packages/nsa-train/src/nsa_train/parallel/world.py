@@ -1,36 +1,40 @@
-"""The processes of a run. Decisions travel over a gloo group of their own, so that none of them waits for a GPU."""
+"""The processes of a run. Decisions travel over gloo, from host to host, so that none of them waits for a GPU."""
 
 import json
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from nsa_train.errors import ConfigError
+from nsa_train.errors import ConfigError, PeerError, TrainError
+from nsa_train.host.environment import ENVIRONMENT
 from nsa_train.parallel.contact import contact_kept
-from nsa_train.parallel.outcomes import ENVIRONMENT
-from nsa_train.parallel.ranks import broadcast_json, gather_json
 
+T = TypeVar("T")
+R = TypeVar("R", bound=tuple[Any, ...])
 TIMEOUT = timedelta(minutes=30)
 """The longest that ranks wait for one of them, in an exchange or a reduction."""
 
 
 @frozen(kw_only=True, eq=False)
 class World:
-    """This process and its peers. The default stands alone."""
+    """This process and its peers, and the one way in which they tell each other something. The default stands alone.
+
+    JSON alone travels between ranks, as uint8 tensors of the CPU, and weights: torch's object collectives, which unpickle what they
+    receive, are banned by lint. A tuple comes back as a list, but for `exchange`.
+    """
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    control: Any = None
-    """The gloo group of the decisions; None for a process alone."""
     store: Any = None
     """Keys that all ranks see; None for a process alone."""
     is_restart: bool = False
@@ -43,27 +47,85 @@ class World:
         """True on the one rank that writes and prints."""
         return self.rank == 0
 
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the `numbers` (float64, equally many on each rank) of every rank, by rank."""
-        if self.world_size == 1:
-            return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine, group=self.control)
-        return [part.tolist() for part in parts]
-
     def gather(self, item: Any) -> list[Any]:
-        """Return the JSON-able `item` of every rank, by rank; for rare things, as it is slow. A tuple comes back as a list."""
-        return gather_json(item, group=self.control)
+        """Return the JSON-able `item` of every rank, by rank. A collective: all ranks call it."""
+        payload = json.dumps(item).encode()
+        return [json.loads(part) for part in (_gathered(payload) if self.world_size > 1 else [payload])]
 
-    def from_main(self, item: Any) -> Any:
-        """Return the main rank's JSON-able `item` on every rank. A tuple comes back as a list."""
-        return broadcast_json(item, group=self.control)
+    def exchange(self, row: R) -> list[R]:
+        """Return the `row` of every rank, by rank: a NamedTuple of JSON-able values. A collective."""
+        return [type(row)(*found) for found in self.gather(row)]
+
+    def from_main(self, item: Any = None) -> Any:
+        """Return the main rank's JSON-able `item` on every rank. A collective."""
+        payload = json.dumps(item if self.is_main else None).encode()
+        return json.loads(_broadcast(payload, is_main=self.is_main) if self.world_size > 1 else payload)
+
+    def on_main(self, job: Callable[[], T]) -> T | None:
+        """Return what `job` returns on the main rank, which alone runs it; None on the others. A collective.
+
+        Raises:
+            TrainError: on the main rank, what `job` raised; on the others a PeerError with its words and its exit code.
+        """
+        result, failure = None, None
+        if self.is_main:
+            try:
+                result = job()
+            except TrainError as error:
+                failure = error
+        told = self.from_main([str(failure), failure.exit_code] if failure else None)
+        if failure:
+            raise failure
+        if told:
+            raise PeerError(told[0], exit_code=told[1])
+        return result
+
+    def broadcast(self, value: Tensor) -> Tensor:
+        """Return the main rank's `value`; on the others it gives shape, dtype and device, and is overwritten. A collective."""
+        if self.world_size == 1:
+            return value
+        held = value.contiguous()
+        dist.broadcast(held, src=0)
+        return held
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        if self.world_size > 1:
-            dist.barrier(group=self.control)
+        self.gather(None)
+
+
+def here() -> World:
+    """Return this process among its peers, by the process group that it joined; alone without one."""
+    is_joined = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+    return World(device=torch.device("cpu"), rank=rank, world_size=world_size)
+
+
+def _gathered(payload: bytes) -> list[bytes]:
+    length = torch.tensor([len(payload)])
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, length)
+    padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+    padded[: len(payload)] = _tensor(payload)
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded)
+    return [_bytes(part[: int(found)]) for part, found in zip(received, lengths, strict=True)]
+
+
+def _broadcast(payload: bytes, *, is_main: bool) -> bytes:
+    length = torch.tensor([len(payload)])
+    dist.broadcast(length, src=0)
+    data = _tensor(payload) if is_main else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(data, src=0)
+    return _bytes(data)
+
+
+def _tensor(payload: bytes) -> Tensor:
+    # a copy, which torch may write to
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+def _bytes(data: Tensor) -> bytes:
+    return data.numpy().tobytes()
 
 
 def settle_cublas(*, is_deterministic: bool) -> None:
@@ -131,7 +193,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
     rank, store = _rendezvous(alone=not environment)
     with contact_kept(rank):
         dist.init_process_group(
-            "nccl" if place.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
             store=PrefixStore("run", store),
             rank=rank,
             world_size=world_size,
@@ -143,7 +205,6 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
                 device=place,
                 rank=rank,
                 world_size=world_size,
-                control=dist.new_group(backend="gloo", timeout=TIMEOUT),
                 store=PrefixStore("stops", store),
                 **_starts(environment),
             )

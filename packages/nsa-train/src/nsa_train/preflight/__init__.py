@@ -1,10 +1,5 @@
 """The checks before a run, which `nsa-train preflight` runs alone: every rule is judged, and each failure names its fix.
 
-`findings.py` holds what was found, and the files beside it the rules: `machine.py`, `places.py`, `schedule.py`, `disk.py`, `data.py`.
-`memory.py` estimates, and `mends.py` finds what makes a run fit.
+`findings.py` holds the findings, and the files beside it the rules: `machine.py`, `places.py`, `schedule.py`, `disk.py`, `judge.py`.
+`memory.py` estimates, and finds the fixes of a run that does not fit.
 """
-
-from nsa_train.preflight.findings import Preflight
-from nsa_train.preflight.judge import run_preflight
-
-__all__ = ["Preflight", "run_preflight"]

@@ -8,27 +8,26 @@ from pathlib import Path
 from attrs import frozen
 
 from nsa_train.checkpoint.layout import LATEST, step_folders
-from nsa_train.config import RunConfig
 from nsa_train.files import ASIDE
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.places import existing_place
-from nsa_train.preflight.sizes import in_units
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
 
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: the weight and Adam's two moments, float32."""
+"""Bytes of a checkpoint for each parameter: the weight and Adam's two moments, float32."""
 
 
 @frozen(kw_only=True)
 class Held:
-    """What lies in a directory of checkpoints when a run starts."""
+    """The content of a directory of checkpoints when a run starts."""
 
     steps: tuple[int, ...]
-    """Of its checkpoints, whole or not, lowest first."""
+    """The steps of its checkpoints, whole or not, lowest first."""
     debris_bytes: int
-    """Of what a killed save left, which the next start removes."""
+    """Bytes that a killed save left, which the next start removes."""
     saved_bytes: int
-    """Of its checkpoints: they are kept, and counted as such, or they give their room back."""
+    """Bytes of its checkpoints: they are kept, and counted as such, or they give their room back."""
 
 
 def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters: int) -> None:
@@ -48,8 +47,8 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
     findings.needs.append(f"disk: {in_units(size * count)} for {text}; here: {there}")
     if size * count > room:
         fitting = room // size - 1
-        mend = f"use --set train.keep_last={fitting}, or another disk" if fitting >= 1 else "name a directory on another disk"
-        findings.failed.append(f"disk: {text} do not fit in the {there} at {place}; {mend}")
+        fix = f"use --set train.keep_last={fitting}, or another disk" if fitting >= 1 else "name a directory on another disk"
+        findings.failed.append(f"disk: {text} do not fit in the {there} at {place}; {fix}")
     elif size > at_once:
         findings.failed.append(
             f"disk: the next checkpoint, of {in_units(size)}, does not fit in the {in_units(at_once)} free at {place} "
@@ -76,7 +75,7 @@ def held_in(root: Path) -> Held:
     """Return what lies in `root`, which may be absent."""
     folders = step_folders(root)
     debris = root.glob(f"{ASIDE}*")
-    # of a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
+    # in a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
     saved = [*folders.values(), root / LATEST]
     return Held(steps=tuple(folders), debris_bytes=sum(map(_bytes_below, debris)), saved_bytes=sum(map(_bytes_below, saved)))
 
@@ -94,3 +93,9 @@ def _bytes_below(folder: Path) -> int:
 
 def _given_back(size_bytes: int) -> str:
     return f" and {in_units(size_bytes)} of this run's checkpoints" if size_bytes else ""
+
+
+def in_units(size_bytes: int) -> str:
+    """Return `size_bytes` with two decimals in GiB, below one in MiB, and below one of those in KiB."""
+    power, unit = next(((power, unit) for power, unit in ((30, "GiB"), (20, "MiB")) if size_bytes >= 2**power), (10, "KiB"))
+    return f"{size_bytes / 2**power:,.2f} {unit}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from attrs import field, mutable
 
-from nsa_train.data import Dataset
+from nsa_train.data.dataset import Dataset
 from nsa_train.errors import ConfigError
 
 
@@ -17,13 +17,13 @@ class Preflight:
     warned: list[str] = field(factory=list)
     failed: list[str] = field(factory=list)
     needs: list[str] = field(factory=list)
-    """What the run takes: GPUs, memory, disk; of use where they are missing."""
+    """The needs of the run: GPUs, memory, disk; of use where they are missing."""
     routes: dict[str, str] = field(factory=dict)
     """Operation -> the backend that serves it in training."""
     memory_gib: float = 0.0
     """The estimated peak memory of a process."""
     dataset: Dataset | None = None
-    """What was read, so that a run need not read it again; None where that failed."""
+    """The opened data, so that a run need not open them again; None where that failed."""
 
     def lines(self) -> Iterator[str]:
         """Give each line of every finding after its mark `ok`, `needs`, `warn` or `FAIL`, failures last."""

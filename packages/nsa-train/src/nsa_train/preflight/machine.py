@@ -2,12 +2,19 @@
 
 from typing import TYPE_CHECKING
 
-from nsa_train.config import RunConfig
-from nsa_train.machine import Machine, processes_of
+from nsa_train.host.machine import Machine, processes_of
+from nsa_train.host.routing import (
+    backend_of,
+    chosen_of,
+    ignored_backends,
+    overruled_backends,
+    refused_backends,
+    routing_decisions,
+    uses_of_run,
+)
 from nsa_train.preflight.findings import Preflight
-from nsa_train.preflight.memory import MemoryEstimate
-from nsa_train.preflight.mends import MemoryMends
-from nsa_train.routing import backend_of, chosen_of, ignored_backends, overruled_backends, refused_backends, routing_decisions, uses_of_run
+from nsa_train.preflight.memory import MemoryEstimate, MemoryFixes
+from nsa_train.settings.config import RunConfig
 
 if TYPE_CHECKING:
     from nsa_core import RoutingDecision
@@ -15,7 +22,7 @@ if TYPE_CHECKING:
 TIGHT = 0.9
 """Share of the memory from which an estimate is worth a warning."""
 OLDEST_CAPABILITY = (8, 0)
-"""Of GPUs that compute in bf16."""
+"""The oldest compute capability that computes in bf16."""
 
 
 def check_machine(findings: Preflight, config: RunConfig, machine: Machine, memory: MemoryEstimate, *, is_asked_for: bool) -> None:
@@ -75,7 +82,7 @@ def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> No
     findings.warned += (f"route: {line}" for operation, line in ignored_backends(config).items() if operation not in refused)
 
 
-def check_memory(findings: Preflight, machine: Machine, estimate: MemoryEstimate, mends: MemoryMends) -> None:
+def check_memory(findings: Preflight, machine: Machine, estimate: MemoryEstimate, fixes: MemoryFixes) -> None:
     """Judge that the estimated peak fits in the machine's memory."""
     there = machine.memory_gib
     if there is None:
@@ -83,9 +90,9 @@ def check_memory(findings: Preflight, machine: Machine, estimate: MemoryEstimate
         return
     where = f"the {there:.1f} GiB of {machine.name}" if machine.device_type == "cuda" else f"the {there:.1f} GiB free here"
     if estimate.total_gib > there:
-        findings.failed.append(f"memory: about {estimate} does not fit in {where}; {mends.offered(machine, TIGHT * there, there)}")
+        findings.failed.append(f"memory: about {estimate} does not fit in {where}; {fixes.offered(machine, TIGHT * there, there)}")
     elif estimate.total_gib > TIGHT * there:
-        findings.warned.append(f"memory: about {estimate} may not fit in {where}; {mends.offered(machine, TIGHT * there)}")
+        findings.warned.append(f"memory: about {estimate} may not fit in {where}; {fixes.offered(machine, TIGHT * there)}")
     else:
         findings.passed.append(f"memory: about {estimate} in {where}")
 

@@ -3,12 +3,11 @@
 import os
 from pathlib import Path
 
-from nsa_train.checkpoint import claimed_by_another
-from nsa_train.checkpoint.claim import HOLDER
+from nsa_train.checkpoint.claim import HOLDER, claimed_by_another
 from nsa_train.files import ASIDE
 from nsa_train.preflight.findings import Preflight
-from nsa_train.rules import is_utf_8
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.rules import is_utf_8
 
 
 def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:

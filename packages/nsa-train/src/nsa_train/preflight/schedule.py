@@ -5,10 +5,10 @@ A run of the earlier system wasted 35,000 steps because nothing refused a toy co
 
 from collections.abc import Sequence
 
-from nsa_train.config import RunConfig
-from nsa_train.machine import Machine
+from nsa_train.host.machine import Machine
 from nsa_train.preflight.findings import Preflight
-from nsa_train.rules import undivided_rows
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.rules import undivided_rows
 
 LONG_STEPS = 5000
 """Steps from which a run is long: it must save, and on a GPU compute in bf16."""

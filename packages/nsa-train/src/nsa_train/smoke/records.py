@@ -8,8 +8,8 @@ from attrs import frozen
 
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_JSON, parse_json, read_regular
-from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import read_toml
 from nsa_train.telemetry.anomalies import RankWatch
 from nsa_train.telemetry.damage import damaged_records
 from nsa_train.telemetry.records import read_events, read_json, read_rows, standing_skips

@@ -7,8 +7,8 @@ from nsa_core import BlockGeometry
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.errors import TrainError
+from nsa_train.host.routing import refused_backends, uses_of_sample
 from nsa_train.model.decoder import Decoder
-from nsa_train.routing import refused_backends, uses_of_sample
 from nsa_train.smoke.records import Records, Verdict
 
 MOST_TOKENS = 512

@@ -1,1 +1,1 @@
-"""What a run leaves behind: records, figures, samples' frame, report, and the progress line."""
+"""The records of a run: tables, heartbeats, figures, samples, report, and the progress line."""

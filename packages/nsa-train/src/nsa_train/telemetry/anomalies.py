@@ -8,7 +8,8 @@ from typing import Any
 
 from attrs import field, frozen, mutable
 
-from nsa_train.parallel.outcomes import DELIBERATE
+from nsa_train.lifecycle.outcomes import DELIBERATE
+from nsa_train.telemetry.health import has_collapsed, has_one_branch
 from nsa_train.telemetry.records import seconds_between
 
 STALL, FLATLINE, GATE_COLLAPSE, ZERO_GRADIENTS, RISING_FALLBACKS = (
@@ -22,7 +23,7 @@ KINDS = (STALL, ZERO_GRADIENTS, GATE_COLLAPSE, FLATLINE, RISING_FALLBACKS)
 """The words of `.anomaly_type`, the gravest first."""
 
 EMA_WEIGHT = 0.1
-"""Of the newest step in the mean of step times."""
+"""Weight of the newest step in the mean of step times."""
 STEP_EVENTS = ("step_end", "progress")
 STALL_STEPS = 10
 """Mean steps without a sign of life that make a stall."""
@@ -51,9 +52,8 @@ A neighbour's job, a slow disk or a clock that steps down for a minute is noise 
 EARLIER = 10_000
 """Most steps before them that they are compared with."""
 FLAT_SHARE = 0.5
-"""Of the earlier median, below which throughput is flat."""
+"""Share of the earlier median below which throughput is flat."""
 LEAST_TOKS_PER_S = 1.0
-COLLAPSE_ENTROPY, COLLAPSE_GATE, COLLAPSE_SHARE = 0.2, 0.9, 0.5
 
 
 @frozen
@@ -71,7 +71,7 @@ class Finding:
 
 @mutable
 class RankWatch:
-    """What the events of one rank amount to; `observe` takes them in order, `findings` judges."""
+    """The state of one rank by its events; `observe` takes them in order, `findings` judges."""
 
     rank: int
     pid: int | None = None
@@ -193,16 +193,8 @@ class RankWatch:
         return max(patience, BEGUN_STALL_S) if msg.endswith("_begin") else patience
 
     def _note_gates(self, event: dict[str, Any]) -> None:
-        entropy, largest, share = (event.get(name) for name in ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac"))
-        # a single branch holds every gate, and is no fault
-        if entropy is None or len(event.get("gate_branch_shares") or (1, 2)) < 2:
-            return
-        is_collapsed = (
-            entropy < COLLAPSE_ENTROPY
-            or (largest is not None and largest > COLLAPSE_GATE)
-            or (share is not None and share > COLLAPSE_SHARE)
-        )
-        self.gate_streak = self.gate_streak + 1 if is_collapsed else 0
+        if event.get("gate_entropy_mean") is not None and not has_one_branch(event):
+            self.gate_streak = self.gate_streak + 1 if has_collapsed(event) else 0
 
     def _note_step(self, event: dict[str, Any], step: int) -> None:
         speed, tokens = event.get("toks_per_s"), event.get("tokens") or 0
@@ -215,7 +207,7 @@ class RankWatch:
         is_full, self.fullest = tokens >= self.fullest, max(tokens, self.fullest)
         if speed is not None and is_full:
             self.recent.append((self.lived_s, speed))
-            # what is left still spans RECENT_S
+            # the steps that are left still span RECENT_S
             while len(self.recent) > RECENT and self.recent[-1][0] - self.recent[1][0] >= RECENT_S:
                 self.earlier.append(self.recent.popleft()[1])
 

@@ -1,4 +1,4 @@
-"""What of a run's records cannot be read, a line per file; whoever reads them leaves it out."""
+"""The damaged records of a run, a line per file; readers leave them out."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_RECORDS, MOST_SAMPLE, read_regular, refusal
-from nsa_train.recipe import read_toml
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import read_toml
 from nsa_train.telemetry.records import load_json, scan_events, scan_rows
 
 SHOWN = 3

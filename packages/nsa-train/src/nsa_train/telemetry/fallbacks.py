@@ -12,7 +12,7 @@ import torch
 
 from nsa_core import BackendRegistry, BranchBackend, BranchRequest, Layout, NativeSparseAttention, Operation
 from nsa_core.backends.registry import AUTO
-from nsa_train.routing import NO_BACKEND
+from nsa_train.host.routing import NO_BACKEND
 
 COUNTED = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
 """The operations that a training step asks for."""

@@ -28,14 +28,14 @@ MEMORY = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")
 
 @frozen
 class History:
-    """What a run recorded, as columns by name."""
+    """The records of a run, as columns by name."""
 
     training: dict[str, list[float]]
     validation: dict[str, list[float]]
     progress: list[dict[str, Any]]
     """Heartbeat events of logged steps; the dense twin has none."""
     memory: list[dict[str, Any]] = field(factory=list)
-    """What of every step's event tells of memory, where there is a GPU."""
+    """The memory fields of every step's event, where there is a GPU."""
     newest: dict[str, Any] = field(factory=dict)
     """The event that rank 0 wrote last."""
     starts: list[Start] = field(factory=list)

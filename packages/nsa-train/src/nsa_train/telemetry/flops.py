@@ -2,7 +2,7 @@
 
 Counted are products of matrices, two FLOPs per multiply-add, the backward pass as twice the forward. The attention counts
 the pairs of query and key that it defines: with NSA the blocks, chosen tokens and window of each query, not all of its
-past. What is recomputed (activation checkpointing, kernels that redo scores) does not count, nor does the choice of
+past. Recomputation (activation checkpointing, kernels that redo scores) does not count, and neither does the choice of
 blocks, which reuses the compressed branch's weights.
 """
 
@@ -12,9 +12,9 @@ from attrs import frozen
 from torch import nn
 
 from nsa_core import BlockGeometry, NSAConfig
-from nsa_core.blocks import num_compressed_blocks
-from nsa_train.config import Layer, RunConfig
+from nsa_core.blocks import causal_pairs, compressed_pairs, num_compressed_blocks, selected_pairs, window_pairs
 from nsa_train.model.decoder import build_model, weightless
+from nsa_train.settings.config import Layer, RunConfig
 
 FORWARD_AND_BACKWARD = 3
 """Passes' worth of FLOPs of a training step."""
@@ -25,9 +25,9 @@ class AttentionFlops:
     """The FLOPs of the attention of layers that are alike, projections left out, forward and backward, by what they grow with."""
 
     per_block: int
-    """Of phi, for each compressed block of a sequence, all these layers and KV heads."""
+    """FLOPs of phi for each compressed block of a sequence, over these layers and KV heads."""
     per_pair: dict[str, int]
-    """Of one query-key pair in all these layers and heads: by branch, or "dense"."""
+    """FLOPs of one query-key pair over these layers and heads: by branch, or "dense"."""
     geometry: BlockGeometry
 
     def of_sequence(self, length: int) -> int:
@@ -44,9 +44,9 @@ class ModelFlops:
     """The FLOPs of one model, forward and backward."""
 
     per_token: int
-    """Of projections, MLPs and the output layer."""
+    """FLOPs of projections, MLPs and the output layer."""
     attentions: tuple[AttentionFlops, ...]
-    """Of each layer of the pattern that is repeated; all repetitions count."""
+    """One entry for each layer of the pattern; all repetitions of the layer count."""
 
     def of_sequence(self, length: int) -> int:
         """Return the FLOPs of a sequence of `length` tokens."""
@@ -84,35 +84,6 @@ def _attention_flops(layer: Layer, repeats: int) -> AttentionFlops:
         per_pair=per_pair,
         geometry=config.geometry,
     )
-
-
-def causal_pairs(length: int) -> int:
-    """Return the query-key pairs of full causal attention over `length` tokens."""
-    return length * (length + 1) // 2
-
-
-def compressed_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a compressed block wholly in its past (Eq. 7)."""
-    count = num_compressed_blocks(length, geometry)
-    first = length - geometry.compression_block_size + 1
-    return count * first - geometry.compression_stride * count * (count - 1) // 2 if count else 0
-
-
-def selected_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a token of its min(n, own + 1) chosen blocks, its own up to itself (Eq. 12)."""
-    size, most = geometry.selection_block_size, geometry.num_selected_blocks
-    whole, rest = divmod(length, size)
-    # earlier blocks that the queries of block b read: 0, 1, .., n - 1, n - 1, ..
-    rising = min(whole, most)
-    earlier = rising * (rising - 1) // 2 + (whole - rising) * (most - 1)
-    last = rest * size * (min(most, whole + 1) - 1)
-    return size * size * earlier + last + whole * causal_pairs(size) + causal_pairs(rest)
-
-
-def window_pairs(length: int, geometry: BlockGeometry) -> int:
-    """Return the pairs of a query and a token of its window, its own included."""
-    window = min(geometry.window_size, length)
-    return causal_pairs(window) + (length - window) * window
 
 
 def _only_chooses(branches: Sequence[str]) -> bool:

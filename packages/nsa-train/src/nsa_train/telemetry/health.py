@@ -5,14 +5,22 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-BRANCHES = ("cmp", "slc", "win")
+from nsa_core.config import BRANCHES, COLLAPSE_ENTROPY
+
 SUMMED = frozenset({"reads_pred", "reads_act_total", "rows"})
 """Counts, which layers add up; of the others the mean is taken, but for the extremes."""
 NUMBER_OF = {"gate": "num_gates", "contribution": "num_outputs", "overlap": "num_followers"}
 """First word of a mean -> how many elements it was taken of; of the others `rows` is."""
 
-BANDS = (("gate_entropy_mean", ">", 0.5, " nats"), ("gate_max_gate", "<", 0.9, ""), ("gate_collapse_frac", "<", 0.5, ""))
+MOST_MAX_GATE, MOST_COLLAPSED = 0.9, 0.5
+BANDS = (
+    ("gate_entropy_mean", ">", 0.5, " nats"),
+    ("gate_max_gate", "<", MOST_MAX_GATE, ""),
+    ("gate_collapse_frac", "<", MOST_COLLAPSED, ""),
+)
 """Figure, sign, limit, unit: where a run counts as healthy."""
+COLLAPSED_MEAN = 2 * COLLAPSE_ENTROPY
+"""Mean entropy of gates below which a run's have collapsed; COLLAPSE_ENTROPY is the limit of one token's."""
 THROUGHPUT_BAND = 0.1
 """How far the throughput of the last steps may lie below the run's median; a higher throughput is no fault."""
 LAST_SHARE = 0.1
@@ -49,6 +57,21 @@ def heartbeat_fields(figures: dict[str, float]) -> dict[str, Any]:
     return {**rest, "gate_branch_shares": shares} if shares else rest
 
 
+def has_one_branch(event: Mapping[str, Any]) -> bool:
+    """Return whether one branch alone exists: it holds every gate, which is no fault."""
+    return len(event.get("gate_branch_shares") or (1, 2)) < 2
+
+
+def has_collapsed(event: Mapping[str, Any]) -> bool:
+    """Return whether the gates of a logged step have collapsed; a figure that it lacks counts as healthy."""
+    largest, share = event.get("gate_max_gate"), event.get("gate_collapse_frac")
+    return (
+        event["gate_entropy_mean"] < COLLAPSED_MEAN
+        or (largest is not None and largest > MOST_MAX_GATE)
+        or (share is not None and share > MOST_COLLAPSED)
+    )
+
+
 class Check(NamedTuple):
     """One health rule, judged."""
 
@@ -72,8 +95,7 @@ def judge(figures: Mapping[str, Any]) -> list[Check]:
     Bands of gates are left out where one branch alone exists: it holds every gate, and is no fault.
     """
     checks = []
-    is_alone = len(figures.get("gate_branch_shares") or (1, 2)) < 2
-    for name, sign, limit, unit in () if is_alone else BANDS:
+    for name, sign, limit, unit in () if has_one_branch(figures) else BANDS:
         found = figures.get(name)
         if found is not None:
             is_healthy = found > limit if sign == ">" else found < limit

@@ -24,24 +24,24 @@ class RunTelemetry(LayerTelemetry):
 
     def end_pass(self) -> None:
         """Keep the figures of the pass; until then, what is computed again replaces them."""
-        self._passes.append(self._figures)
-        self._figures = {}
+        self._passes.append(self.figures)
+        self.figures = {}
 
     def passes(self) -> list[dict[str, float]]:
         """Return the figures of each pass; waits for the device."""
-        return [{name: float(value) for name, value in one.items()} for one in (*self._passes, self._figures) if one]
+        return [{name: float(value) for name, value in one.items()} for one in (*self._passes, self.figures) if one]
 
     @torch.no_grad()
     def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
         """Note gates `(B, S, H, 3)`; `has_compressed` `(B, S)` says which tokens see a compressed block."""
         super().record_gates(gates, has_compressed, branches)
-        self._figures["num_gates"] = has_compressed.sum()
+        self.figures["num_gates"] = has_compressed.sum()
 
     @torch.no_grad()
     def record_branch(self, branch: str, out: Tensor, positions: Tensor) -> None:
         """Note a branch's output before its gate."""
         super().record_branch(branch, out, positions)
-        self._figures["num_outputs"] = (positions >= 0).sum()
+        self.figures["num_outputs"] = (positions >= 0).sum()
 
     @torch.no_grad()
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
@@ -49,8 +49,8 @@ class RunTelemetry(LayerTelemetry):
         super().record_selection(block_indices, positions, geometry)
         is_query = positions >= 0
         expected = (positions // geometry.selection_block_size + 1).clamp(max=geometry.num_selected_blocks)
-        self._figures["num_followers"] = ((positions[:, 1:] == positions[:, :-1] + 1) & (positions[:, 1:] > 0)).sum()
-        self._figures["k_mean_expected"] = torch.where(is_query, expected, 0).sum(dtype=torch.float64) / is_query.sum()
+        self.figures["num_followers"] = ((positions[:, 1:] == positions[:, :-1] + 1) & (positions[:, 1:] > 0)).sum()
+        self.figures["k_mean_expected"] = torch.where(is_query, expected, 0).sum(dtype=torch.float64) / is_query.sum()
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from nsa_train.config import RunConfig
+from nsa_train.host.chips import chip_of, reason_without_peak
+from nsa_train.host.machine import peak_memory_mib
 from nsa_train.model.decoder import count_parameters
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.chips import chip_of, reason_without_peak
-from nsa_train.telemetry.environment import peak_memory_mib
+from nsa_train.settings.config import RunConfig
 from nsa_train.telemetry.records import read_events, read_rows, seconds_between, standing_skips
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""The progress of a run on the screen: a live line on a terminal, plain lines elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from nsa_train.streams import discard
+from nsa_train.lifecycle.console import discard
 
 
 @frozen(kw_only=True)
@@ -68,7 +68,7 @@ class ProgressDisplay:
             with self._shown():
                 self._bar.start()
             if self.console.quiet:
-                # what did not start cannot be stopped
+                # a bar that did not start cannot be stopped
                 self._bar = None
         return self
 

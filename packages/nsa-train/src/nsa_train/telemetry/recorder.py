@@ -17,16 +17,17 @@ import torch
 from attrs import field, mutable
 
 from nsa_core import NativeSparseAttention, default_registry
-from nsa_train.config import RunConfig
 from nsa_train.errors import ConfigError
 from nsa_train.files import written_whole
+from nsa_train.host.chips import chip_of
+from nsa_train.host.environment import describe_environment
+from nsa_train.host.machine import gpu_memory
+from nsa_train.host.routing import chosen_of, routing_decisions
 from nsa_train.model.decoder import count_parameters
-from nsa_train.recipe import to_toml
-from nsa_train.routing import chosen_of, routing_decisions
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.recipe import to_toml
 from nsa_train.telemetry import health
-from nsa_train.telemetry.chips import chip_of
-from nsa_train.telemetry.environment import describe_environment, gpu_memory
 from nsa_train.telemetry.fallbacks import FallbackCounts, attach, counting_registry
 from nsa_train.telemetry.flops import model_flops
 from nsa_train.telemetry.layers import RunTelemetry, routes_of, watched
@@ -51,7 +52,7 @@ from nsa_train.telemetry.timing import BranchTimes, MarkedBackend, marked_range
 
 
 class Observed(NamedTuple):
-    """What the NSA layers did in a step that was watched; empty for one that was not."""
+    """The telemetry of the NSA layers in a watched step; empty for any other step."""
 
     telemetry: Sequence[RunTelemetry] = ()
     times: BranchTimes | None = None
@@ -64,7 +65,7 @@ class Observed(NamedTuple):
 
 @mutable
 class _Tables:
-    """What rank 0 alone writes."""
+    """The files that rank 0 alone writes."""
 
     training: CsvTable
     validation: CsvTable
@@ -247,7 +248,7 @@ class Recorder:
 
     def _open_tables(self, routing: dict[str, str]) -> _Tables:
         paths, at = self.paths, self.resumed_at
-        # what was wrong before is in the heartbeats; the files tell of this start
+        # earlier faults are in the heartbeats; the files tell of this start
         paths.anomaly_type.unlink(missing_ok=True)
         paths.metrics.unlink(missing_ok=True)
         # whole or not at all: `nsa-train resume` reads it

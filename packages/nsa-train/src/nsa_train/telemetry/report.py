@@ -9,8 +9,9 @@ from typing import Any
 from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE
 from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_SAMPLE, as_text, read_regular, refusal, written_whole
-from nsa_train.recipe import read_toml
+from nsa_train.host.environment import missing_report
 from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import read_toml
 from nsa_train.telemetry.figures import BRANCH_NAMES, draw_curves, read_history
 from nsa_train.telemetry.health import judge, steadiness
 from nsa_train.telemetry.records import read_json
@@ -72,8 +73,10 @@ def write_report(paths: RunDirectory) -> None:
     """Draw curves.png and write report.html of a run; what of its records is damaged is left out.
 
     Raises:
-        ConfigError: when the directory holds no records of a run.
+        ConfigError: when the directory holds no records of a run, or the packages of the extra `report` are missing.
     """
+    if missing := missing_report():
+        raise ConfigError(missing)
     import jinja2
 
     history = read_history(paths)

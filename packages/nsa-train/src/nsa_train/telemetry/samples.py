@@ -12,7 +12,7 @@ from nsa_train.model.generate import generate
 
 SAMPLE_TOKENS = 160
 SYNTHETIC_TOKENS = 8
-"""Of random ids nothing can be read, and a deep model draws each in many small launches."""
+"""Random ids cannot be read, and a deep model draws each in many small launches."""
 TEMPERATURE = 0.8
 SEED = 0
 SYNTHETIC_NOTE = "--- synthetic data: random ids, for throughput alone ---"

@@ -5,27 +5,35 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nsa_core.environment import version_of
+
 FLUSH_SECONDS = 10
 WRITER = "tensorboard.summary.writer.event_file_writer"
 """The module of the thread that writes the events."""
 
 
 class Board:
-    """The event file of one run. A write that fails in its thread is raised by the next call, and not printed."""
+    """The event file of one run; none where TensorBoard is not installed.
+
+    A write that fails in its thread is raised by the next call, and not printed.
+    """
 
     def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:
         """Go on in `folder`; what another process wrote after step `resumed_at` is hidden."""
+        self._writer: Any = None
+        if version_of("tensorboard") is None:
+            return
         from torch.utils.tensorboard.writer import SummaryWriter
 
         purge = None if resumed_at is None else resumed_at + 1
         self._hook_before = threading.excepthook
         threading.excepthook = self._leave_to_the_next_call
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=FLUSH_SECONDS)
+        self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=FLUSH_SECONDS)
 
     def scalars(self, step: int, group: str, figures: Mapping[str, float | None]) -> None:
         """Add the figures that exist as `group/name`."""
         for name, value in figures.items():
-            if value is not None:
+            if value is not None and self._writer is not None:
                 self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def clipped(self, step: int, grad_norm: float, count: int) -> None:
@@ -34,7 +42,7 @@ class Board:
 
     def lengths(self, step: int, buckets: Mapping[int, int]) -> None:
         """Add a histogram of sequence lengths: upper bound of a bucket -> sequences."""
-        if not buckets:
+        if not buckets or self._writer is None:
             return
         limits = sorted(buckets)
         total = sum(buckets.values())
@@ -52,6 +60,8 @@ class Board:
 
     def close(self) -> None:
         """Write out what is pending and close the file."""
+        if self._writer is None:
+            return
         try:
             # close() alone does not raise the failure of the thread
             self._writer.flush()

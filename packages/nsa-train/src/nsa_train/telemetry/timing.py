@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa_core import BranchBackend, BranchRequest, Capability, Operation, Reason
+from nsa_core import BranchBackend
 
 
 class BranchTimes:
@@ -48,28 +48,9 @@ class MarkedBackend:
         """Wrap `backend`; `times`: where its time is added, `has_ranges`: NVTX ranges on a GPU."""
         self.backend, self.times, self.has_ranges = backend, times, has_ranges
 
-    @property
-    def name(self) -> str:
-        """Return the backend's name."""
-        return self.backend.name
-
-    @property
-    def operation(self) -> Operation:
-        """Return the backend's operation."""
-        return self.backend.operation
-
-    @property
-    def capability(self) -> Capability:
-        """Return the backend's capability."""
-        return self.backend.capability
-
-    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return the backend's reasons."""
-        return self.backend.reasons_against(request)
-
-    def preference(self, request: BranchRequest) -> int:
-        """Return the backend's preference."""
-        return self.backend.preference(request)
+    def __getattr__(self, name: str) -> Any:
+        """Return what routing asks for, such as `name`, `operation` and `reasons_against`: the backend's own."""
+        return getattr(self.backend, name)
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation under its mark."""

@@ -113,7 +113,7 @@ class Watcher:
     def _new_events(self, path: Path) -> list[dict[str, Any]]:
         lines = []
         try:
-            # what a killed process left unfinished is no event
+            # a line that a killed process left unfinished is no event
             for line, following in lines_from(path, self._offsets.get(path, 0)):
                 lines.append(line)
                 self._offsets[path] = following

@@ -9,7 +9,7 @@ from nsa_train.data.sources.hub import open_hub
 from nsa_train.data.sources.jsonl import JsonlBlocks
 from nsa_train.data.sources.parquet import ParquetBlocks
 from nsa_train.data.sources.text import StdlibBlocks, TextBlocks
-from nsa_train.data_table import DataTable
+from nsa_train.settings.data_table import DataTable
 
 __all__ = [
     "Bad",

@@ -1,4 +1,4 @@
-"""What every source is made of: blocks of records, a record being a document or what could not be read."""
+"""The parts of every source: blocks of records, a record being a document or a failure to read one."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Document(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """What could not be read: where (file, and line or row), why, and how many records are lost with it."""
+    """A record that could not be read: where (file, and line or row), why, and how many records are lost with it."""
 
     where: str
     why: str

@@ -12,8 +12,8 @@ from typing import Any
 from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record
 from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, files_of
 from nsa_train.data.sources.jsonl import record_of_line
-from nsa_train.data_table import DataTable
 from nsa_train.errors import DataError
+from nsa_train.settings.data_table import DataTable
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 DEFAULT_SUBSET = "sample-10BT"
@@ -89,7 +89,7 @@ class LocalShards(FileBlocks):
         is_first = True
         for record in _until_broken(where, start, lambda: self._opened(path).skip(start)):
             if isinstance(record, Bad):
-                # what cannot be read at all breaks off wherever a reading begins: it is one record, at its own number
+                # a part that cannot be read at all breaks off wherever a reading begins: it is one record, at its own number
                 if not is_first or start in (0, self._breaks_at(path)):
                     yield record
             elif self._kind == "jsonl":

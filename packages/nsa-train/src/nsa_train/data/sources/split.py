@@ -23,11 +23,11 @@ class Split(NamedTuple):
     """The two sides, disjoint."""
 
     train: list[list[Document]]
-    """Of each part"""
+    """The training documents of each part"""
     val: list[Document]
-    """Of all parts"""
+    """The held-out documents of all parts"""
     ends: dict[int, Document]
-    """Of the one document of each part that was cut: its end, held out and what stands before that up to `END_BYTES`"""
+    """Part -> the end of its one document that was cut: the held-out text and up to `END_BYTES` before it"""
 
 
 def rank_of(text: bytes) -> int:

@@ -1,0 +1,117 @@
+"""The machine that a run is for: the one at hand, or one described by name, for preflight without it."""
+
+import difflib
+import sys
+from pathlib import Path
+
+import torch
+from attrs import frozen
+
+from nsa_train.errors import ConfigError
+from nsa_train.host.chips import CHIPS
+from nsa_train.settings.config import RunConfig, listed
+
+DEFAULT_CHIP = "a100"
+"""Judged where a recipe wants a GPU and there is none."""
+
+
+@frozen(kw_only=True)
+class Machine:
+    """The properties of a machine that preflight judges by."""
+
+    device_type: str
+    name: str
+    compute_capability: tuple[int, int] | None = None
+    """(major, minor) of its GPUs, None without."""
+    memory_gib: float | None = None
+    """Memory of one GPU, or of the host without one; None: not known."""
+    num_gpus: int = 0
+    is_here: bool = True
+    """False: it is only described."""
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Return the machine at hand, seen from `device`."""
+    if device.type != "cuda":
+        return Machine(device_type=device.type, name=device.type, memory_gib=_host_memory_gib())
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(
+        device_type="cuda",
+        name=properties.name,
+        compute_capability=(properties.major, properties.minor),
+        memory_gib=properties.total_memory / 2**30,
+        num_gpus=torch.cuda.device_count(),
+    )
+
+
+def described_machine(name: str, num_gpus: int = 1) -> Machine:
+    """Return the machine that `name` describes: "cpu" or a chip of `nsa_train.host.chips`.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if name == "cpu":
+        return Machine(device_type="cpu", name="cpu", is_here=False)
+    if name not in CHIPS:
+        near = difflib.get_close_matches(name, CHIPS, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"use one of {listed(('cpu', *CHIPS))}"
+        raise ConfigError(f"--machine={name!r} is not a machine that preflight can describe; {advice}")
+    chip = CHIPS[name]
+    return Machine(
+        device_type="cuda",
+        name=chip.name,
+        compute_capability=chip.compute_capability,
+        memory_gib=chip.memory_gib,
+        num_gpus=num_gpus,
+        is_here=False,
+    )
+
+
+def target_machine(config: RunConfig) -> Machine:
+    """Return the machine that a run of `config` would take here; where it wants a GPU that is missing, one described."""
+    wanted = config.train.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return machine_of(torch.device("cpu"))
+    if torch.cuda.is_available():
+        return machine_of(torch.device("cuda", 0))
+    return described_machine(DEFAULT_CHIP, max(1, config.train.nproc_per_node))
+
+
+def processes_of(config: RunConfig, machine: Machine) -> int:
+    """Return the processes of one host: train.nproc_per_node, or where that is 0 one per GPU."""
+    if config.train.strategy == "single":
+        return 1
+    return config.train.nproc_per_node or machine.num_gpus or 1
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the most memory held so far, in MiB: of the GPU where there is one, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    status = Path("/proc/self/status")
+    if status.exists():
+        # the process's own peak in kibibytes; ru_maxrss would start at what its parent held when it was forked
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 2**10
+    import resource
+
+    # kibibytes, but bytes on macOS
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def gpu_memory(device: torch.device) -> dict[str, float | None]:
+    """Return the heartbeat's memory fields, in the units of their names; None without a GPU."""
+    units = {"mib": 2**20, "gib": 2**30}
+    if device.type != "cuda":
+        return {f"gpu_mem_{name}_{unit}": None for name in ("alloc", "reserved") for unit in units}
+    sizes = {"alloc": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+    return {f"gpu_mem_{name}_{unit}": size / factor for name, size in sizes.items() for unit, factor in units.items()}
+
+
+def _host_memory_gib() -> float | None:
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return None
+    line = next((line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+    return int(line.split()[1]) / 2**20 if line else None

@@ -1,0 +1,1 @@
+"""How the processes of a run begin, speak, are asked to stop, and end."""

@@ -1,0 +1,171 @@
+"""`nsa-train run` starts torchrun where a recipe asks for several processes, and speaks for them.
+
+Torchrun's agent runs in this process. Signals go to the workers, which save and end by themselves; how they ended comes
+back through a directory, since torchrun knows but success and failure.
+"""
+
+import os
+import re
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import torch
+from attrs import frozen
+
+from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
+from nsa_train.host.environment import ENVIRONMENT
+from nsa_train.host.machine import Machine, processes_of
+from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, STOP, joint_code, worker_pids
+from nsa_train.lifecycle.stopping import SIGNALS, TERMINATING
+from nsa_train.parallel.world import is_under_torchrun
+from nsa_train.settings.config import RunConfig
+
+CODES: dict[int, int] = {**dict.fromkeys(TERMINATING, TerminatedError.exit_code), signal.SIGINT: INTERRUPTED}
+"""Signal that ends a run -> its exit code."""
+PATIENCE_S = 2
+"""Seconds from a second Ctrl-C until processes that have not ended are killed."""
+MOST_HOSTS = 1024
+MOST_RESTARTS = 1000
+
+
+@frozen(kw_only=True)
+class Hosts:
+    """Where the processes of a run stand; the default is this host alone."""
+
+    nnodes: str = "1"
+    """Hosts, or least:most."""
+    rdzv_endpoint: str = ""
+    """host:port where the hosts meet."""
+    rdzv_id: str = "nsa-train"
+    """Equal on all hosts of a run."""
+    max_restarts: int = 0
+    """How often the processes are started anew, from the newest checkpoint, after one of them failed."""
+
+    def counts(self) -> range:
+        """Return the numbers of hosts that the run may have.
+
+        Raises:
+            ConfigError: when `nnodes` names none.
+        """
+        least, _, most = self.nnodes.partition(":")
+        bounds = [int(text) for text in (least, most or least) if re.fullmatch("[0-9]{1,9}", text)]
+        if len(bounds) < 2 or not 1 <= bounds[0] <= bounds[1] <= MOST_HOSTS:
+            raise ConfigError(
+                f"--nnodes={self.nnodes!r} is neither a number of hosts nor LEAST:MOST (from 1 to {MOST_HOSTS:,}); use 2, or 2:4"
+            )
+        return range(bounds[0], bounds[1] + 1)
+
+    def check(self) -> None:
+        """Let hosts pass that can meet.
+
+        Raises:
+            ConfigError: a line for each option that stands against it.
+        """
+        problems = []
+        try:
+            self.counts()
+        except ConfigError as error:
+            problems.append(str(error))
+        host, _, port = self.rdzv_endpoint.rpartition(":")
+        if self.nnodes != "1" and not self.rdzv_endpoint:
+            problems.append(f"--nnodes={self.nnodes} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
+        elif self.rdzv_endpoint and not (host and re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
+            problems.append(f"--rdzv-endpoint={self.rdzv_endpoint!r} is not HOST:PORT (a port from 0 to 65,535); use HOST:29400")
+        if not 0 <= self.max_restarts <= MOST_RESTARTS:
+            problems.append(f"--max-restarts={self.max_restarts} is not an integer from 0 to {MOST_RESTARTS:,}; use 3")
+        if problems:
+            raise ConfigError.of(problems)
+
+    def world_sizes(self, config: RunConfig, machine: Machine) -> list[int]:
+        """Return how many processes the run may have, on hosts that are like `machine`."""
+        return [count * processes_of(config, machine) for count in self.counts()]
+
+    def words(self) -> list[str]:
+        """Return torchrun's options."""
+        # one host meets itself, at a port that is free
+        endpoint, name = (self.rdzv_endpoint, self.rdzv_id) if self.nnodes != "1" else ("localhost:0", str(uuid.uuid4()))
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", name]
+        return ["--nnodes", self.nnodes, *meeting, "--max-restarts", str(self.max_restarts)]
+
+
+def num_processes(config: RunConfig) -> int:
+    """Return the processes of this host: train.nproc_per_node, or one per GPU where that is 0."""
+    if config.train.strategy == "single":
+        return 1
+    gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
+    return config.train.nproc_per_node or gpus or 1
+
+
+def must_launch(config: RunConfig, hosts: Hosts) -> bool:
+    """Return True where this process is to start the others, and not one of them itself."""
+    if is_under_torchrun():
+        return False
+    hosts.check()
+    return num_processes(config) > 1 or hosts.nnodes != "1" or hosts.max_restarts > 0
+
+
+def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
+    """Run `nsa-train` with `words` in several processes and return the exit code of them all."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    # torchrun takes at least one for itself; what ends a run is forwarded below
+    options = ["--nproc-per-node", str(num_processes), *hosts.words(), "--signals-to-handle", "SIGQUIT"]
+    config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
+    with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:
+        ENVIRONMENT.update({FOLDER: folder, LAUNCHER: str(os.getpid())})
+        # a store of their own for each generation of processes; torchrun's would keep the addresses of dead ones, and would end
+        # with this process, which the workers outlive to save
+        ENVIRONMENT["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        failed = 0
+        try:
+            elastic_launch(config, entrypoint=command)(*arguments)
+        except ChildFailedError:
+            # each worker has said what was wrong
+            failed = TrainError.exit_code
+        finally:
+            del ENVIRONMENT[FOLDER], ENVIRONMENT[LAUNCHER]
+        code = joint_code(Path(folder)) or failed
+        # a worker that was not up yet, or that torchrun ended, does not know which signal it was
+        return max(heard) if heard and code in (TrainError.exit_code, *CODES.values()) else code
+
+
+@contextmanager
+def _forwarding(folder: Path) -> Iterator[list[int]]:
+    """Pass SIGTERM, SIGHUP, Ctrl-C and SIGUSR1 on to the workers while the block runs; gives the exit codes of the signals so far."""
+    heard: list[int] = []
+
+    def send(pids: list[int], number: int) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        pids = worker_pids(folder)
+        if number == signal.SIGINT and INTERRUPTED in heard:
+            # the workers end by themselves; torchrun would wait for one that hangs
+            timer = threading.Timer(PATIENCE_S, send, (pids, signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+        if number in CODES:
+            heard.append(CODES[number])
+            # those that are not up yet stop when they are
+            (folder / STOP).touch()
+            if not pids:
+                message = f"stopped by {signal.Signals(number).name} before the processes were up; nothing was done"
+                raise SignalledError(f"{message}; start again with --resume auto", exit_code=CODES[number])
+        send(pids, number)
+
+    before = {number: signal.signal(number, forward) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,147 @@
+"""How a process of a run ends: its exit code, its message, and the files by which a worker reports both to our launcher.
+
+A worker also learns here that its launcher has ended, because nothing else would stop it. Imports no torch.
+"""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from nsa_core.errors import NSAError
+from nsa_train.errors import (
+    INTERRUPTED,
+    ConfigError,
+    GuardError,
+    HaltedError,
+    OrphanedError,
+    PeerError,
+    SignalledError,
+    StoppedError,
+    TerminatedError,
+    TrainError,
+    exit_code_of,
+    in_one_line,
+)
+from nsa_train.host.environment import ENVIRONMENT
+
+FOLDER = "NSA_TRAIN_OUTCOMES"
+"""Names, in the workers' environment, the directory where they leave it."""
+DELIBERATE = (*(kind.exit_code for kind in (ConfigError, HaltedError, GuardError, TerminatedError)), INTERRUPTED)
+"""Codes that torchrun must not answer with a new start."""
+SHARED_ERRORS = (PeerError, StoppedError, GuardError, SignalledError)
+"""The errors that every rank raises, and one prints."""
+STOP = "stop"
+"""The file by which the launcher says that SIGTERM, SIGHUP or Ctrl-C came to it."""
+LAUNCHER = "NSA_TRAIN_LAUNCHER"
+"""Holds, in the workers' environment, the launcher's process id."""
+LOOK_S = 0.5
+"""Seconds between two checks whether the launcher still runs."""
+_PARENT = os.getppid()
+
+
+class Ending(NamedTuple):
+    """How a command ends."""
+
+    code: int
+    line: str = ""
+    """For stderr; empty where nothing is left to say, or another rank says it"""
+    is_own: bool = True
+    """False: the echo of another rank's end"""
+
+
+def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
+    """Return how `error`, raised in this process, ends its command."""
+    if isinstance(error, SignalledError):
+        if isinstance(error.__context__, TrainError | NSAError):
+            # torchrun ends with SIGTERM whoever is still on the way out of an error
+            error = error.__context__
+        elif error.exit_code == TerminatedError.exit_code and not is_stop_of_all():
+            # no end of the run: torchrun is to end the others, or has a failure of another to tell
+            return Ending(TrainError.exit_code, is_own=False)
+    # each host reports the end of its launcher: rank 0 may be on another host
+    speaker = "LOCAL_RANK" if isinstance(error, OrphanedError) else "RANK"
+    is_said_here = ENVIRONMENT.get(speaker, "0") == "0" or not isinstance(error, SHARED_ERRORS)
+    # an error of ours has a line for each problem
+    text = in_one_line(error) if isinstance(error, NSAError) else str(error)
+    return Ending(exit_code_of(error), text if is_said_here else "", is_own=not isinstance(error, PeerError))
+
+
+def note_worker() -> bool:
+    """Leave this process's id where the launcher finds it, if there is one; False where that one was told to stop before."""
+    folder = ENVIRONMENT.get(FOLDER)
+    if folder:
+        aside = Path(folder) / f"aside-{ENVIRONMENT['LOCAL_RANK']}"
+        aside.write_text(str(os.getpid()))
+        aside.replace(Path(folder) / f"pid-{ENVIRONMENT['LOCAL_RANK']}")
+    return not folder or not is_stop_of_all()
+
+
+def is_launched() -> bool:
+    """Return whether our launcher started this process; the launcher then prints the messages that concern all ranks."""
+    return FOLDER in ENVIRONMENT
+
+
+def is_worker() -> bool:
+    """Return whether torchrun's agent started this process, in our launcher or on its own."""
+    return "TORCHELASTIC_RUN_ID" in ENVIRONMENT
+
+
+def has_lost_launcher() -> bool:
+    """Return whether this process is a worker whose launcher has ended: ours, or the agent of a torchrun that somebody started."""
+    if not is_worker():
+        return False
+    if os.getppid() != _PARENT:
+        return True
+    try:
+        # our launcher may have ended before this module was loaded; a program between the two may have outlived it
+        os.kill(int(ENVIRONMENT.get(LAUNCHER, _PARENT)), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def heed_launcher() -> None:
+    """Send SIGTERM to this worker once its launcher has ended, in whatever way; do nothing where no launcher started this process."""
+
+    def look() -> None:
+        while not has_lost_launcher():
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if is_worker():
+        threading.Thread(target=look, name="launcher", daemon=True).start()
+
+
+def is_stop_of_all() -> bool:
+    """Return whether SIGTERM came to the whole run; else torchrun sent it, for another rank has failed, or somebody to this rank alone."""
+    folder = ENVIRONMENT.get(FOLDER)
+    return not folder or (Path(folder) / STOP).exists() or has_lost_launcher()
+
+
+def worker_pids(folder: Path) -> list[int]:
+    """Return the process ids that workers left in `folder`."""
+    return [int(path.read_text()) for path in folder.glob("pid-*")]
+
+
+def reported(code: int, *, is_own: bool) -> int:
+    """Return the code to exit with; a deliberate one is left for the launcher, and torchrun sees success.
+
+    `is_own`: the code is this rank's, not the echo of another's.
+    """
+    folder = ENVIRONMENT.get(FOLDER)
+    if not folder:
+        return code
+    if is_own:
+        (Path(folder) / f"code-{ENVIRONMENT['LOCAL_RANK']}").write_text(str(code))
+    return 0 if code in DELIBERATE else code
+
+
+def joint_code(folder: Path) -> int:
+    """Return the code of all workers together: a deliberate one where there is one."""
+    codes = [int(path.read_text()) for path in folder.glob("code-*")]
+    return max((code for code in codes if code in DELIBERATE), default=max(codes, default=0))

@@ -1,0 +1,219 @@
+"""Requests to stop, from a signal or a file, heard on any rank and at any time; the trainer honours them between two steps.
+
+A thread listens, so that a request is heard also while the main thread waits for data or for other ranks. Nothing that goes
+wrong in it ends it: the next SIGTERM would be lost.
+"""
+
+import errno
+import faulthandler
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from nsa_train.errors import INTERRUPTED, ConfigError, HaltedError, InterruptedRunError, OrphanedError, StoppedError, TerminatedError
+from nsa_train.lifecycle.console import warn
+from nsa_train.lifecycle.outcomes import has_lost_launcher, reported
+from nsa_train.parallel.world import World
+from nsa_train.run_dir import RunDirectory
+
+POLL_S = 0.2
+"""Between two looks for .HALT, and for what other ranks heard."""
+TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+"""The signals of a scheduler, and of a terminal that is closed."""
+SIGNALS = (*TERMINATING, signal.SIGINT, signal.SIGUSR1)
+_KEY = "stop"
+
+
+class Stop(IntEnum):
+    """A request to stop; the largest of several requests counts. All values but those of NO and ORPHANED are exit codes."""
+
+    NO = 0
+    HALT = HaltedError.exit_code
+    ORPHANED = TerminatedError.exit_code - 1
+    """A rank's launcher has ended."""
+    TERMINATE = TerminatedError.exit_code
+    INTERRUPT = INTERRUPTED
+    """Ctrl-C."""
+
+    @property
+    def cause(self) -> str:
+        """The cause of the stop, in words."""
+        return _CAUSES[self]
+
+    def error(self, step: int) -> StoppedError:
+        """Return the error that ends a run saved after `step`."""
+        advice = "remove .HALT and go on with --resume" if self is Stop.HALT else "go on with --resume"
+        return _ERRORS[self](f"{self.cause} after step {step}, which is saved; {advice}")
+
+
+_CAUSES = {
+    Stop.NO: "not stopped",
+    Stop.HALT: "halted by .HALT",
+    Stop.ORPHANED: "stopped by the end of the launcher",
+    Stop.TERMINATE: "stopped by SIGTERM or SIGHUP",
+    Stop.INTERRUPT: "interrupted by Ctrl-C",
+}
+_ERRORS: dict[Stop, type[StoppedError]] = {
+    Stop.HALT: HaltedError,
+    Stop.ORPHANED: OrphanedError,
+    Stop.TERMINATE: TerminatedError,
+    Stop.INTERRUPT: InterruptedRunError,
+}
+
+
+def refuse_stale_halt(paths: RunDirectory) -> None:
+    """Let a run start where no .HALT lies in its directory.
+
+    Raises:
+        ConfigError: where one does; it would stop the run at its first step.
+    """
+    if paths.halt.exists():
+        raise ConfigError(f"{paths.halt} is left from before (it would stop the run at once); remove it and start again")
+
+
+class StopRequests:
+    """SIGTERM, SIGHUP, Ctrl-C and the file .HALT, heard on any rank. Use as a context manager.
+
+    A second Ctrl-C ends the process at once, after `quitting` was called. SIGUSR1 writes the stacks of all threads. Handlers are
+    set where the main thread enters, and put back when it leaves. A signal that is ignored stays ignored.
+    """
+
+    def __init__(self, paths: RunDirectory, world: World, *, quitting: Callable[[], None] = lambda: None) -> None:
+        self.paths, self.world, self._store, self._quitting = paths, world, world.store, quitting
+        self._heard = Stop.NO
+        self._delay = ""
+        self._is_interrupted = False
+        self._has_lost_halt = False
+        self._ending = threading.Event()
+        self._before: dict[int, Any] = {}
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        if threading.current_thread() is threading.main_thread():
+            wanted = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, _leave_to_the_thread) for number in wanted}
+            self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="stop-requests", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ending.set()
+        os.write(self._writer, b"\0")
+        assert self._thread is not None
+        self._thread.join()
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup_before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def heard(self, *, look: bool = False) -> Stop:
+        """Return what this rank knows of; `look`: see whether .HALT is there at this moment."""
+        if look and self._has_halt():
+            self._note(Stop.HALT)
+        return self._heard
+
+    def expect_delay(self, reason: str) -> None:
+        """Report `reason` with every request to stop, as the cause of a delay; an empty reason ends that."""
+        self._delay = reason
+        self._tell_delay()
+
+    def _listen(self) -> None:
+        while not self._ending.is_set():
+            readable, _, _ = select.select([self._reader], [], [], POLL_S)
+            # a request that comes twice at once, from a terminal and from the launcher, is one
+            for number in set(os.read(self._reader, 64)) if readable else ():
+                if number in TERMINATING:
+                    self._note(Stop.ORPHANED if has_lost_launcher() else Stop.TERMINATE)
+                elif number == signal.SIGINT:
+                    self._interrupt()
+                elif number == signal.SIGUSR1:
+                    self._dump_stacks()
+            if not self._ending.is_set():
+                self.heard(look=True)
+                self._read_store()
+
+    def _interrupt(self) -> None:
+        if self._is_interrupted:
+            self._quit()
+        self._is_interrupted = True
+        if self.world.is_main:
+            warn("Ctrl-C: the run is saved after the step under way; a second Ctrl-C ends it at once, without saving")
+        self._note(Stop.INTERRUPT)
+
+    def _quit(self) -> None:
+        """End this process without waiting for anything: the main thread may be in a compiler, or in an exchange with another rank."""
+        if self.world.is_main:
+            warn("second Ctrl-C: ended at once, nothing was saved since the newest checkpoint; go on with --resume")
+        code = INTERRUPTED
+        try:
+            code = reported(code, is_own=True)
+            self._quitting()
+        finally:
+            # also where the records could not be written
+            os._exit(code)
+
+    def _note(self, request: Stop) -> None:
+        if request > self._heard:
+            self._hear(request)
+            self._share(request)
+
+    def _hear(self, request: Stop) -> None:
+        self._heard = request
+        self._tell_delay()
+
+    def _tell_delay(self) -> None:
+        if self._delay and self._heard is not Stop.NO and self.world.is_main:
+            end = "" if self._is_interrupted else f"; kill -KILL {os.getpid()} ends it at once, without saving"
+            warn(f"{self._heard.cause}: {self._delay}; the run is saved after it{end}")
+
+    def _share(self, request: Stop) -> None:
+        try:
+            if self._store is not None:
+                self._store.set(_KEY, str(int(request)))
+        except RuntimeError as error:
+            self._store = None
+            warn(f"the other ranks hear of the stop at the next step ({error})")
+
+    def _read_store(self) -> None:
+        try:
+            if self._store is not None and self._store.check([_KEY]):
+                request = Stop(int(self._store.get(_KEY)))
+                if request > self._heard:
+                    self._hear(request)
+        except RuntimeError:
+            # the rank that keeps the store is gone: the next exchange says so
+            self._store = None
+
+    def _has_halt(self) -> bool:
+        try:
+            return self.paths.halt.exists()
+        except OSError as error:
+            if not self._has_lost_halt:
+                warn(f".HALT cannot be looked for: {error}")
+            self._has_lost_halt = True
+            return False
+
+    def _dump_stacks(self) -> None:
+        path = self.paths.stackdump(self.world.rank)
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            # it does not say what a disk refuses
+            if not path.stat().st_size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError as error:
+            warn(f"no stack dump: {error}")
+
+
+def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the number goes to the listening thread, which the signal wakes."""

@@ -1,0 +1,1 @@
+"""The training loop, and the way from a command line to it."""

@@ -1,0 +1,88 @@
+"""The micro-batches of a step, waited for in a way that a request to stop can end."""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from attrs import frozen
+
+from nsa_train.data.packing import Batch
+
+POLL_S = 0.05
+"""Between two looks for a request to stop, while data is waited for."""
+
+
+class Stream(Protocol):
+    """The interface that a feed needs of a training stream."""
+
+    def __next__(self) -> Batch:
+        """Return this rank's next micro-batch."""
+
+    def ready(self, seconds: float) -> bool:
+        """Return whether the next micro-batch can be had without waiting, waiting for it at most `seconds`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the next micro-batch."""
+
+
+@frozen(eq=False)
+class Fetched:
+    """The micro-batches of one optimizer step, on the host."""
+
+    batches: list[Batch]
+    seconds: float
+    """Spent waiting for them."""
+
+    @property
+    def num_targets(self) -> int:
+        """Labels of the step on this rank."""
+        return sum(batch.num_targets for batch in self.batches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step on this rank."""
+        return sum(batch.input_ids.numel() for batch in self.batches)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence of the step on this rank."""
+        return tuple(length for batch in self.batches for length in batch.lengths.tolist())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of the step on this rank, as `Batch.longest`."""
+        return max(batch.longest for batch in self.batches)
+
+    def describe(self, index: int) -> str:
+        """Return words by which micro-batch `index` is found again: its hash, its size, how it begins."""
+        ids = self.batches[index].input_ids.flatten()
+        digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12]
+        return f"micro-batch {index} (sha256 of its ids {digest}, {len(ids)} tokens from {ids[:8].tolist()})"
+
+
+class Feed:
+    """Takes micro-batches from a stream, `accumulate` at a time.
+
+    `position` is that of the first micro-batch whose step is not under way: a step that was given up is not lost.
+    """
+
+    def __init__(self, stream: Stream, accumulate: int) -> None:
+        """Read nothing yet."""
+        self._stream, self._accumulate = stream, accumulate
+        self.position: Mapping[str, Any] = stream.state_dict()
+
+    def fetch(self, is_stopped: Callable[[], bool]) -> Fetched | None:
+        """Return the micro-batches of the next step; None where `is_stopped()` comes true while they are waited for."""
+        started = time.perf_counter()
+        batches: list[Batch] = []
+        while len(batches) < self._accumulate:
+            if self._stream.ready(POLL_S):
+                batches.append(next(self._stream))
+            elif is_stopped():
+                return None
+        return Fetched(batches, time.perf_counter() - started)
+
+    def accept(self) -> None:
+        """Move `position` past what was fetched: its step is under way."""
+        self.position = self._stream.state_dict()

@@ -1,0 +1,259 @@
+"""The conditions under which training goes on: finite numbers, no spikes where asked for, a gradient for every parameter, and patience."""
+
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from nsa_core import NativeSparseAttention, NSAConfig
+from nsa_train.errors import GuardError
+from nsa_train.loop.finite import some
+from nsa_train.parallel.sharding import local_part
+from nsa_train.parallel.world import World
+from nsa_train.settings.config import TrainTable
+from nsa_train.telemetry.records import Cause
+
+FIRST_STEPS = 20
+"""By this step every parameter has had a gradient that is not zero."""
+SKIP_WINDOW = 100
+"""Steps over which skipped ones are counted against train.max_skips."""
+SPIKE_WINDOW = 128
+"""Losses that a spike stands out from."""
+SPIKE_SIGMAS = 6.0
+
+
+class StepNumbers(NamedTuple):
+    """The findings of one rank in a step, before any update."""
+
+    loss: float
+    """Summed over its targets."""
+    bad_batch: int
+    """The first of its micro-batches whose loss is not finite; -1 where all are."""
+    grad_norm: float
+    """Norm of the whole model's gradient."""
+
+
+class Skip(NamedTuple):
+    """Why a step must not reach the weights."""
+
+    cause: Cause
+    reason: str
+
+
+class StepGuard:
+    """Keeps numbers that are not finite from the weights, on all ranks alike, and spikes where `skip_loss_spikes` says so.
+
+    Every rank judges the same numbers, so that all skip the same steps and stop at the same one.
+    """
+
+    def __init__(self, train: TrainTable) -> None:
+        self.max_skips, self.skips_spikes = train.max_skips, train.skip_loss_spikes
+        self.num_skipped = 0
+        """Steps skipped in the whole run."""
+        self._recent_skips: deque[int] = deque()
+        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+
+    def judge(self, loss: float, everyone: Sequence[StepNumbers]) -> Skip | None:
+        """Return why a step of mean `loss`, in which the ranks found `everyone`, must not reach the weights; None if it may."""
+        for rank, found in enumerate(everyone):
+            if found.bad_batch >= 0:
+                return Skip(Cause.LOSS, f"the loss of rank {rank}, micro-batch {found.bad_batch} is not finite")
+        norms = [found.grad_norm for found in everyone]
+        if not all(map(math.isfinite, (loss, *norms))):
+            worst = max(norms, key=lambda norm: (not math.isfinite(norm), norm))
+            return Skip(Cause.GRADIENT, f"loss={loss:.4f} with grad_norm={worst} is not finite")
+        if self.skips_spikes and len(self._losses) == SPIKE_WINDOW:
+            mean, sigma = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+            if loss > mean + SPIKE_SIGMAS * sigma:
+                limit = f"{mean:.4f} + {SPIKE_SIGMAS:g} x {sigma:.4f}"
+                return Skip(Cause.SPIKE, f"loss={loss:.4f} is a spike (above {limit}, of the {SPIKE_WINDOW} steps before)")
+        return None
+
+    def passed(self, loss: float) -> None:
+        """Note a step that went on to the weights."""
+        if self.skips_spikes:
+            self._losses.append(loss)
+
+    def skipped(self, step: int, reason: str) -> None:
+        """Note a step that was left out.
+
+        Raises:
+            GuardError: when more of the last 100 steps were left out than train.max_skips.
+        """
+        self.num_skipped += 1
+        self._recent_skips.append(step)
+        while self._recent_skips[0] <= step - SKIP_WINDOW:
+            self._recent_skips.popleft()
+        if len(self._recent_skips) > self.max_skips:
+            raise GuardError(
+                f"step {step}: {reason}; {len(self._recent_skips)} of the last {SKIP_WINDOW} steps were skipped "
+                f"(train.max_skips={self.max_skips}; the weights are finite); lower train.lr, or look at the batches that the log names"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, JSON-able."""
+        return {"num_skipped": self.num_skipped, "recent_skips": [*self._recent_skips], "losses": [*self._losses]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the counts that `state_dict` returned."""
+        self.num_skipped = state["num_skipped"]
+        self._recent_skips = deque(state["recent_skips"])
+        self._losses = deque(state["losses"], maxlen=SPIKE_WINDOW)
+
+
+class GradientWatch:
+    """Every parameter has a gradient at the first step and one that is not zero in steps 2 .. 20, or the run stops.
+
+    Parameters of a branch that no sequence was long enough to open are excepted. With shards, a gradient counts on
+    whichever rank it is not zero. Steps that were skipped are no evidence: where step 20 was, the next one is judged.
+    """
+
+    def __init__(self, model: nn.Module, *, last_step: int, world: World | None = None) -> None:
+        """Watch `model` up to step 20, or `last_step` where that comes first."""
+        self.last_step = min(FIRST_STEPS, last_step)
+        self.longest = 0
+        self.num_observed = 0
+        self._world = world
+        self._opening_lengths = opening_lengths(model)
+        self._pending = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def observe(self, step: int, longest: int) -> None:
+        """Look at the gradients of `step`, in which the longest sequence of all ranks had `longest` tokens.
+
+        Raises:
+            GuardError: naming the parameters without a gradient.
+        """
+        self.longest = max(self.longest, longest)
+        self.num_observed += 1
+        if self.num_observed == 1:
+            self._require_gradients(step)
+        elif self._pending:
+            self._pending = {name: p for (name, p), moved in zip(self._pending.items(), self._have_moved(), strict=True) if not moved}
+            if step >= self.last_step:
+                self._require_moved(step)
+
+    def ended(self, step: int) -> None:
+        """Judge a run that ends with `step`, also where that one was skipped.
+
+        Raises:
+            GuardError: naming the parameters without a gradient, also where no step was taken at all.
+        """
+        if self.num_observed == 0 and self._pending:
+            raise GuardError(
+                f"step {step}: no gradient ever reached {some([*self._pending])}, as every step was skipped; "
+                "lower train.lr, or look at the batches that the log names"
+            )
+        # the first gradients may be zero: with one step, nothing is known
+        if self.num_observed > 1 and step >= self.last_step:
+            self._require_moved(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen so far, JSON-able."""
+        return {"num_observed": self.num_observed, "longest": self.longest, "pending": [*self._pending]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state_dict` returned."""
+        self.num_observed, self.longest = state["num_observed"], state["longest"]
+        self._pending = {name: p for name, p in self._pending.items() if name in set(state["pending"])}
+
+    def _require_gradients(self, step: int) -> None:
+        missing = [name for name, p in self._pending.items() if p.grad is None and self._is_open(name)]
+        if missing:
+            raise GuardError(f"step {step}: no gradient reaches {some(missing)}; the graph is cut before it")
+
+    def _require_moved(self, step: int) -> None:
+        still = [name for name in self._pending if self._is_open(name)]
+        if still:
+            raise GuardError(f"step {step}: the gradient of {some(still)} was zero in every step since 2; it does not train")
+        # judged once
+        self._pending = {}
+
+    def _have_moved(self) -> list[bool]:
+        here = [p.grad is not None and bool(local_part(p.grad).any()) for p in self._pending.values()]
+        return [any(flags) for flags in zip(*(self._world.gather(here) if self._world else [here]), strict=True)]
+
+    def _is_open(self, name: str) -> bool:
+        return self.longest >= self._opening_lengths.get(name, 1)
+
+
+def opening_lengths(model: nn.Module) -> dict[str, int]:
+    """Return parameter -> tokens of the shortest sequence that moves it, for NSA layers; absent: 1.
+
+    Values need one key to read. Keys, and the queries that meet them, need two to choose from.
+    """
+    return {
+        f"{name}.{parameter}": length
+        for name, module in model.named_modules()
+        if isinstance(module, NativeSparseAttention)
+        for parameter, _ in module.named_parameters()
+        for start, length in _opening_lengths_by_prefix(module.config).items()
+        if parameter.startswith(start)
+    }
+
+
+def _opening_lengths_by_prefix(config: NSAConfig) -> dict[str, int]:
+    size, stride = config.geometry.compression_block_size, config.geometry.compression_stride
+    keys = {
+        "cmp": size + stride,
+        "slc": 2 if config.geometry.num_selected_blocks * config.geometry.selection_block_size > 1 else sys.maxsize,
+        "win": 2 if config.geometry.window_size > 1 else sys.maxsize,
+    }
+    lengths = {"compress_k": keys["cmp"], "compress_v": size}
+    any_branch = min(keys[branch] for branch in config.branches)
+    lengths |= dict.fromkeys(("q_proj", "q_norm"), any_branch)
+    if config.kv == "shared":
+        lengths |= dict.fromkeys(("k_proj", "k_norm"), any_branch)
+    else:
+        lengths |= {f"{name}.{branch}": length for branch, length in keys.items() for name in ("k_proj", "k_norm")}
+        lengths["v_proj.cmp"] = size
+    lengths["gate"] = _opening_length_of_gate(config)
+    if config.branches == ("cmp",):
+        lengths |= dict.fromkeys(("o_proj", "v_proj"), size)
+    return lengths
+
+
+def _opening_length_of_gate(config: NSAConfig) -> int:
+    """Return the tokens from which the gate's output matters: a softmax weighs branches that differ, or nothing moves it."""
+    geometry = config.geometry
+    if config.gate == "sigmoid" and config.branches != ("cmp",):
+        return 1
+    found = [geometry.compression_block_size] if "cmp" in config.branches else []
+    if {"slc", "win"} <= set(config.branches):
+        # with the same keys and values both return the same until one of them leaves tokens out
+        covered = min(geometry.window_size, geometry.num_selected_blocks * geometry.selection_block_size)
+        found.append(covered + 1 if config.kv == "shared" else 1)
+    return min(found)
+
+
+class Patience:
+    """Early stopping: counts evaluations in a row without a better validation loss; 0 never ends."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.best = math.inf
+        self.num_worse = 0
+
+    @property
+    def is_over(self) -> bool:
+        """True once `most` evaluations in a row brought nothing better."""
+        return 0 < self.most <= self.num_worse
+
+    def observe(self, loss: float) -> None:
+        """Note an evaluation."""
+        self.num_worse = 0 if loss < self.best else self.num_worse + 1
+        self.best = min(self.best, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, JSON-able."""
+        return {"best": None if math.isinf(self.best) else self.best, "num_worse": self.num_worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the counts that `state_dict` returned."""
+        self.best, self.num_worse = (math.inf if state["best"] is None else state["best"]), state["num_worse"]
+
+    def __str__(self) -> str:
+        return f"no better validation loss than {self.best:.4f} in {self.num_worse} evaluations"

@@ -1,0 +1,174 @@
+"""A run on this process's rank, from a configuration to an exit code: join, check, resume, train."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nsa_train.checkpoint.claim import claimed_by_another
+from nsa_train.checkpoint.resuming import check_resumable, require_run, resume_point
+from nsa_train.checkpoint.store import Checkpoint
+from nsa_train.checkpoint.writer import refused_by_disk
+from nsa_train.errors import ConfigError, TrainError
+from nsa_train.lifecycle.stopping import refuse_stale_halt
+from nsa_train.loop.guards import Patience
+from nsa_train.loop.trainer import Trainer
+from nsa_train.model.decoder import introduced
+from nsa_train.parallel.world import is_under_torchrun, join_world, settle_cublas
+from nsa_train.preflight.judge import run_preflight
+from nsa_train.preflight.schedule import unequal_shares
+from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.options import AUTO, NEWEST
+from nsa_train.telemetry.damage import damaged_records
+from nsa_train.telemetry.progress import ProgressDisplay, Screen
+from nsa_train.telemetry.records import read_json
+
+
+def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[str, Any]:
+    """Train `config` into `out`, from step 0 or where the checkpoint of step `resume` (or NEWEST, or AUTO) left off; return the metrics.
+
+    Raises:
+        TrainError: whose `exit_code` says how the run ended short of its last step.
+    """
+    warnings: list[str] = []
+    if not is_under_torchrun():
+        resume = settled_resume(out, resume)
+        # before a device is asked for: preflight says all that is missing at once
+        check_start(config, out, resuming=resume is not None, say=warnings.append)
+    settle_cublas(is_deterministic=config.train.deterministic)
+    with (
+        join_world(config.train.strategy, config.train.device) as world,
+        ProgressDisplay(Screen(quiet=not world.is_main), config.train.steps) as display,
+    ):
+        # a name that holds the time differs from process to process
+        out = Path(world.from_main(str(out)))
+        if world.is_restart:
+            # also of a run that went on from an earlier step: its first start made that one the newest
+            resume = AUTO
+        if is_under_torchrun():
+            resume = world.from_main(settled_resume(out, resume))
+            world.on_main(
+                lambda: check_start(config, out, resuming=resume is not None, say=warnings.append, world_sizes=[world.world_size])
+            )
+        for line in warnings:
+            display.note(line)
+        checkpoint = None if resume is None else resume_from(config, out, resume, say=display.note)
+        # a failure after the last step is made good by a new start of torchrun's
+        reason = nothing_left(checkpoint, config, RunDirectory(out)) if checkpoint and not world.is_restart else ""
+        if reason := world.from_main(reason):
+            display.note(f"resume: {reason}")
+            return read_json(RunDirectory(out).metrics)
+        if resume is not None and world.is_main:
+            for line in damaged_records(RunDirectory(out)):
+                display.note(f"resume: {line}")
+        _introduce(config, out, display)
+        is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
+        with _disk_errors_told(out):
+            trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
+            metrics = trainer.run()
+        if world.is_main:
+            display.note(_summary(metrics, out))
+        return metrics
+
+
+def settled_resume(out: Path, resume: int | None) -> int | None:
+    """Return the step to resume from: for AUTO the newest where `out` holds a run, and None, a new start, where it does not."""
+    if resume != AUTO:
+        return resume
+    return NEWEST if RunDirectory(out).holds_run() else None
+
+
+@contextmanager
+def _disk_errors_told(out: Path) -> Iterator[None]:
+    """Say of a file that cannot be written or read in which run that was, and from where it goes on."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(refused_by_disk(f"the run in {out} broke off", error, RunDirectory(out).checkpoints)) from error
+
+
+def check_place(out: Path) -> None:
+    """Let a run pass into whose directory no other process writes, and in which no .HALT lies. Looks at neither machine nor data.
+
+    Raises:
+        ConfigError: where one writes, or a .HALT lies.
+    """
+    if problem := claimed_by_another(RunDirectory(out).checkpoints):
+        raise ConfigError(problem)
+    refuse_stale_halt(RunDirectory(out))
+
+
+def check_start(
+    config: RunConfig, out: Path, *, resuming: bool, say: Callable[[str], None], world_sizes: Sequence[int] | None = None
+) -> None:
+    """Let a run pass whose rules all hold; warnings are said. `world_sizes`: as for `run_preflight`.
+
+    Raises:
+        ConfigError: a line for each that does not.
+    """
+    check_place(out)
+    findings = run_preflight(config, out, resuming=resuming, world_sizes=world_sizes)
+    findings.require()
+    for line in findings.warned:
+        say(f"warn: {line}")
+
+
+def check_shares(config: RunConfig, world_sizes: Sequence[int]) -> None:
+    """Let a run on several hosts pass whose rows divide among each of `world_sizes` processes; rank 0 judges the rest.
+
+    Raises:
+        ConfigError: where they do not.
+    """
+    problems = unequal_shares(config, world_sizes)
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the checkpoint of the run in `out` from which `config` goes on, None where none was saved yet. A collective.
+
+    Raises:
+        TrainError: where there is none after `step`, all are damaged, or it describes another run.
+    """
+    found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step, judge=require_run)
+    if found is None:
+        say(f"resume: {out} holds no checkpoint yet; starting at step 0")
+        return None
+    for line in found.refused:
+        say(f"resume: {line}")
+    check_resumable(found, config)
+    seed, before = config.train.seed, found.config.train.seed
+    if seed != before:
+        say(f"resume: train.seed={seed} changes nothing: the generators of {found.path.name} go on, seeded with {before}")
+    say(f"resume: from {found.path.name}")
+    return found
+
+
+def nothing_left(checkpoint: Checkpoint, config: RunConfig, paths: RunDirectory) -> str:
+    """Return why a run has nothing to do from `checkpoint` on; empty where it has a step to take, or its end to record."""
+    train, name, step = config.train, checkpoint.path.name, checkpoint.step
+    if step > train.steps:
+        return f"{name} is beyond train.steps={train.steps}: there is nothing to do; to go on use --set train.steps={step + 1} or more"
+    # metrics.json is written last, and gone while a run goes on
+    if not read_json(paths.metrics):
+        return ""
+    if step == train.steps:
+        return f"{name} is the last step of train.steps={step}: there is nothing to do; to go on use --set train.steps={step + 1} or more"
+    patience = Patience(train.early_stop_patience)
+    patience.load_state_dict(checkpoint.state["counters"]["patience"])
+    if not patience.is_over:
+        return ""
+    return f"{name} was stopped early ({patience}): there is nothing to do; to go on use --set train.early_stop_patience=0, or more"
+
+
+def _summary(metrics: Mapping[str, Any], out: Path) -> str:
+    before, after, speed = (metrics[name] for name in ("first_val_loss", "val_loss", "toks_per_s_median"))
+    losses = "val_loss unknown" if before is None or after is None else f"val_loss {before:.3f} -> {after:.3f} nats per token"
+    report = RunDirectory(out).report
+    return f"done: {losses}, {speed or 0:.0f} toks/s, {metrics['seconds']:.0f} s; see {report if report.is_file() else out}"
+
+
+def _introduce(config: RunConfig, out: Path, display: ProgressDisplay) -> None:
+    display.note(f"out: {out}")
+    display.note(introduced(config))

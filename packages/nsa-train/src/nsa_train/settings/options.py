@@ -1,0 +1,99 @@
+"""Rules that options of the command line obey, where no key of a recipe stands behind them. Imports no torch."""
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from nsa_train.errors import ConfigError
+from nsa_train.settings.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_number, is_utf_8
+
+MOST_SAMPLED = 100_000
+"""Tokens of one sample: each takes a step of the model, and the cache is made for all."""
+COLDEST, HOTTEST = 1e-3, 1e3
+"""Temperatures but 0; beyond them the draw is the likeliest token, or uniform."""
+NEWEST, AUTO = -1, -2
+"""Values of the step to resume from. NEWEST: the newest whole checkpoint. AUTO: the same where a run is there, else a new run."""
+LONGEST_BELOW = 128
+"""Bytes of the longest path below a run's directory, rounded up."""
+
+
+def resume_step(text: str) -> int:
+    """Return the step that the value of `--resume` names; NEWEST where it is empty, AUTO for `auto`.
+
+    Raises:
+        ConfigError: when it is anything else.
+    """
+    if text in ("", "auto"):
+        return AUTO if text else NEWEST
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise ConfigError(
+            f"--resume={text!r} is neither a step nor 'auto'; use --resume for the newest whole checkpoint, --resume 4000 for that of "
+            "a step, or --resume auto to start where there is no run yet"
+        )
+    return int(text)
+
+
+def check_path(option: str, path: str | Path) -> None:
+    """Check that a file system can hold `path` and the files of a run below it.
+
+    Raises:
+        ConfigError: naming `option`.
+    """
+    text = str(path)
+    most, longest = os.pathconf("/", "PC_NAME_MAX"), os.pathconf("/", "PC_PATH_MAX") - LONGEST_BELOW
+    size, name_size = _size(text), max(map(_size, Path(text).parts), default=0)
+    if name_size > most:
+        raise ConfigError(f"{option}={_shortened(text)} has a name of {name_size:,} bytes (at most {most}); use a shorter one")
+    if size > longest:
+        raise ConfigError(f"{option}={_shortened(text)} has {size:,} bytes (at most {longest:,}); use a shorter path")
+
+
+def _size(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
+
+
+def check_text(words: Iterable[str]) -> None:
+    """Check the words of a command line.
+
+    Raises:
+        ConfigError: when one holds a NUL character.
+    """
+    for word in words:
+        if "\0" in word:
+            raise ConfigError(f"{_shortened(word)} holds a NUL character (no file name and no option does); leave it out")
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}")
+
+
+def check_seconds(option: str, seconds: float, *, example: float) -> None:
+    """Let a time pass that can be waited for.
+
+    Raises:
+        ConfigError: naming `option`.
+    """
+    if not is_number(seconds, at_least=LEAST_SECONDS, at_most=MOST_SECONDS):
+        raise ConfigError(f"{option}={seconds} is not a number of seconds from {LEAST_SECONDS:g} to {MOST_SECONDS:,}; use {example:g}")
+
+
+def check_sampling(prompt: str, *, tokens: int, temperature: float, seed: int) -> None:
+    """Let the options of `nsa-train sample` pass.
+
+    Raises:
+        ConfigError: a line for each that breaks its rule.
+    """
+    problems = []
+    if not prompt:
+        problems.append("--prompt='' is empty (the model needs a first token); use --prompt 'def '")
+    if not is_utf_8(prompt):
+        problems.append(f"--prompt={prompt!r} is not UTF-8 (the tokenizer reads that); use --prompt 'def '")
+    if not 1 <= tokens <= MOST_SAMPLED:
+        problems.append(f"--tokens={tokens} is not an integer from 1 to {MOST_SAMPLED:,}; use 200")
+    if not (temperature == 0 or is_number(temperature, at_least=COLDEST, at_most=HOTTEST)):
+        problems.append(f"--temperature={temperature} is neither 0 nor a number from {COLDEST:g} to {HOTTEST:g}; use 0.8")
+    if not 0 <= seed <= MOST_SEED:
+        problems.append(f"--seed={seed} is not an integer from 0 to {MOST_SEED:,}; use 0")
+    if problems:
+        raise ConfigError.of(problems)

@@ -1,0 +1,167 @@
+"""Rules that the keys of a recipe's tables obey, as data: a test, its noun phrase for messages, a value that passes."""
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
+
+import attrs
+from attrs import field, frozen
+
+from nsa_core.config import nearest_multiples
+from nsa_train.errors import ConfigError
+
+
+@frozen
+class Rule:
+    """The rule of a key's value: a test, the noun phrase for messages, and a value that passes."""
+
+    holds: Callable[[Any], bool]
+    text: str
+    example: str
+
+    def suggestion(self, value: object, *, instead: object = None) -> str:
+        """Return a value to use in place of `value`: `instead`, such as the recipe's own, if valid and not a bool; else the example."""
+        return (
+            repr(instead)
+            if isinstance(instead, int | float | str) and not isinstance(instead, bool) and self.holds(instead)
+            else self.example
+        )
+
+    def refusal(self, key: str, value: object, *, instead: object = None) -> str:
+        """Return the message that refuses `value` of `key`; it advises `instead`, or the example where that is not valid."""
+        return f"{key}={value!r} is not {self.text}; use {self.suggestion(value, instead=instead)}"
+
+
+@frozen
+class Choice(Rule):
+    """A rule that allows a few names; it suggests the nearest."""
+
+    names: tuple[str, ...] = ()
+
+    def suggestion(self, value: object, *, instead: object = None) -> str:
+        """Return the name most like `value`, quoted; where none is like it, `instead` or the example."""
+        near = difflib.get_close_matches(str(value).lower(), self.names, n=1)
+        return repr(near[0]) if near else super().suggestion(value, instead=instead)
+
+
+MOST_STEPS = 10**9
+"""Most steps, and most of anything that is counted in steps."""
+MOST_ROWS = 2**16
+"""Most rows of one micro-batch, on all processes together."""
+MOST_ACCUMULATED = 2**16
+"""Micro-batches of a step."""
+MOST_SEED = 2**63 - 1
+"""The largest seed that every generator takes, and TOML holds."""
+LEAST_SECONDS, MOST_SECONDS = 1e-3, 24 * 3600
+"""Bounds of a wait."""
+
+
+def is_number(value: object, *, at_least: float, at_most: float) -> bool:
+    """Return whether `value` is an integer or a fraction in these bounds, both inclusive; nan is in none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value <= at_most
+
+
+def integer(*, at_least: int, at_most: int, example: int, default: Any = attrs.NOTHING) -> Any:
+    """Return a field that holds an integer in these bounds, both inclusive."""
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, int) and is_number(value, at_least=at_least, at_most=at_most)
+
+    return _key(Rule(holds, f"an integer from {at_least} to {at_most:,}", str(example)), default)
+
+
+def number(
+    *, at_least: float, at_most: float, example: float, default: Any = attrs.NOTHING, or_zero: bool = False, or_inf: bool = False
+) -> Any:
+    """Return a field that holds a number in these bounds, both inclusive; also 0 with `or_zero`, and inf with `or_inf`."""
+    ranges = [(at_least, at_most), *([(0.0, 0.0)] if or_zero else []), *([(math.inf, math.inf)] if or_inf else [])]
+
+    def holds(value: Any) -> bool:
+        return any(is_number(value, at_least=low, at_most=high) for low, high in ranges)
+
+    text = f"{'0 or ' if or_zero else ''}a number from {at_least:g} to {at_most:,}{', or inf (no limit)' if or_inf else ''}"
+    return _key(Rule(holds, text, str(example)), default)
+
+
+def limited(default: float, *, at_most: float, at_least: float = -math.inf) -> Any:
+    """Return a field of a key that nsa-core judges: a number beyond these bounds is refused here, all else there."""
+
+    def holds(value: Any) -> bool:
+        return not isinstance(value, int | float) or not (value < at_least or value > at_most)
+
+    text = f"a number up to {at_most:,}" if at_least == -math.inf else f"a number from {at_least:g} to {at_most:,}"
+    return _key(Rule(holds, text, str(default)), default)
+
+
+def one_of(*names: str, default: Any = attrs.NOTHING) -> Any:
+    """Return a field that holds one of `names`."""
+    text = "one of " + ", ".join(repr(name) for name in names)
+    return _key(Choice(lambda value: value in names, text, repr(names[0]), names), default)
+
+
+def flag(default: bool) -> Any:
+    """Return a field that holds true or false."""
+    return _key(Rule(lambda value: isinstance(value, bool), "true or false", "true"), default)
+
+
+def optional_text(*, example: str) -> Any:
+    """Return a field that holds a string that is not empty, or nothing."""
+    return _key(Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a string", example), None)
+
+
+def _key(rule: Rule, default: Any) -> Any:
+    return field(default=default, metadata={"rule": rule})
+
+
+def is_utf_8(text: str) -> bool:
+    """Return whether `text` can be written as UTF-8; a name that a shell passes on may hold any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def undivided_rows(rows: int, world_sizes: Sequence[int], *, key: str = "") -> list[str]:
+    """Return what stands against sharing the `rows` of a micro-batch among each of `world_sizes` processes, which `key` asks for."""
+    unequal = [size for size in world_sizes if rows % size]
+    if not unequal:
+        return []
+    multiple = math.lcm(*world_sizes)
+    fix = f"--set train.batch_size={nearest_multiples(rows, multiple)}" if multiple < MOST_ROWS else "fewer numbers of hosts"
+    asked = f"{key}={unequal[0]}" if key else f"{unequal[0]}"
+    sizes = f"; there may be {_few(world_sizes)}" if len(world_sizes) > 1 else ""
+    return [f"train.batch_size={rows} does not divide among {asked} processes (each takes as many rows{sizes}); use {fix}"]
+
+
+def _few(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes if len(sizes) <= 6 else [*sizes[:3], "...", sizes[-1]]))
+
+
+class Table:
+    """A table of a recipe. Building it checks every key at once.
+
+    Raises:
+        ConfigError: with one line per key that breaks its rule.
+    """
+
+    table: ClassVar[str]
+
+    def __attrs_post_init__(self) -> None:
+        problems = self._broken_rules() or self.broken_pairs()
+        if problems:
+            raise ConfigError.of(problems)
+
+    def broken_pairs(self) -> list[str]:
+        """Return a line for each rule between keys of this table that does not hold."""
+        return []
+
+    def _broken_rules(self) -> list[str]:
+        found = []
+        for attribute in attrs.fields(cast(Any, type(self))):
+            rule, value = attribute.metadata.get("rule"), getattr(self, attribute.name)
+            if rule is not None and not rule.holds(value):
+                key = f"{self.table}.{attribute.name}"
+                found.append(rule.refusal(key, value))
+        return found
