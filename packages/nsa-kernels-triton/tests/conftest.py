@@ -52,6 +52,12 @@ def extremes():
     return beside_this_file("test_extremes")
 
 
+@pytest.fixture(scope="session")
+def low_precision():
+    """Give the module of `test_low_precision.py`, likewise."""
+    return beside_this_file("test_low_precision")
+
+
 @pytest.fixture
 def check_late_stream(monkeypatch, simulator):
     """Give what asserts, on a CPU, that no result of a function changes where launches on the second stream run at the join.

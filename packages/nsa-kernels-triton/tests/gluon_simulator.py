@@ -337,6 +337,7 @@ LANGUAGE = SimpleNamespace(
     join=lambda x, y: torch.stack([x, y], -1), split=lambda x: x.unbind(-1),
     gather=lambda x, index, axis: x.gather(axis, index.long()),
     max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
+    fma=lambda x, y, z: _product_plus(y, x, z),
     cdiv=lambda x, y: (x + y - 1) // y, static_range=range, static_assert=_check, convert_layout=lambda x, layout: x, load=_load, store=_store,
     allocate_shared_memory=_allocate, warp_specialize=_specialize, NVMMADistributedLayout=Layout, DotOperandLayout=Layout,
     SliceLayout=Layout, BlockedLayout=Layout, DistributedLinearLayout=Layout, NVMMASharedLayout=Layout, SwizzledSharedLayout=Layout,
@@ -394,7 +395,7 @@ class Simulated:
         self.arguments, self.constants = arguments, constants
         _PARTED.clear()
         sizes = (*grid, 1, 1)[:3]
-        placed = [Pointer.to(x) if isinstance(x, Tensor) else torch.tensor(x) if isinstance(x, int) else x for x in arguments]
+        placed = [_argument(x) for x in arguments]
         for option in ("num_warps", "maxnreg"):
             constants.pop(option)
         for program in range(sizes[0] * sizes[1] * sizes[2]):
@@ -402,6 +403,13 @@ class Simulated:
             _PROGRAM.update(grid=sizes, id=(row, column % sizes[1], column // sizes[1]))
             self.body(*placed, **constants)
         self.launches.append((constants, len(_PARTED)))
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, float):
+        # float32, of which products with tensors are exact in float64
+        return torch.tensor(x).item()
+    return Pointer.to(x) if isinstance(x, Tensor) else torch.tensor(x) if isinstance(x, int) else x
 
 
 def _plain(function: FunctionType, seen: dict[int, dict[str, Any]]) -> Callable[..., Any]:

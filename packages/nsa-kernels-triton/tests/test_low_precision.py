@@ -106,6 +106,12 @@ def assert_within_twice_torchs_error(ours: list[Tensor], flash: list[Tensor], ex
 def test_a_branch_is_as_exact_as_torchs_flash_attention(
     branch: str, shape: Shape, dtype: torch.dtype, factor: int, key_factor: int
 ) -> None:
+    assert_as_exact_as_flash(branch, shape, dtype, factor, key_factor)
+
+
+def assert_as_exact_as_flash(branch: str, shape: Shape, dtype: torch.dtype, factor: int, key_factor: int) -> None:
+    """Assert that out and gradients of a branch, of q and keys times factors, have at most twice the error of flash attention."""
+    geometry = shape.geometry
     inputs = make_inputs(shape, device=DEVICE)
     keys = {name: key_factor * getattr(inputs, name) for name in ("k_cmp", "k_slc", "k_win")}
     inputs = inputs._replace(q=factor * inputs.q, **keys).to(dtype)
@@ -118,9 +124,9 @@ def test_a_branch_is_as_exact_as_torchs_flash_attention(
         "win": (sliding_window_attention, naive.sliding_window_attention),
     }[branch]
     mask = mask_of(branch, shape, indices)
-    ours = evaluate(lambda q, k, v: operation(q, k, v, *extra, geometry=SMALL, backend="triton").out, (inputs.q, k, v))
+    ours = evaluate(lambda q, k, v: operation(q, k, v, *extra, geometry=geometry, backend="triton").out, (inputs.q, k, v))
     flash = evaluate_torchs(lambda q, k, v: flash_attention(q, k, v, mask), (inputs.q, k, v))
-    exact = evaluate(lambda q, k, v: oracle(q, k, v, *extra, geometry=SMALL).out, (inputs.q.double(), k.double(), v.double()))
+    exact = evaluate(lambda q, k, v: oracle(q, k, v, *extra, geometry=geometry).out, (inputs.q.double(), k.double(), v.double()))
     assert_within_twice_torchs_error(ours, flash, exact)
 
 

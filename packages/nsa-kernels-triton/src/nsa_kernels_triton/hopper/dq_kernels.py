@@ -94,11 +94,14 @@ def _dscores(
         if IS_WINDOW:
             is_visible = is_visible & (keys[None, :] >= first[:, None])
         weights = gl.where(is_visible, weights, 0.0)
-        # as `tiles.refined_delta`, without a gradient of lse; a sum of weights below WIDEST_REFINED is 1 to 2^-12, which divides nothing
-        has_all = gl.sum(weights, 1) > 1 - 2**-12
+        # as `tiles.refined_delta`, without a gradient of lse; below WIDEST_REFINED the sum of all weights is 1 to 2^-12, so 1 + lack
+        # divides by it
+        lack = 1 - gl.sum(weights, 1)
+        has_all = lack < 2**-12
         if EXTREME:
             has_all = has_all & (gl.abs(shift) < WIDEST_REFINED)
-        delta = gl.where(has_all, gl.sum(weights * dweights, 1), delta)
+        mean = gl.sum(weights * dweights, 1)
+        delta = gl.where(has_all, mean * lack + mean, delta)
     return rounded(weights * (dweights - delta[:, None]), lowering, dtype)
 
 

@@ -192,14 +192,15 @@ def _chosen(key, own, word, is_early, KEYS: gl.constexpr, NUM_INITIAL: gl.conste
 
 @gluon.jit
 def _weights(
-    scores, shift, first, end, chosen, key, is_masked, is_first, factor,
+    scores, shift, peak, first, end, chosen, key, is_masked, is_first, factor,
     SCORES: gl.constexpr, IS_WINDOW: gl.constexpr, KEYS: gl.constexpr, OPTIMISTIC: gl.constexpr, REDO: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Return the weights of a tile of keys, the rows' new shifts, and the factor for the sums so far.
+    """Return the weights of a tile of keys, the rows' new shifts and peaks, and the factor for the sums so far.
 
     A shift is subtracted from a row's scores before they become weights: its maximum so far. OPTIMISTIC: the maximum of the
     first tile in which the row sees a key, which `is_first` may be for some row; the sums so far stay as they are. REDO: scores and
-    shifts are without the factor, which multiplies their difference: the rounding of a score may change a weight too much.
+    shifts are without the factor, which multiplies their difference: the rounding of a score may change a weight too much. Otherwise
+    a peak is the maximum without the factor, from which the shift was rounded.
     """
     if is_masked:
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
@@ -210,23 +211,26 @@ def _weights(
     found = shift
     if OPTIMISTIC:
         if is_first:
-            found = gl.where(shift == float("-inf"), _maxima(scores, chosen, factor, SHARED), shift)
+            found = gl.where(shift == float("-inf"), _maxima(scores, chosen, SHARED) * factor, shift)
+    elif REDO:
+        found = gl.maximum(shift, _maxima(scores, chosen, SHARED))
     else:
-        found = gl.maximum(shift, _maxima(scores, chosen, 1.0 if REDO else factor, SHARED))
+        peak = gl.maximum(peak, _maxima(scores, chosen, SHARED))
+        found = peak * factor
     # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) would be NaN
     lowered = gl.where(found == float("-inf"), 0.0, found)
     rescale = gl.exp2((shift - lowered) * (factor if REDO else 1.0))
     if SHARED:
         lowered = gl.where(chosen, lowered, float("inf"))
     if REDO:
-        return gl.exp2((scores - lowered[:, None]) * factor), found, rescale
-    return gl.exp2(scores * factor - lowered[:, None]), found, rescale
+        return gl.exp2((scores - lowered[:, None]) * factor), found, peak, rescale
+    return gl.exp2(scores * factor - lowered[:, None]), found, peak, rescale
 
 
 @gluon.jit
-def _maxima(scores, chosen, factor, SHARED: gl.constexpr):
+def _maxima(scores, chosen, SHARED: gl.constexpr):
     """Return the rows' largest scores, -inf for rows that did not choose the tile."""
-    maxima = gl.max(scores, 1) * factor
+    maxima = gl.max(scores, 1)
     if SHARED:
         maxima = gl.where(chosen, maxima, float("-inf"))
     return maxima
@@ -311,6 +315,7 @@ def _attend_to_tiles(
             word = gl.load(chosen_ptr + (q_row0 + rows // HG) * G + group, mask=(t >= 0) & is_early, other=0)
         chosen = t >= 0
         shift = gl.full([PART], float("-inf"), gl.float32, OF_ROWS)
+        peak = shift
         row_sum = gl.zeros([PART], gl.float32, OF_ROWS)
         divisor = row_sum
         acc1 = gl.zeros([PART, V1], gl.float32, ACC1)
@@ -336,8 +341,8 @@ def _attend_to_tiles(
             key = _key_of(start, left_out, NUM_INITIAL, KEYS, SHARED)
             if SHARED:
                 chosen = _chosen(key, own, word, is_early, KEYS, NUM_INITIAL, NUM_LOCAL)
-            weights, shift, rescale = _weights(
-                scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), True, factor,
+            weights, shift, peak, rescale = _weights(
+                scores, shift, peak, first, end, chosen, key, (key < middle) | (key >= tail), True, factor,
                 SCORES, IS_WINDOW, KEYS, OPTIMISTIC, REDO, SHARED,
             )  # fmt: skip
             sums = _thread_sums(weights, PART, KEYS)
@@ -362,8 +367,8 @@ def _attend_to_tiles(
                     # without a block that all choose, any may be a row's first
                     is_first = NUM_INITIAL == 0
                     chosen = _chosen(key, own, word, is_early, KEYS, NUM_INITIAL, NUM_LOCAL)
-                weights, shift, rescale = _weights(
-                    scores, shift, first, end, chosen, key, (key < middle) | (key >= tail), is_first, factor,
+                weights, shift, peak, rescale = _weights(
+                    scores, shift, peak, first, end, chosen, key, (key < middle) | (key >= tail), is_first, factor,
                     SCORES, IS_WINDOW, KEYS, OPTIMISTIC, REDO, SHARED,
                 )  # fmt: skip
                 if OPTIMISTIC:
@@ -394,10 +399,10 @@ def _attend_to_tiles(
             mbarrier.arrive(v_empty.index(before), count=1)
             row_sum = gl.convert_layout(gl.sum(sums, 1), OF_ROWS)
             divisor = row_sum
-            if OPTIMISTIC:
-                # the largest weight counts as it was rounded: where it outweighs all others, its value comes out as exact as by
-                # running maxima, which make it 1
-                top = float_of(gl.convert_layout(gl.max(tops, 1), OF_ROWS))
+            if not REDO:
+                # the largest weight counts as it was rounded: where it outweighs all others, its value comes out as it is. Running
+                # maxima make it 1 but for the rounding of the shift, which is subtracted from an unrounded product
+                top = float_of(gl.convert_layout(gl.max(tops, 1), OF_ROWS)) if OPTIMISTIC else gl.exp2(gl.fma(peak, factor, -shift))
                 divisor = row_sum + (top.to(dtype).to(gl.float32) - top)
         head0 = q_row0 * H + group * HG
         sees_any = first < end
