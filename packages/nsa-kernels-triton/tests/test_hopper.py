@@ -390,7 +390,7 @@ def test_weights_are_right_where_lse_is_some_roundings_off(branch, head_dims, si
 @pytest.mark.usefixtures("simulated", "fused_products", "nan_buffers")
 @pytest.mark.parametrize("size", [100, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("branch", "num_queries"), [("cmp", 40), ("win", 40), ("cmp", 200), ("win", 200)], ids=str)
+@pytest.mark.parametrize(("branch", "num_queries"), [("cmp", 40), ("win", 40), ("cmp", 200), ("win", 200), ("slc", 200)], ids=str)
 def test_peaked_rows_are_as_exact_as_torchs_flash_attention(branch, num_queries, dtype, size, low_precision):
     # a peak's weight is 1 up to 2^-7, and dS of a row cancels only where its out is the value as it is
     shape = shape_of(num_queries, heads=(4, 1)) if num_queries > 40 else low_precision.SHAPES["wide"]

@@ -26,6 +26,7 @@ from nsa_kernels_triton.hopper.tiles import (
     lowered_by,
     mask_of,
     power_of_two,
+    reciprocal,
     restrained,
     rounded,
     start_next,
@@ -420,7 +421,8 @@ def _attend(
         # rows that do not exist see nothing
         row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
         row_factor = coarser(row_max * factor, factor, coarse_factor)
-        weights = gl.exp2(visible * row_factor[:, None] - (row_max * row_factor)[:, None])
+        shift = row_max * row_factor
+        weights = gl.exp2(visible * row_factor[:, None] - shift[:, None])
         row_sum = gl.sum(weights, 1)
         left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
         acc1 = warpgroup_mma(left, v_smem.index(0), gl.zeros([ROWS, 64], gl.float32, ACC), use_acc=False, is_async=True)
@@ -439,7 +441,10 @@ def _attend(
         rows = tile * ROWS + gl.arange(0, ROWS, OF_ROWS)
         target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
         gl.store(lse_ptr + target, row_max * factor * LN2 + gl.log2(total) * LN2, mask=rows < num_rows)
-        inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, ACC))
+        # as `tiles.divisor_of`
+        largest = gl.exp2(gl.fma(row_max, row_factor, -shift))
+        divisor = total + (largest.to(dtype).to(gl.float32) - largest)
+        inverse = gl.convert_layout(reciprocal(divisor), gl.SliceLayout(1, ACC))
         rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PIECES))
         target_t = (entry_t // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry_t % SLOTS_TOTAL) * HG + rows_t % HG
         if D_V > 128:

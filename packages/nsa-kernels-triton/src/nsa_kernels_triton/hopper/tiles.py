@@ -169,6 +169,12 @@ def float_of(bits):
     return bits.to(gl.float32, bitcast=True)
 
 
+@gluon.jit
+def reciprocal(x):
+    """Return 1 / x of float32 x from 2^-126 to 2^126, to one unit in the last place. A division takes six instructions more, for all x."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
 @gluon.constexpr_function
 def layout_of(x):
     """Return the layout of x, where reshaping made it."""
