@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_core import BlockGeometry, Operation
+from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig, Operation
 from nsa_core.backends.base import FusedOutput, Keys, Queries
 from nsa_core.blocks import num_compressed_blocks
 from nsa_core.gating import gated_sum
@@ -318,3 +319,40 @@ def test_rows_behind_the_end_of_a_store_read_nothing_outside_it(
     queries = step.queries._replace(start=int32(5000, 37, 2**20))
     found = by_the_kernels(Step(queries, guarded[0], guarded[1], guarded[2], step.gates), SMALL)
     assert bool(found.out.isfinite().all())
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "grows": {},
+    "static": {"static": True},
+    "pages": {"static": True, "page_size": 16},
+    "fp8": {"static": True, "kv_dtype": torch.float8_e4m3fn},
+}
+
+
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+def test_a_layers_steps_take_the_three_launches(
+    options: dict[str, Any], kv: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
+) -> None:
+    on_a_gpu_of(40, monkeypatch)
+    config = NSAConfig(
+        hidden_size=16, num_heads=4, num_kv_heads=2, head_dim_qk=16, head_dim_v=16, geometry=SMALL, compressor="mean", kv=kv,
+        backends={"nsa": "triton"},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(config).to(DEVICE)
+    reference = NativeSparseAttention(attrs.evolve(config, backends=dict.fromkeys(("cmp", "select", "slc", "win"), "sdpa"))).to(DEVICE)
+    reference.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 90, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    caches = [module.new_cache(2, 96, **options) for module in (layer, reference)]
+    for cache in caches:
+        if cache.pages is not None:
+            for sequence in range(2):
+                cache.reserve(sequence, 96, length=0)
+    done = 0
+    for rows in (80, 1, 4, 1):
+        found, expected = (module(x[:, done : done + rows], cache=cache) for module, cache in zip((layer, reference), caches, strict=True))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert [name for name, _grid, _constants in launched] == (list(LAUNCHES) if rows <= MOST_STEP_ROWS else [])
+        launched.clear()
+        done += rows
