@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from nsa_core import BlockGeometry, CacheOverflowError, NSAConfig
 from nsa_core.kv_cache import cache as cache_module
@@ -13,6 +12,9 @@ CONFIG = {kv: NSAConfig(8, 4, 2, 6, 5, geometry=GEOMETRY, gate_hidden_size=8, kv
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
+    # it loads triton, which must not happen while tests are collected
+    from torch._dynamo.utils import counters
+
     torch.compiler.reset()
     counters.clear()
     with torch.no_grad():
@@ -21,6 +23,8 @@ def _fresh_compiler():
 
 
 def num_graphs():
+    from torch._dynamo.utils import counters
+
     return counters["stats"]["unique_graphs"]
 
 

@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_core import BlockGeometry, CacheOverflowError, InputError, NativeSparseAttention, NSACache, NSAConfig
 from nsa_core.kv_cache import cache as cache_module
-from nsa_core.kv_cache import growth
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
 CONFIG = NSAConfig(8, 4, 2, 6, 5, geometry=SMALL, gate_hidden_size=8)
@@ -261,7 +260,7 @@ def test_a_static_cache_of_another_batch_size_or_config_is_refused_and_nothing_i
 def test_a_cuda_graph_of_a_cache_that_grows_is_refused(random_layer, random_input, monkeypatch):
     layer, x = random_layer(CONFIG), random_input(1, 3, 8)
     growing, static = layer.new_cache(1, 16), layer.new_cache(1, 16, static=True)
-    monkeypatch.setattr(growth, "is_captured", lambda device: True)
+    monkeypatch.setattr("nsa_core.kv_cache.growth.is_captured", lambda device: True)
 
     with pytest.raises(InputError) as caught:
         layer(x, cache=growing)
