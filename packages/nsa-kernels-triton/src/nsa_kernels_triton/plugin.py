@@ -51,7 +51,7 @@ class TritonBackend:
 
 
 MOST_STEP_ROWS = 16
-"""Rows of a sequence in a step that `decode` serves; of more, the kernels of training are as fast."""
+"""Rows of a sequence in a step that `decode` serves. More of them fill the tiles of a forward pass."""
 
 
 def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor) -> bool:
