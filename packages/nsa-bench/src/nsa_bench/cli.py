@@ -106,6 +106,10 @@ def ablate(
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value of every trial. Repeatable.")] = None,
     side_by_side: Annotated[int, Parameter(help="Trials that run at a time, all on one machine.")] = 1,
     minutes: Annotated[float | None, Parameter(help="Save and stop after so long; the next call goes on.")] = None,
+    earlier: Annotated[
+        list[Path] | None,
+        Parameter(negative="", help="JSON file of an earlier call, perhaps elsewhere: its trials count as finished. Repeatable."),
+    ] = None,
     files: ResultFiles = NO_FILES,
     png_file: Annotated[Path | None, Parameter(name="--png", help="Draw the loss by tokens and by position to this file.")] = None,
     commit: Commit = None,
@@ -115,7 +119,9 @@ def ablate(
         from nsa_bench.ablate.table import run_ablation
 
         output = Output(files, commit)
-        is_whole = run_ablation(plan, out, set_ or (), side_by_side=side_by_side, minutes=minutes, png_file=png_file, output=output)
+        is_whole = run_ablation(
+            plan, out, set_ or (), side_by_side=side_by_side, minutes=minutes, earlier=earlier or (), png_file=png_file, output=output
+        )
     return 0 if is_whole else BenchError.exit_code
 
 

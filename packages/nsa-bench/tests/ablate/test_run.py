@@ -21,7 +21,7 @@ SAVES = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); t
 
 @pytest.fixture
 def folders(plan_file: Path) -> list[TrialFolder]:
-    return prepare(load_plan(str(plan_file)), plan_file.parent / "out")
+    return prepare(load_plan(str(plan_file)).trials, plan_file.parent / "out")
 
 
 @pytest.fixture
@@ -55,6 +55,11 @@ def test_a_plan_is_trained_compared_and_written(plan_file: Path, capsys: pytest.
     assert [row["arm"] for row in csv.DictReader((out / "a.csv").read_text().splitlines())] == ["dense", "nsa"]
     assert (out / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "2 of 2 trials" in capsys.readouterr().out
+    # on another machine what a result file holds is finished too
+    elsewhere = ["ablate", str(plan_file), "--out", str(out / "elsewhere"), "--json", str(out / "b.json"), "--earlier", str(out / "a.json")]
+    assert run_command(elsewhere) == 0
+    assert json.loads((out / "b.json").read_text())["trials"] == content["trials"]
+    assert not list((out / "elsewhere/runs").iterdir())
     # what is finished is not run again
     began = time.monotonic()
     assert run_command(words) == 0
@@ -107,7 +112,7 @@ def test_a_directory_of_another_plan_is_refused_before_anything_is_written(plan_
     folders[0].run.root.mkdir()
     before = {path: path.read_bytes() for path in plan_file.parent.rglob("*.toml")}
     with pytest.raises(OptionError, match="holds the run 'dense_lr=0.001_seed=3' of another recipe"):
-        prepare(load_plan(str(plan_file), ["train.steps=3"]), plan_file.parent / "out")
+        prepare(load_plan(str(plan_file), ["train.steps=3"]).trials, plan_file.parent / "out")
     assert {path: path.read_bytes() for path in plan_file.parent.rglob("*.toml")} == before
 
 
@@ -124,3 +129,26 @@ def test_bad_options_are_refused(plan_file: Path, capsys: pytest.CaptureFixture[
     assert run_command(["ablate", str(plan_file), "--out", str(plan_file.parent / "out"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (plan_file.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no results of an ablation (FileNotFoundError)"),
+        ("{", "holds no results of an ablation (JSONDecodeError)"),
+        ('{"plan": "p", "trials": [3]}', "holds no results of an ablation (TypeError)"),
+        (
+            '{"plan": "other", "trials": [{"variant": "nsa", "seed": 3, "steps": 2}]}',
+            "has the trial 'nsa', seed 3, 2 steps of plan 'other'",
+        ),
+    ],
+)
+def test_earlier_results_of_something_else_are_refused_before_anything_is_written(
+    plan_file: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = plan_file.parent / "earlier.json", plan_file.parent / "out"
+    if content is not None:
+        file.write_text(content)
+    assert run_command(["ablate", str(plan_file), "--out", str(out), "--earlier", str(file)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()

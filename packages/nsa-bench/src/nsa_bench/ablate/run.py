@@ -4,14 +4,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from nsa_bench.ablate.plan import Plan, Trial
+from nsa_bench.ablate.plan import Trial
 from nsa_bench.errors import OptionError
 from nsa_train.errors import INTERRUPTED, TerminatedError
 from nsa_train.files import written_whole
@@ -53,13 +53,13 @@ class TrialFolder:
         return self.run.root / JUDGED
 
 
-def prepare(plan: Plan, root: Path) -> list[TrialFolder]:
-    """Write the recipe of every trial below `root` and return their folders.
+def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
+    """Write the recipe of each of `trials` below `root` and return their folders.
 
     Raises:
         OptionError: when a run below `root` was begun with another recipe.
     """
-    folders = [TrialFolder(root, trial) for trial in plan.trials]
+    folders = [TrialFolder(root, trial) for trial in trials]
     others = [
         f"--out={str(root)!r} holds the run {folder.trial.name!r} of another recipe (a trial goes on as it began); name another directory"
         for folder in folders

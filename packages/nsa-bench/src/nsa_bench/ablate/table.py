@@ -1,5 +1,6 @@
 """The results of an ablation: figures of each trial, of each variant over its seeds, table, files, curves. Imports no torch."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from attrs import frozen
 from rich.table import Table
 from rich.text import Text
 
-from nsa_bench.ablate.plan import Plan, Variant, load_plan
+from nsa_bench.ablate.plan import Plan, Trial, Variant, load_plan
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
 from nsa_bench.errors import OptionError
 from nsa_bench.results import Output
@@ -27,10 +28,13 @@ def run_ablation(
     *,
     side_by_side: int,
     minutes: float | None,
+    earlier: Sequence[Path],
     png_file: Path | None,
     output: Output,
 ) -> bool:
     """Run the trials of a plan that are not finished, print the table, write the files; return whether all trials are finished.
+
+    Trials in `earlier`, JSON files of earlier calls, count as finished.
 
     Raises:
         OptionError: for a plan or options that cannot be, before anything is written.
@@ -40,15 +44,19 @@ def run_ablation(
     if minutes is not None and not minutes > 0:
         raise OptionError(f"--minutes={minutes:g} leaves no time; use 9, for instance")
     plan = load_plan(name, overrides)
-    folders = prepare(plan, out or Path("ablations") / plan.name)
+    known = {(result.variant, result.seed): result for path in earlier for result in read_earlier(plan, path)}
+    trials = [trial for trial in plan.trials if (trial.variant, trial.seed) not in known]
+    folders = prepare(trials, out or Path("ablations") / plan.name)
+    if known:
+        output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
     run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say)
-    results = read_results(folders)
+    results = [*known.values(), *read_results(folders)]
     output.show(ablation_table(plan, results))
     if results:
         output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
         if png_file is not None:
             draw(plan, results, png_file)
-    return len(results) == len(folders)
+    return len(results) == len(plan.trials)
 
 
 @frozen(kw_only=True)
@@ -110,6 +118,38 @@ class Summary:
 def read_results(folders: Sequence[TrialFolder]) -> list[TrialResult]:
     """Return the figures of the trials that are finished."""
     return [_result(folder) for folder in folders if folder.judged.is_file()]
+
+
+def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
+    """Return the trials of a JSON file that an earlier call wrote, perhaps on another machine.
+
+    Raises:
+        OptionError: for a file that holds no results of this plan, or trials that the plan does not have.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = [(trial.pop("variant"), trial) for trial in map(dict, content["trials"])]
+        name = content["plan"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(
+            f"--earlier={str(path)!r} holds no results of an ablation ({type(error).__name__}); name a file of --json"
+        ) from None
+    trials: dict[tuple[Any, Any], Trial] = {(str(trial.variant), trial.seed): trial for trial in plan.trials}
+    results = []
+    for variant, figures in found:
+        trial = trials.get((variant, figures.get("seed")))
+        if name != plan.name or trial is None or figures.get("steps") != trial.config.train.steps:
+            raise OptionError(
+                f"--earlier={str(path)!r} has the trial {variant!r}, seed {figures.get('seed')}, {figures.get('steps')} steps of plan {name!r} "
+                f"(plan {plan.name!r} has no such trial); name a file of this plan"
+            )
+        try:
+            results.append(TrialResult(**{**figures, "variant": trial.variant, "curve": [(step, loss) for step, loss in figures["curve"]]}))
+        except (TypeError, ValueError, KeyError):
+            raise OptionError(
+                f"--earlier={str(path)!r} lacks figures of {variant!r} (another version wrote it); run the trial again"
+            ) from None
+    return results
 
 
 def _result(folder: TrialFolder) -> TrialResult:
