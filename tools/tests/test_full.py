@@ -111,6 +111,6 @@ def test_another_python_is_found_by_what_it_answers(monkeypatch, tmp_path):
 
 
 def test_the_report_names_no_path_of_the_machine() -> None:
-    outside = ("/opt/pythons/3.12/bin/python3.12", str(full.ROOT / "tools/other_python.py"), sys.executable, "-q")
+    outside = ("/elsewhere/python3.12", str(full.ROOT / "tools/other_python.py"), sys.executable, "-q")
     assert full.readable(outside) == "python3.12 tools/other_python.py python -q"
     assert full.readable(full.hatch("run", "docs:pages")) == "hatch run docs:pages"

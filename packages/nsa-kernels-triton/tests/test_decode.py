@@ -237,6 +237,18 @@ def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tupl
     assert_same(found, expected)
 
 
+def test_keys_before_the_first_row_of_a_tail_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(starts=(14, 37, 90), counts=(2, 1, 3))
+    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    step = as_a_tail(make_step(case), case)
+    win = step.win
+    assert win.first is not None
+    # two rows fewer than the window reaches back
+    fewer = win._replace(k=win.k[:, 2:], v=win.v[:, 2:], max_count=win.max_count - 2, first=win.first + 2)
+    step = step._replace(win=fewer)
+    assert_same(by_the_kernels(step, SMALL), by_the_reference(step, SMALL))
+
+
 @pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
 def test_fp8_stores_are_multiplied_by_their_scales(is_paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(counts=(3, 1, 2))

@@ -41,12 +41,8 @@ class CachedLaunch:
             self.kernel[grid](*arguments, **constants)
             return
         key, passed = _key_of(arguments, constants)
-        found = self.found.get(key)
-        if found is not None:
-            compiled, rest = found
-            compiled[(*grid, 1, 1)[:3]](*passed, *rest)
-            return
-        self._compile(key, grid, arguments, constants)
+        if not self._launch_found(key, grid, passed):
+            self._compile(key, grid, arguments, constants)
 
     def _launch_both(self, grid: tuple[int, ...], flag: str, *arguments: Any, **constants: Any) -> None:
         if not arguments[0].is_cuda:
@@ -55,15 +51,20 @@ class CachedLaunch:
             return
         key, passed = _key_of(arguments, constants)
         for value in (False, True):
-            own_key = (flag, value, key)
-            found = self.found.get(own_key)
-            if found is not None:
-                compiled, rest = found
-                compiled[(*grid, 1, 1)[:3]](*passed, *rest)
-            else:
-                self._compile(own_key, grid, arguments, {flag: value, **constants})
+            if not self._launch_found((flag, value, key), grid, passed):
+                self._compile((flag, value, key), grid, arguments, {flag: value, **constants})
+
+    def _launch_found(self, key: tuple[Any, ...], grid: tuple[int, ...], passed: list[Any]) -> bool:
+        """Launch the kernel that was compiled for `key`; return False where none was."""
+        found = self.found.get(key)
+        if found is None:
+            return False
+        compiled, rest = found
+        compiled[(*grid, 1, 1)[:3]](*passed, *rest)
+        return True
 
     def _compile(self, key: tuple[Any, ...], grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Launch through Triton, which compiles the kernel, and keep it for `key`."""
         compiled = self.kernel[grid](*arguments, **constants)
         # else an interpreter, a hook or a compilation that still runs took the launch
         if isinstance(compiled, CompiledKernel):

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def found(ranks: Callable[..., Any]) -> list[Any]:
-    """What each rank found."""
+    """Return the findings of each rank."""
     _, findings = ranks("spoiled")
     return findings
 

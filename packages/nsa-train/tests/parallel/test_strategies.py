@@ -14,7 +14,7 @@ RELATIVE = 1e-6
 
 @pytest.fixture(scope="module")
 def found(ranks: Callable[..., Any]) -> dict[str, Any]:
-    """What one and two processes found: name -> losses and gradients."""
+    """Return the losses and gradients that one and two processes found, by name."""
     together: dict[str, Any] = {}
     for world_size in (1, 2):
         folder, (losses, *others) = ranks("agree", world_size=world_size)

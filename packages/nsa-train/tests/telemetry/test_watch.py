@@ -138,7 +138,7 @@ def _then(before: list[dict[str, Any]], count: int, **fields: Any) -> list[dict[
 
 @pytest.mark.parametrize(("seconds", "at_once", "in_the_end"), [(1, 60, 300), (0.05, 1200, 6000), (60, 5, 20)])
 def test_throughput_that_falls_and_stays_low_is_a_flatline(seconds: float, at_once: int, in_the_end: int) -> None:
-    """Of five minutes and 20 steps, whatever a step takes: a minute of noise ends no run of days."""
+    """It must last five minutes and 20 steps: a minute of noise ends no run of days."""
     before = _steps(2 * in_the_end, seconds=seconds)
     assert _kinds(_then(before, at_once, toks_per_s=100.0)) == []
     assert _kinds(_then(before, in_the_end, toks_per_s=400.0)) == ["flatline"]

@@ -45,6 +45,23 @@ def _store_rows(sequence, positions, mask, table_ptr, first_ptr, num_rows, num_p
 
 
 @triton.jit
+def _start(
+    q_ptr, heads, exists,
+    D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of q in its parts, and the softmax before the first key: acc1, acc2, row_max, row_sum. A second part of 0 is the first."""
+    q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
+    q2 = q1
+    if K2 > 0:
+        q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
+    acc1 = tl.zeros([BLOCK_ROWS, V1], tl.float32)
+    acc2 = acc1
+    if V2 > 0:
+        acc2 = tl.zeros([BLOCK_ROWS, V2], tl.float32)
+    return q1, q2, acc1, acc2, tl.full([BLOCK_ROWS], float("-inf"), tl.float32), tl.zeros([BLOCK_ROWS], tl.float32)
+
+
+@triton.jit
 def _fold(
     q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_visible, group, factor,
     G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
@@ -122,16 +139,7 @@ def split_kernel(
     t = tl.where(exists, start + queries, -1)
     t_first = start + row0 // HG
     t_last = start + tl.minimum((row0 + BLOCK_ROWS - 1) // HG, count - 1)
-    q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
-    q2 = q1
-    if K2 > 0:
-        q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
-    acc1 = tl.zeros([BLOCK_ROWS, V1], tl.float32)
-    acc2 = acc1
-    if V2 > 0:
-        acc2 = tl.zeros([BLOCK_ROWS, V2], tl.float32)
-    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    q1, q2, acc1, acc2, row_max, row_sum = _start(q_ptr, heads, exists, D_K, K1, K2, V1, V2, BLOCK_ROWS)
     BLOCK_KEYS: tl.constexpr = BLOCK_BLOCKS * PADDED_STRIDES
     column = tl.arange(0, BLOCK_KEYS)
     if split < CMP_SPLITS:
@@ -167,12 +175,14 @@ def split_kernel(
                 tl.store(tops_ptr + heads * num_tiles + tile, row_max, mask=exists)
     else:
         first, _end = visible_keys(t_first, True, SIZE, STRIDE, WINDOW)
+        last_held = win_end - 1
+        if win_first_ptr is not None:
+            first_held = tl.load(win_first_ptr + sequence)
+            first = tl.maximum(first, first_held)
+            last_held += first_held
         tiles = tl.cdiv(t_last + 1 - first, BLOCK_KEYS)
         share = tl.cdiv(tiles, WIN_SPLITS)
         number = split - CMP_SPLITS
-        last_held = win_end - 1
-        if win_first_ptr is not None:
-            last_held += tl.load(win_first_ptr + sequence)
         for tile in tl.range(number * share, tl.minimum((number + 1) * share, tiles)):
             keys = first + tile * BLOCK_KEYS + column
             is_key = keys <= tl.minimum(t_last, last_held)
@@ -273,16 +283,7 @@ def selected_kernel(
     in_group = head_tile * BLOCK_ROWS + rows
     exists = in_group < HG
     heads = row * H + group * HG + in_group
-    q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
-    q2 = q1
-    if K2 > 0:
-        q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
-    acc1 = tl.zeros([BLOCK_ROWS, V1], tl.float32)
-    acc2 = acc1
-    if V2 > 0:
-        acc2 = tl.zeros([BLOCK_ROWS, V2], tl.float32)
-    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    q1, q2, acc1, acc2, row_max, row_sum = _start(q_ptr, heads, exists, D_K, K1, K2, V1, V2, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_KEYS)
     PARTS: tl.constexpr = (SELECTION_SIZE + BLOCK_KEYS - 1) // BLOCK_KEYS
     for part in tl.range(0, SLOTS * PARTS):

@@ -16,12 +16,6 @@ FP8 = torch.float8_e4m3fn
 SHARINGS = ["separate", "shared"]
 
 
-@pytest.fixture(autouse=True)
-def _no_graph():
-    with torch.no_grad():
-        yield
-
-
 def there_and_back(x):
     stored, scale = to_fp8(x)
     return (stored.float() * scale.unsqueeze(-1)).to(x.dtype)

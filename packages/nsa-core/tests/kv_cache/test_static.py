@@ -15,12 +15,6 @@ CONFIG = NSAConfig(8, 4, 2, 6, 5, geometry=SMALL, gate_hidden_size=8)
 SHARINGS = ["separate", "shared"]
 
 
-@pytest.fixture(autouse=True)
-def _no_graph():
-    with torch.no_grad():
-        yield
-
-
 def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 

@@ -10,12 +10,6 @@ pytestmark = pytest.mark.hardware(capability=(8, 0))
 GEOMETRY = BlockGeometry(32, 16, 64, num_selected_blocks=4, window_size=128)
 
 
-@pytest.fixture(autouse=True)
-def _no_graph():
-    with torch.no_grad():
-        yield
-
-
 def layer_of(kv, backends=None):
     torch.manual_seed(0)
     config = NSAConfig(256, 16, 4, 64, 64, geometry=GEOMETRY, kv=kv, backends={} if backends is None else backends)

@@ -17,8 +17,7 @@ def _fresh_compiler():
 
     torch.compiler.reset()
     counters.clear()
-    with torch.no_grad():
-        yield
+    yield
     torch.compiler.reset()
 
 
