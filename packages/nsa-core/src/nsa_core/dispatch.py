@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from nsa_core import blocks
 from nsa_core.backends.base import BranchRequest, Keys, NewBlocks, NewRows, Operation, Queries, layout_of
-from nsa_core.backends.registry import AUTO, BackendRegistry, RoutingDecision
+from nsa_core.backends.registry import AUTO, BackendRegistry, RequestFacts, RoutingDecision
 from nsa_core.config import OPERATIONS, BlockGeometry
 from nsa_core.errors import InputError
 from nsa_core.plugins.manager import default_registry
@@ -109,8 +109,8 @@ def _fused_name(call: Call) -> str | None:
     return None if name == AUTO and named_apart else name
 
 
-def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeometry) -> tuple[Any, ...]:
-    """Return the request that a call makes, as constants that a graph being traced can pass on: device index, first fields of BranchRequest.
+def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeometry) -> RequestFacts:
+    """Return the request that a call makes, as constants that a graph being traced can pass on.
 
     Heads and their dimensions may be symbols there (`dynamic=True`); `operator.index` makes the graph one of these very sizes.
 
@@ -135,18 +135,21 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
         num_keys = blocks.max_tokens(keys.max_count, geometry) if is_compressed else operands[2 if len(stores) > 2 else 1].max_count
         # a growing cache does not route at every step
         num_keys = num_keys if is_traced else 1 << max(num_keys - 1, 0).bit_length()
-    lengths = [batch, num_sequences, num_queries, num_keys]
     if is_traced:
-        lengths = [_length_bucket(length) for length in lengths]
+        batch, num_sequences, num_queries, num_keys = map(_length_bucket, (batch, num_sequences, num_queries, num_keys))
     device = q.device
-    return (
+    # positional: names would take the host a microsecond
+    return RequestFacts(
         device.index or 0,
         operation.value,
         geometry.as_tuple(),
         device.type,
         q.dtype,
         stores[2 if len(stores) > 2 else 0].dtype,
-        *lengths,
+        batch,
+        num_sequences,
+        num_queries,
+        num_keys,
         operator.index(num_heads),
         operator.index(k.shape[2]),
         operator.index(head_dim),

@@ -136,6 +136,8 @@ class BranchRequest:
     operation: Operation = field(converter=Operation)
     geometry: BlockGeometry = field(factory=BlockGeometry)
     device_type: str = "cpu"
+    compute_capability: tuple[int, int] | None = None
+    """(major, minor) of a CUDA device, None elsewhere."""
     dtype: torch.dtype = torch.float32
     """The dtype of q."""
     kv_dtype: torch.dtype = torch.float32
@@ -151,8 +153,6 @@ class BranchRequest:
     needs_grad: bool = False
     is_aligned: bool = True
     """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices alone."""
-    compute_capability: tuple[int, int] | None = None
-    """(major, minor) of a CUDA device, None elsewhere."""
     deterministic: bool = False
     """True under `torch.use_deterministic_algorithms`: gradients must be bit-identical from run to run."""
 

@@ -6,10 +6,10 @@ A backend asked for by name never falls back: an incapable one raises, one that 
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from attrs import fields, frozen
+from attrs import frozen
 
 from nsa_core.backends.base import BranchBackend, BranchRequest, NotingBackend, Operation, Reason, ReasonKind
 from nsa_core.config import BlockGeometry
@@ -19,6 +19,38 @@ from nsa_core.tracing import constant_when_traced
 AUTO = "auto"
 MAX_ROUTES = 4096
 """Requests remembered before the memory starts anew."""
+
+
+class RequestFacts(NamedTuple):
+    """The fields of a BranchRequest as constants, and the index of the device: what a graph being traced can pass on."""
+
+    device_index: int
+    operation: str
+    geometry: tuple[int, ...]
+    device_type: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    batch: int
+    num_sequences: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_v: int
+    layout: str
+    needs_grad: bool
+    is_aligned: bool
+
+    def request(self) -> BranchRequest:
+        """Return the request; compute capability and determinism are read from torch."""
+        fields = self._asdict()
+        index = fields.pop("device_index")
+        return BranchRequest(
+            **fields | {"geometry": BlockGeometry(*self.geometry)},
+            compute_capability=torch.cuda.get_device_capability(index) if self.device_type == "cuda" else None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
 
 
 RouteObserver = Callable[[str, BranchRequest, str | None], None]
@@ -146,15 +178,15 @@ class BackendRegistry:
         return self.backends[self._remembered((backend, False, request), lambda: request)[0]]
 
     @constant_when_traced
-    def resolve_index(self, backend: str, optional: bool, device_index: int, *facts: Any) -> int:
-        """Return the index in `backends` of the choice for the request of `facts`, the first fields of BranchRequest, and call the observers.
+    def resolve_index(self, backend: str, optional: bool, *facts: Any) -> int:
+        """Return the index in `backends` of the choice for the request of `facts`, the fields of RequestFacts, and call the observers.
 
         Takes and returns constants only, so that a compiled graph can ask while it is traced; observers are called then. `optional`:
         -1 where "auto" finds no eligible backend, instead of an error.
         """
-        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), device_index, *facts)
+        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts)
         # the request itself, with its checks, is made at the first of such calls alone
-        index, request = self._remembered(key, lambda: _request(device_index, facts))
+        index, request = self._remembered(key, lambda: RequestFacts(*facts).request())
         for observer in self.observers:
             observer(backend, request, None if index < 0 else self.backends[index].name)
         return index
@@ -196,16 +228,6 @@ class BackendRegistry:
                 stacklevel=2,
             )
         return index
-
-
-def _request(device_index: int, facts: tuple[Any, ...]) -> BranchRequest:
-    """Return the request; compute capability and determinism are read from torch."""
-    named = dict(zip((field.name for field in fields(BranchRequest)), facts, strict=False))
-    return BranchRequest(
-        **named | {"geometry": BlockGeometry(*named["geometry"])},
-        compute_capability=torch.cuda.get_device_capability(device_index) if named["device_type"] == "cuda" else None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
 
 
 def _origin(backend: BranchBackend) -> str:
