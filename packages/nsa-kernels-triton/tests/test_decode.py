@@ -36,7 +36,7 @@ class Case(NamedTuple):
     geometry: BlockGeometry = SMALL
     dtype: torch.dtype = torch.float32
     multiprocessors: int = 40
-    """Of the GPU that the splits are made for."""
+    """The multiprocessors of the GPU that the splits are made for."""
 
     @property
     def capacity(self) -> int:

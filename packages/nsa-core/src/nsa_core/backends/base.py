@@ -222,7 +222,7 @@ class NewRows(NamedTuple):
     """A step's rows for one store of a cache."""
 
     store: Keys
-    """k, v and their scales are written in place; `store.v` is not read where `v` is None. Of a paged store the last page belongs to no
+    """k, v and their scales are written in place; `store.v` is not read where `v` is None. The last page of a paged store belongs to no
     sequence: it takes the rows that no page holds."""
     k: Tensor
     """(B, m, G, D_k)."""

@@ -97,7 +97,7 @@ def _store_partial(
     outs_ptr, maxima_ptr, sums_ptr, heads, exists, acc1, acc2, row_max, row_sum,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
 ):  # fmt: skip
-    """Write a split's results for rows at `heads`: of a row that sees nothing, the sum of 0 alone counts."""
+    """Write a split's results for rows at `heads`. A row that sees nothing is known by its sum of 0; its output is not written."""
     tl.store(maxima_ptr + heads, row_max, mask=exists)
     tl.store(sums_ptr + heads, row_sum, mask=exists)
     sees = exists & (row_sum > 0)
