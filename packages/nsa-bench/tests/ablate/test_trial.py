@@ -39,7 +39,8 @@ def test_the_buckets_add_up_to_the_loss_that_the_run_recorded(plan_file: Path, s
         assert min(bucket.first for bucket in buckets) >= 15
 
 
-def test_a_token_is_counted_by_its_place_in_its_sequence() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.hardware)])
+def test_a_token_is_counted_by_its_position_in_its_sequence(device: str) -> None:
     import numpy as np
 
     from nsa_train.data.packing import IGNORED, Row, collate
@@ -49,9 +50,9 @@ def test_a_token_is_counted_by_its_place_in_its_sequence() -> None:
     logits = torch.zeros(8, 2)
     logits[0, 0] = 50.0
     logits[1:, 1] = 50.0
-    sums = torch.zeros(3, 4, dtype=torch.float64)
+    sums = torch.zeros(3, 4, dtype=torch.float64, device=device)
     # sequences of 3 and 5: positions 0 1 2 0 1 2 3 4, of which 2 of the first and 4 of the second have no label
-    held_out._add(sums, logits, collate([Row(ids, labels, [3, 5])]))
+    held_out._add(sums, logits.to(device), collate([Row(ids, labels, [3, 5])]).to(torch.device(device)))
     assert sums[0].tolist() == [2, 3, 1, 0]
     assert sums[2].tolist() == [1, 0, 0, 0]
     assert sums[1].tolist() == pytest.approx([50, 150, 50, 0])

@@ -83,6 +83,7 @@ def test_a_graph_of_a_cache_that_grows_is_refused():
         layer(token, cache=cache)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_steps_reorders_and_growth_never_wait_for_the_gpu():
     layer, x = layer_of("separate"), torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
     counts, order = torch.tensor([1, 0], dtype=torch.int32, device="cuda"), torch.tensor([1, 0], device="cuda")

@@ -76,7 +76,7 @@ def judge_run(out: RunDirectory, config: RunConfig, device: torch.device) -> lis
 def _add(sums: Tensor, logits: Tensor, batch: Batch) -> None:
     """Add targets, losses and right answers of one batch to `sums` `(3, buckets)`; `logits` `(total, V)`."""
     labels = batch.labels[0]
-    starts = torch.repeat_interleave(batch.cu_seqlens[:-1].long(), batch.lengths.long())
+    starts = torch.repeat_interleave(batch.cu_seqlens[:-1].long(), batch.cu_seqlens.long().diff(), output_size=len(labels))
     # 0, 1 .. 2, 3 .. 6, ...: exact, where a logarithm would be rounded
     buckets = torch.bucketize(torch.arange(len(labels), device=labels.device) - starts + 1, _edges(sums), right=True) - 1
     for at in range(0, len(labels), CHUNK):
