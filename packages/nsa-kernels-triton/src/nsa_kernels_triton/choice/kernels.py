@@ -23,6 +23,9 @@ from nsa_kernels_triton.tiles import (
     wide,
 )
 
+LARGEST_SHARE = tl.constexpr(2.0**100)
+"""Limit of sums of weights that extreme scores may make infinite: many of them have a finite sum."""
+
 
 @CachedLaunch
 @triton.jit
@@ -80,6 +83,7 @@ def scores_kernel(
     if K2 > 0:
         q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
     shift = shift_of(tl.load(lse_ptr + heads, mask=exists, other=float("-inf")).to(tl.float32), EXACT, EXTREME)
+    any_extreme = tl.max(((tl.abs(shift) >= EXTREME) & (tl.abs(shift) < float("inf"))).to(tl.int32), 0)
     _first, end = visible_keys(tl.where(exists, position + queries, -1), False, SIZE, STRIDE, 1)
     _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
 
@@ -118,6 +122,9 @@ def scores_kernel(
         shares = tl.reshape(weights, (HIGH, WARPS, 2, 8, BLOCK_QUERIES, HIGH_HEADS, LANES, LOW_HEADS))
         shares = tl.permute(tl.sum(tl.sum(shares, 7), 5), (1, 3, 0, 2, 4, 5))
         shares = tl.reshape(shares, (BLOCK_BLOCKS, PADDED_STRIDES, BLOCK_QUERIES, LANES))
+        if any_extreme != 0:
+            # weights of extreme scores may be infinite, and are multiplied by 0
+            shares = tl.minimum(shares, LARGEST_SHARE)
         blocks = block + in_block
         mask = keeps[None, :] & (blocks < num_blocks)[:, None]
         own = tl.sum(tl.sum(shares * own_weight[None, :, None, None], 1), 2)
@@ -127,9 +134,7 @@ def scores_kernel(
         tl.store(own_ptr, own, mask=mask)
         if REACH > 1:
             mask = keeps[None, :] & (blocks + 1 < num_blocks)[:, None]
-            # selected, not multiplied: weights of extreme scores may be infinite
-            reaching = tl.where((next_weight > 0)[None, :, None, None], shares * next_weight[None, :, None, None], 0.0)
-            reaching = tl.sum(tl.sum(reaching, 1), 2)
+            reaching = tl.sum(tl.sum(shares * next_weight[None, :, None, None], 1), 2)
             next_ptr = scores_ptr + next_scores + target[None, :] + (blocks + 1)[:, None]
             if ADDS:
                 reaching += tl.load(next_ptr, mask=mask, other=0.0)

@@ -181,8 +181,9 @@ def _store(
         in_order = _key_order(columns, PADDED_STRIDES)
         stride = in_order % PADDED_STRIDES
         keys = (block + in_order // PADDED_STRIDES) * STRIDES + stride
-        # weights of extreme rows are at most 1
-        exponents = cut(exponents, gl.where(gl.abs(shift) < EXTREME, float("inf"), 0.0)[:, None])
+        if tail < 0:
+            # weights of extreme rows are at most 1
+            exponents = cut(exponents, gl.where(gl.abs(shift) < EXTREME, float("inf"), 0.0)[:, None])
         exponents = gl.where((stride < STRIDES)[None, :] & (keys[None, :] < ends[:, None]), exponents, float("-inf"))
     # behind the masks, so that the assembler can sum some weights while others are computed
     weights = gl.exp2(exponents)

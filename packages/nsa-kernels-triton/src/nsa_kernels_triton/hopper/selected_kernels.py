@@ -20,11 +20,11 @@ from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.hopper.tiles import (
     LN2,
     barrier,
-    coarser,
     hand_over,
     load_tile,
     lowered_by,
     mask_of,
+    power_near_one,
     power_of_two,
     reciprocal,
     restrained,
@@ -32,6 +32,7 @@ from nsa_kernels_triton.hopper.tiles import (
     start_next,
     start_scores,
 )
+from nsa_kernels_triton.tiles import EXTREME
 
 
 @gluon.jit
@@ -418,10 +419,13 @@ def _attend(
         if is_masked:
             visible = gl.where((keys[None, :] <= own[:, None]) & (keys <= last_key)[None, :], scores, float("-inf"))
         row_max = gl.max(visible, 1)
+        # as `tiles.coarser`; both shifts are computed before it is known which one is used: the exponentials wait for it
+        shift = row_max * factor
+        is_usual = gl.abs(shift) < EXTREME
+        row_factor = gl.where(is_usual, factor, coarse_factor)
         # rows that do not exist see nothing
         row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-        row_factor = coarser(row_max * factor, factor, coarse_factor)
-        shift = row_max * row_factor
+        shift = gl.where(is_usual, shift, row_max * coarse_factor)
         weights = gl.exp2(visible * row_factor[:, None] - shift[:, None])
         row_sum = gl.sum(weights, 1)
         left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, ACC, 2))
@@ -442,7 +446,7 @@ def _attend(
         target = (entry // SLOTS_TOTAL * (G * SLOTS_TOTAL) + entry % SLOTS_TOTAL) * HG + rows % HG
         gl.store(lse_ptr + target, row_max * factor * LN2 + gl.log2(total) * LN2, mask=rows < num_rows)
         # as `tiles.divisor_of`
-        largest = gl.exp2(gl.fma(row_max, row_factor, -shift))
+        largest = power_near_one(gl.fma(row_max, row_factor, -shift))
         divisor = total + (largest.to(dtype).to(gl.float32) - largest)
         inverse = gl.convert_layout(reciprocal(divisor), gl.SliceLayout(1, ACC))
         rows_t = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, PIECES))

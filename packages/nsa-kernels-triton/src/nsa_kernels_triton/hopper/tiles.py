@@ -15,7 +15,6 @@ find_sequence = gluon.jit(tiles.find_sequence.fn)
 query_rows = gluon.jit(tiles.query_rows.fn)
 visible_keys = gluon.jit(tiles.visible_keys.fn)
 program_position = gluon.jit(tiles.program_position.fn)
-coarser = gluon.jit(tiles.coarser.fn)
 shift_of = gluon.jit(tiles.shift_of.fn)
 restrained = gluon.jit(tiles.restrained.fn)
 cut = gluon.jit(tiles.cut.fn)
@@ -173,6 +172,13 @@ def float_of(bits):
 def reciprocal(x):
     """Return 1 / x of float32 x from 2^-126 to 2^126, to one unit in the last place. A division takes six instructions more, for all x."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def power_near_one(x):
+    """Return 2^x for |x| <= 1/4, to 2e-6 of it, by float32 products: the unit of `gl.exp2` is what such kernels wait for."""
+    # the Taylor series: ln 2 to the powers 1 .. 4 over their factorials
+    return 1 + x * (0.69314718 + x * (0.24022651 + x * (0.055504109 + x * 0.0096181291)))
 
 
 @gluon.constexpr_function
