@@ -215,7 +215,7 @@ def test_branches_of_different_kv_heads_are_refused():
             ["k_cmp", "v_cmp"],
             "k_cmp is None with the selected branch (blocks are chosen by compressed scores, Eq. 8); give k_cmp",
         ),
-        (["k_cmp", "k_slc", "v_slc"], "k_cmp is None with a v_cmp (a branch has both or neither); give both"),
+        (["k_cmp", "k_slc", "v_slc"], "one of k_cmp and v_cmp is None (a branch has both or neither); give both"),
         (["k_slc"], "one of k_slc and v_slc is None (a branch has both or neither); give both"),
         (["v_slc"], "one of k_slc and v_slc is None (a branch has both or neither); give both"),
         (["k_win"], "one of k_win and v_win is None (a branch has both or neither); give both"),
@@ -384,7 +384,7 @@ def test_bounds_and_pages_need_positions():
     [
         (torch.tensor([0, 0]), "{} is torch.int64 (kernels read int32); use {}.to(torch.int32)"),
         (torch.tensor([0.0, 0]), "{} is torch.float32 (kernels read int32); use {}.to(torch.int32)"),
-        (int32([[0, 0]]), "{} has shape (1, 2) (the layout is (B,)); give it 1 dimensions"),
+        (int32([[0, 0]]), "{} has shape (1, 2) (the layout is (B,)); give it (2,)"),
         (int32([0]), "{} has shape (1,) (the layout is (B,)); give it (2,)"),
         (int32([0, 0]).to("meta"), "{} is on meta, q on cpu (one device per call); move one with .to()"),
     ],
@@ -438,7 +438,7 @@ def test_a_store_shorter_than_another_is_refused():
     options = {"query_start": int32([0, 0]), "query_count": int32([5, 5])}
 
     assert refusal(nsa_attention, options=options, **short) == (
-        "k_win holds 8 tokens, max_seqlen allows 9 (the store bounds it); lower max_seqlen"
+        "k_win holds 8 tokens of sequences that may have 9 (a store holds all of them); give it 9 rows, or a bound of 8"
     )
 
 

@@ -587,8 +587,8 @@ def test_an_input_or_cache_of_another_dtype_is_refused():
         ({"query_count": torch.tensor([5], dtype=torch.int32)}, r"query_count has shape \(1,\)"),
         ({"query_count": torch.tensor([5, 5])}, "query_count is torch.int64"),
         ({"query_count": torch.tensor([[5], [5]], dtype=torch.int32)}, "query_count has shape"),
-        ({"max_seqlen": 4}, "max_seqlen=4 is below S=9"),
-        ({"max_seqlen": -1}, "max_seqlen=-1 is below S=9"),
+        ({"max_seqlen": 4}, "max_seqlen=4 is below the longest sequence, 9"),
+        ({"max_seqlen": -1}, "max_seqlen=-1 is no bound on rows"),
         ({"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}, "cu_seqlens came with batch size 2"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_pair_of_page_tables_has_one_for_compressed_keys(mixed):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"cu_seqlens": [0, 1, 2]}, "page_table has shape"),
+        ({"cu_seqlens": [0, 70, 76], "query_start": [0, 0]}, "page_table has shape"),
         ({"cu_seqlens": "short"}, "cu_seqlens runs from 0 to"),
         ({"query_start": [0, 0]}, r"query_start has shape \(2,\)"),
         ({"query_count": [1] * 8}, "ragged rows lie over pages"),
@@ -227,7 +227,7 @@ def test_window_keys_that_end_before_the_queries_are_refused(step):
 
 def test_a_store_shorter_than_another_is_refused_without_a_word_of_max_seqlen(step):
     win = step.keys[2]
-    with pytest.raises(InputError, match="k_win holds 38 tokens, max_count allows 40 .* lower max_count"):
+    with pytest.raises(InputError, match="k_win holds 38 tokens of sequences that may have 40"):
         step.attend(win=win._replace(k=win.k[:, :38], v=win.v[:, :38]))
 
 

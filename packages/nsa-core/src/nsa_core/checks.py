@@ -24,71 +24,35 @@ def check_floating(name: str, x: Tensor) -> None:
         raise InputError(f"{name} is {x.dtype} (attention takes floating tensors); use float32, bfloat16, float16 or float64")
 
 
-def check_tensor(name: str, x: object) -> None:
-    """Raise InputError unless `x` is a tensor."""
+def check_rank(name: str, x: object, rank: int, layout: str) -> None:
+    """Raise InputError unless `x` is a tensor of `rank` dimensions."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} is a {type(x).__name__} (the rule: a tensor); use torch.as_tensor({name})")
-
-
-def check_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
-    """Raise InputError unless `x` is a tensor of `rank` dimensions."""
-    check_tensor(name, x)
     if x.dim() != rank:
         raise InputError(f"{name} has shape {tuple(x.shape)} (the layout is {layout}); give it {rank} dimensions")
 
 
-def check_pair(q: Tensor, k: Tensor, v: Tensor | None, suffix: str, *, paged: bool = False, stored: bool = False) -> None:
-    """Raise InputError unless keys `(B, T, G, D_k)` and values `(B, T, G, D_v)` fit q and each other; `stored`: in a dtype of their own."""
-    for letter, x in (("k", k), ("v", v)):
-        if x is not None:
-            name = letter + suffix
-            check_rank(name, x, 4, "(pages, page_size, G, D)" if paged else "(B, T, G, D)")
-            if not stored and x.dtype != q.dtype:
-                raise InputError(f"{name} is {x.dtype}, q is {q.dtype} (q, k, v share one dtype); cast one with .to()")
-            check_device(name, x, "q", q)
-    (batch, _, num_heads, head_dim), shape = q.shape, k.shape
-    if shape[3] != head_dim:
-        raise InputError(f"k{suffix} has head dimension {shape[3]}, q has {head_dim} (they meet in a product); make them equal")
-    if v is not None and v.shape[:3] != shape[:3]:
-        raise InputError(f"v{suffix} has shape {tuple(v.shape)}, k{suffix} {tuple(shape)} (equal but for the last); pair them up")
-    if not paged and shape[0] != batch:
-        raise InputError(f"k{suffix} has batch size {shape[0]}, q has {batch} (the rule: equal); give both the same batch")
-    num_kv_heads = shape[2]
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise InputError(
-            f"k{suffix} has {num_kv_heads} KV heads for {num_heads} query heads (each serves H/G of them); use a divisor of {num_heads}"
-        )
+def check_tensor(
+    name: str, x: Tensor, shape: tuple[int | None, ...], layout: str, q: Tensor | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Raise InputError unless `x` is a tensor of `shape` and `dtype` on the device of q; a size of None may be any, a dtype of None any floating."""
+    if None in shape or not isinstance(x, Tensor):
+        check_rank(name, x, len(shape), layout)
+        shape = tuple(have if size is None else size for size, have in zip(shape, x.shape, strict=False))
+    if dtype is None:
+        check_floating(name, x)
+    elif x.dtype != dtype:
+        raise InputError(f"{name} is {x.dtype} (kernels read {str(dtype).removeprefix('torch.')}); use {name}.to({dtype})")
+    if q is not None:
+        check_device(name, x, "q", q)
+    if tuple(x.shape) != shape:
+        raise InputError(f"{name} has shape {tuple(x.shape)} (the layout is {layout}); give it {shape}")
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Raise InputError unless `x` lies on the device of `other`."""
     if x.device != other.device:
         raise InputError(f"{name} is on {x.device}, {other_name} on {other.device} (one device per call); move one with .to()")
-
-
-def check_shape(name: str, x: Tensor, shape: tuple[int, ...], layout: str) -> None:
-    """Raise InputError unless `x` has exactly `shape`."""
-    if tuple(x.shape) != shape:
-        raise InputError(f"{name} has shape {tuple(x.shape)} (the layout is {layout}); give it {shape}")
-
-
-def check_floats(name: str, x: Tensor, shape: tuple[int, ...], layout: str, q: Tensor) -> None:
-    """Raise InputError unless `x` is a floating tensor of `shape` on q's device."""
-    check_tensor(name, x)
-    check_shape(name, x, shape, layout)
-    check_floating(name, x)
-    check_device(name, x, "q", q)
-
-
-def check_integers(name: str, x: Tensor | None, shape: tuple[int | None, ...], layout: str, q: Tensor) -> None:
-    """Raise InputError unless `x` is None, or an int32 tensor of `shape` on q's device; a size of None may be any."""
-    if x is None:
-        return
-    check_rank(name, x, len(shape), layout)
-    if x.dtype != torch.int32:
-        raise InputError(f"{name} is {x.dtype} (kernels read int32); use {name}.to(torch.int32)")
-    check_device(name, x, "q", q)
-    check_shape(name, x, tuple(have if size is None else size for have, size in zip(x.shape, shape, strict=True)), layout)
 
 
 def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
@@ -101,9 +65,9 @@ def longest_of(cu_seqlens: Tensor, otherwise: int) -> int:
     return int(cu_seqlens.diff().max()) if can_read(cu_seqlens) and cu_seqlens.shape[0] > 1 else otherwise
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, max_seqlen: int | None) -> None:
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
     """Raise InputError unless `cu_seqlens` bounds the rows of a packed q (or x) `(1, S, ...)`; its values are read on a CPU only."""
-    check_integers("cu_seqlens", cu_seqlens, (None,), "(N + 1,)", q)
+    check_tensor("cu_seqlens", cu_seqlens, (None,), "(N + 1,)", q, torch.int32)
     if cu_seqlens.shape[0] < 1:
         raise InputError("cu_seqlens is empty (it holds N + 1 offsets); use [0, S] for one sequence")
     if q.shape[0] != 1:
@@ -118,9 +82,6 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor, max_seqlen: int | None) -> N
     for entry, (before, after) in enumerate(pairwise(offsets), 1):
         if after < before:
             raise InputError(f"cu_seqlens decreases from {before} to {after} at entry {entry} (offsets never decrease); sort them")
-    longest = longest_of(cu_seqlens, 0)
-    if max_seqlen is not None and longest > max_seqlen:
-        raise InputError(f"max_seqlen={max_seqlen} is below the longest sequence, {longest} (it bounds every one); use {longest} or more")
 
 
 def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pages: int, page_size: int) -> None:

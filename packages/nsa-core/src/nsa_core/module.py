@@ -1,7 +1,7 @@
 """The attention layer: projections, compression, gates and the cache around `nsa_attention`."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from nsa_core.dispatch import make_call
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
-from nsa_core.operands import Keywords, check_keywords, place
+from nsa_core.operands import keys_of, queries_of
 from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
@@ -205,15 +205,15 @@ class NativeSparseAttention(nn.Module):
             raise InputError("the cache was built for another config (its stores would not fit); use this layer's new_cache")
 
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
-        keywords = Keywords(cu_seqlens, max_seqlen, None, query_count, None)
-        check_keywords(x, keywords)
+        placed = queries_of(x, cu_seqlens, max_seqlen, None, query_count)
         total = x.shape[1]
         positions = torch.arange(total, device=x.device) if cu_seqlens is None else positions_from_cu_seqlens(cu_seqlens, total)
         tables = self.rope.tables(positions)
         rows = self._keys_values(x, tables)
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
-        queries, keys, _ = place(self._queries(x, tables), pairs, self.config.geometry, keywords)
-        return self._attend(x, positions.expand(x.shape[0], total), queries, keys["_cmp"], keys["_slc"], keys["_win"], (self.telemetry,))
+        queries = placed._replace(q=self._queries(x, tables))
+        keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
+        return self._attend(x, positions.expand(x.shape[0], total), queries, keys, (self.telemetry,))
 
     def _queries(self, x: Tensor, tables: RopeTables) -> Tensor:
         q = split_heads(self.q_proj(x), self.config.head_dim_qk)
@@ -278,7 +278,8 @@ class NativeSparseAttention(nn.Module):
         win = cache.window(rows, step)
         slc = rows["slc"].store if "slc" in rows else None
         queries = Queries(self._queries(x, tables), x.shape[1], None, step.start, step.added)
-        out = self._attend(x, positions, queries, cmp, slc, win, (self.telemetry, cache.read_counter))
+        keys = {"_cmp": cmp, "_slc": slc, "_win": win}
+        out = self._attend(x, positions, queries, keys, (self.telemetry, cache.read_counter))
         if late:
             append_rows(late, None, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         cache.end_step(step)
@@ -299,9 +300,7 @@ class NativeSparseAttention(nn.Module):
         x: Tensor,
         positions: Tensor,
         queries: Queries,
-        cmp: Keys | None,
-        slc: Keys | None,
-        win: Keys | None,
+        keys: Mapping[str, Keys | None],
         observers: tuple[AttentionObserver | None, ...],
     ) -> Tensor:
         config = self.config
@@ -317,6 +316,6 @@ class NativeSparseAttention(nn.Module):
         present = tuple(observer for observer in observers if observer is not None)
         call = make_call(queries.q, config.geometry, None, config.backends, self.registry, present)
         absent = tuple(name for name in BRANCHES if name not in config.branches)
-        out = attend_placed(queries, cmp, slc, win, gates, absent, call)
+        out = attend_placed(queries, keys, gates, absent, call)
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected

@@ -758,14 +758,14 @@ def test_unread_counts_win_back_no_rollback(random_layer, random_input):
     cache = random_layer(CONFIG).new_cache(1, 64, max_rollback=4)
     cache.bounds.held = torch.tensor([20])
 
-    class Unread:
-        shape, dtype, device = (1,), torch.int32, torch.device("cuda")
+    class Unread(torch.Tensor):
+        device = torch.device("cuda")
 
         def to(self, **_):
             return int32([0])
 
     cache.crop(4)
-    cache.end_step(cache.begin_step(4, Unread()))
+    cache.end_step(cache.begin_step(4, int32([0]).as_subclass(Unread)))
 
     with pytest.raises(CacheOverflowError, match="max_rollback=4"):
         cache.crop(1)

@@ -23,12 +23,11 @@ from nsa_core import (
     selected_attention,
     sliding_window_attention,
 )
-from nsa_core import operands as edge
-from nsa_core.backends import ops
 from nsa_core.backends.base import Keys, Queries
 from nsa_core.compression import build_compressor
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum, gates_from_logits
+from nsa_core.operands import keys_of, queries_of
 from nsa_core.reference import branches, naive, padded, sdpa, tiles
 from nsa_core.reference.causal import causal_attention
 from nsa_core.testing import masks
@@ -85,22 +84,21 @@ def operands(branch: str, shape: Shape, device: str = "cpu") -> tuple[Any, ...]:
     """Return the operands of a branch that require gradients: Queries, Keys, and the choice of the selected branch."""
     inputs = make_inputs(shape, torch.float32, device).with_grad()
     pairs = {"_cmp": (inputs.k_cmp, inputs.v_cmp), "_slc": (inputs.k_slc, inputs.v_slc), "_win": (inputs.k_win, inputs.v_win)}
-    placed = edge.Keywords(inputs.cu_seqlens, None, None, None, None)
-    queries, keys, _ = edge.place(inputs.q, {f"_{branch}": pairs[f"_{branch}"]}, shape.geometry, placed)
+    queries = queries_of(inputs.q, inputs.cu_seqlens)
+    keys = keys_of(queries, {f"_{branch}": pairs[f"_{branch}"]}, shape.geometry)
     return queries, keys[f"_{branch}"], *([random_block_indices(shape, device=device)] if branch == "slc" else [])
 
 
-def flat(operation: str, *operands: Any) -> list[Any]:
-    """Return operands as the custom op takes them."""
-    tensors, placed, numbers = ops._Inputs(Operation(operation)).flattened(operands)
-    return [*tensors, placed, numbers]
+def flat(*operands: Any) -> list[Any]:
+    """Return operands field by field, as the custom op takes them."""
+    return [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
 
 
 @pytest.mark.parametrize("shape", [Shape(num_queries=21), Shape(lengths=(9, 0, 12))], ids=["dense", "packed"])
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_the_branches_pass_opcheck(branch: str, shape: Shape) -> None:
     op = getattr(torch.ops.nsa_core, f"sdpa_{branch}").default
-    results = torch.library.opcheck(op, (*flat(branch, *operands(branch, shape)), list(shape.geometry.as_tuple()), 0.3, True))
+    results = torch.library.opcheck(op, (*flat(*operands(branch, shape)), list(shape.geometry.as_tuple()), 0.3, True))
     assert set(results.values()) == {"SUCCESS"}
     assert len(results) == 4
 
@@ -116,7 +114,7 @@ def test_the_choice_passes_opcheck() -> None:
     inputs = make_inputs(Shape(num_queries=41), torch.float32)
     lse = torch.zeros(inputs.q.shape[:3])
     queries, cmp = Queries(inputs.q, 41), Keys(inputs.k_cmp, inputs.k_cmp, inputs.k_cmp.shape[1])
-    arguments = (*flat("select", queries, cmp, lse), list(SMALL.as_tuple()), 0.3, False)
+    arguments = (*flat(queries, cmp, lse), list(SMALL.as_tuple()), 0.3, False)
     assert set(torch.library.opcheck(torch.ops.nsa_core.sdpa_select.default, arguments).values()) == {"SUCCESS"}
 
 

@@ -5,76 +5,30 @@ The declaration makes schema, fake, autograd and the flattening of `Queries` and
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import count
-from operator import itemgetter
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, Operation, Queries
 from nsa_core.config import BlockGeometry
 
-OPERANDS: dict[Operation, tuple[type, ...]] = {
+OPERANDS: dict[Operation, tuple[Any, ...]] = {
     Operation.CMP: (Queries, Keys),
     Operation.SELECT: (Queries, Keys, Tensor),
     Operation.SLC: (Queries, Keys, Tensor),
     Operation.WIN: (Queries, Keys),
     Operation.NSA: (Queries, Keys, Keys, Keys, Tensor),
 }
-"""The operands of each operation that can be declared; tensors stand last."""
+"""The operands of each operation that can be declared."""
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", bool: "bool"}
+LIBRARIES: dict[str, torch.library.Library] = {}
+"""The library of each declared op: torch drops an op with its library, so that a second declaration replaces the first."""
 
 geometry_of = cache(BlockGeometry)
 """The geometry of the numbers of `BlockGeometry.as_tuple`; to make one is to check it."""
-
-
-class _Inputs:
-    """The inputs of an operation's op: tensors that are always there, those of the others that are, and numbers.
-
-    The first number says which of the others are there, bit by bit; a truth value is its bit alone.
-    """
-
-    def __init__(self, operation: Operation) -> None:
-        kinds = OPERANDS[operation]
-        self.groups = [(kind, list(kind.__annotations__.values())) for kind in kinds if kind is not Tensor]
-        hints = [hint for _, hints in self.groups for hint in hints] + [Tensor] * (len(kinds) - len(self.groups))
-        self.tensors, self.numbers = ([place for place, hint in enumerate(hints) if hint is kind] for kind in (Tensor, int))
-        self.others = [place for place, hint in enumerate(hints) if hint not in (Tensor, int)]
-        self.num_tensors, self.num_last = len(self.tensors), len(kinds) - len(self.groups)
-        self.getters = cache(self._getters)
-        # torch fills in an op's inputs in time quadratic in their number, so what is seldom there, and numbers, are lists
-        self.schema = ", ".join([*(f"Tensor x{place}" for place in range(self.num_tensors)), "Tensor[] placed, SymInt[] numbers"])
-
-    def flattened(self, operands: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], list[int]]:
-        """Return the inputs that `operands` are."""
-        fields = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
-        others = [fields[place] for place in self.others]
-        are_there = sum([1 << place for place, x in enumerate(others) if x is not None and x is not False])
-        placed = [x for x in others if isinstance(x, Tensor)] if are_there else []
-        return [fields[place] for place in self.tensors], placed, [are_there, *[fields[place] for place in self.numbers]]
-
-    def grouped(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the operands that `inputs` are."""
-        *tensors, placed, (are_there, *numbers) = inputs
-        fields = [*tensors, *numbers, *placed, None, False, True]
-        operands = [kind._make(get(fields)) for kind, get in self.getters(int(are_there))]
-        return operands + tensors[self.num_tensors - self.num_last :]
-
-    def _getters(self, are_there: int) -> list[tuple[Any, Any]]:
-        """Return each kind of the operands and what picks its fields in `grouped`."""
-        tensors, numbers = count(), count(self.num_tensors)
-        placed = count(self.num_tensors + len(self.numbers))
-        found = []
-        for kind, hints in self.groups:
-            places = []
-            for hint in hints:
-                if hint in (Tensor, int):
-                    places.append(next(tensors if hint is Tensor else numbers))
-                    continue
-                is_there, are_there = are_there % 2, are_there // 2
-                places.append(is_there - 2 if hint is bool else next(placed) if is_there else -3)
-            found.append((kind, itemgetter(*places)))
-        return found
 
 
 def attention_op(
@@ -101,88 +55,124 @@ def attention_op(
         saves: `saves(*operands, geometry=)` returns what `backward` reads beside the results, uninitialised; None for what is not
             there, which `backward` does not get.
     """
-    inputs, is_choice = _Inputs(operation), operation is Operation.SELECT
+    is_choice, schema = operation is Operation.SELECT, _schema_of(operation)
     returned = "Tensor" if is_choice else "(Tensor, Tensor, Tensor[])" if saves else "(Tensor, Tensor)"
     result = FusedOutput if operation is Operation.NSA else BranchOutput
 
-    def returns(found: Sequence[Tensor | None]) -> Any:
-        return (*found[:2], [x for x in found[2:] if x is not None]) if saves else tuple(found)
+    def returns(found: Any) -> Any:
+        return found if is_choice else (*found[:2], [x for x in found[2:] if x is not None]) if saves else tuple(found)
 
-    def run_forward(*arguments: Any) -> Any:
-        *flat, geometry, scale, needs_grad = arguments
-        found = forward(*inputs.grouped(flat), geometry=geometry_of(*geometry), scale=scale, needs_grad=needs_grad)
-        return found if is_choice else returns(found)
+    def run_forward(*inputs: Any) -> Any:
+        *flat, geometry, scale, needs_grad = inputs
+        return returns(forward(*_grouped(operation, flat), geometry=geometry_of(*geometry), scale=scale, needs_grad=needs_grad))
 
-    def fake(*arguments: Any) -> Any:
-        *flat, geometry, _scale, needs_grad = arguments
-        operands, sizes = inputs.grouped(flat), geometry_of(*geometry)
+    def fake(*inputs: Any) -> Any:
+        *flat, geometry, _scale, needs_grad = inputs
+        operands, sizes = _grouped(operation, flat), geometry_of(*geometry)
         results = _results_like(operation, operands[0], operands[1], sizes)
-        kept = saves(*operands, geometry=sizes) if saves and needs_grad else ()
-        return results[0] if is_choice else returns((*results, *kept))
+        return returns((*results, *saves(*operands, geometry=sizes)) if saves and needs_grad else results)
 
-    schema = f"({inputs.schema}, int[] geometry, float scale, bool needs_grad) -> {returned}"
-    op = torch.library.custom_op(name, run_forward, mutates_args=(), schema=schema)
-    op.register_fake(fake)
-    if backward is not None:
-        _declare_backward(op, f"{name}_backward", backward, operation, inputs)
+    op = _declare(name, f"({schema}, int[] geometry, float scale, bool needs_grad) -> {returned}", run_forward, fake)
 
-    def apply(*operands: Any, geometry: BlockGeometry, scale: float) -> Any:
-        tensors, placed, numbers = inputs.flattened(operands)
-        if backward is None:
-            tensors, needs_grad = [x.detach() for x in tensors], False
-        else:
-            needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        found = op(*tensors, placed, numbers, list(geometry.as_tuple()), scale, needs_grad)
+    def below_autograd(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    differentiable = None if backward is None else _differentiable(name, below_autograd, backward, operation)
+
+    def run_autograd(*inputs: Any) -> Any:
+        # the last input is needs_grad
+        return returns(differentiable.apply(*inputs)) if differentiable is not None and inputs[-1] else below_autograd(*inputs)
+
+    LIBRARIES[name].impl(name.partition("::")[2], run_autograd, "Autograd")
+
+    def call(*operands: Any, geometry: BlockGeometry, scale: float) -> Any:
+        flat = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
+        needs_grad = backward is not None and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+        # below autograd at once where nothing is differentiated, but for a graph being traced, which cannot see the guard
+        run = op if needs_grad or torch.compiler.is_compiling() else below_autograd
+        found = run(*flat, list(geometry.as_tuple()), scale, needs_grad)
         return found if is_choice else result(found[0], found[1])
 
-    return apply
+    return call
 
 
-def _declare_backward(op: Any, name: str, backward: Callable[..., Any], operation: Operation, inputs: _Inputs) -> None:
-    """Declare the op of the backward pass, and make it the derivative of `op`."""
+def _fields_of(operation: Operation) -> list[Any]:
+    """Return the types of the flattened operands of `operation`."""
+    return [hint for kind in OPERANDS[operation] for hint in ([Tensor] if kind is Tensor else kind.__annotations__.values())]
+
+
+def _schema_of(operation: Operation) -> str:
+    return ", ".join(f"{SCHEMA_TYPES[hint]} x{place}" for place, hint in enumerate(_fields_of(operation)))
+
+
+def _grouped(operation: Operation, flat: Sequence[Any]) -> list[Any]:
+    """Return the operands of `operation` that `flat` holds field by field."""
+    fields, kinds = iter(flat), OPERANDS[operation]
+    return [next(fields) if kind is Tensor else kind._make(islice(fields, len(kind._fields))) for kind in kinds]
+
+
+def _declare(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Return the op `name`, declared with its implementation for every device and its fake."""
+    namespace, op_name = name.split("::")
+    LIBRARIES.pop(name, None)
+    library = LIBRARIES[name] = torch.library.Library(namespace, "FRAGMENT")
+    library.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(op_name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
+    return getattr(getattr(torch.ops, namespace), op_name).default
+
+
+def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[..., Any], operation: Operation) -> Any:
+    """Return the autograd function of `forward`, an op below autograd, and declare the op of its backward pass."""
     # the gated sum is not kept for the backward pass; the last tensor of SLC is block_indices
     num_grads, num_dropped = (1, 1) if operation is Operation.NSA else (2, 0)
-    num_tensors, num_trained = inputs.num_tensors, inputs.num_tensors - (operation is Operation.SLC)
+    fields = _fields_of(operation)
+    trained = [place for place, hint in enumerate(fields) if hint is Tensor][: -1 if operation is Operation.SLC else None]
 
-    def run_backward(*arguments: Any) -> Any:
-        grads, results, (*flat, geometry, scale) = arguments[:num_grads], arguments[num_grads], arguments[num_grads + 1 :]
-        return tuple(backward(grads, results, *inputs.grouped(flat), geometry=geometry_of(*geometry), scale=scale))
+    def run(*inputs: Any) -> Any:
+        grads, results, (*flat, geometry, scale) = inputs[:num_grads], inputs[num_grads], inputs[num_grads + 1 :]
+        return tuple(backward(grads, results, *_grouped(operation, flat), geometry=geometry_of(*geometry), scale=scale))
+
+    def fake(*inputs: Any) -> Any:
+        return tuple(inputs[num_grads + 1 + place].new_empty(inputs[num_grads + 1 + place].shape) for place in trained)
 
     grads = ", ".join(f"Tensor? d{place}" for place in range(num_grads))
-    schema = f"({grads}, Tensor[] results, {inputs.schema}, int[] geometry, float scale) -> ({', '.join(['Tensor'] * num_trained)})"
-    backward_op = torch.library.custom_op(name, run_backward, mutates_args=(), schema=schema)
+    gradients = ", ".join(["Tensor"] * len(trained))
+    schema = f"({grads}, Tensor[] results, {_schema_of(operation)}, int[] geometry, float scale) -> ({gradients})"
+    op = _declare(f"{name}_backward", schema, run, fake)
 
-    @backward_op.register_fake
-    def fake(*arguments: Any) -> Any:
-        return tuple(x.new_empty(x.shape) for x in arguments[num_grads + 1 : num_grads + 1 + num_trained])
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            out, other, *kept = forward(*inputs)
+            results = (out, other, *(kept[0] if kept else ()))
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*results[num_grads:])
+            ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs[:-1]]
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs[:-1]), *results[num_dropped:])
+            return results
 
-    def keep(ctx: Any, inputs: Sequence[Any], output: tuple[Any, ...]) -> None:
-        *tensors, placed, ctx.numbers, ctx.geometry, ctx.scale, _needs_grad = inputs
-        results = [*output[:2], *(output[2] if len(output) > 2 else ())]
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*results[num_grads:])
-        ctx.save_for_backward(*tensors, *placed, *results[num_dropped:])
-        ctx.num_placed = len(placed)
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Any) -> Any:
+            # read once: checkpointing hands out every saved tensor a single time
+            saved, count = ctx.saved_tensors, len(ctx.constants)
+            found: list[Any] = [None] * (count + 1)
+            if any(grad is not None for grad in grads[:num_grads]):
+                inputs = [x if constant is None else constant for x, constant in zip(saved[:count], ctx.constants, strict=True)]
+                for place, gradient in zip(trained, op(*grads[:num_grads], list(saved[count:]), *inputs), strict=True):
+                    found[place] = gradient
+            return tuple(found)
 
-    def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        # read once: checkpointing hands out every saved tensor a single time
-        saved, last = ctx.saved_tensors, num_tensors + ctx.num_placed
-        found: list[Any] = [None] * num_tensors
-        if any(grad is not None for grad in grads[:num_grads]):
-            placed, results = list(saved[num_tensors:last]), list(saved[last:])
-            found[:num_trained] = backward_op(
-                *grads[:num_grads], results, *saved[:num_tensors], placed, ctx.numbers, ctx.geometry, ctx.scale
-            )
-        return *found, [None] * ctx.num_placed, None, None, None, None
-
-    op.register_autograd(differentiate, setup_context=keep)
+    return Differentiable
 
 
-def _results_like(operation: Operation, queries: Queries, keys: Keys, geometry: BlockGeometry) -> tuple[Tensor, ...]:
+def _results_like(operation: Operation, queries: Queries, keys: Keys, geometry: BlockGeometry) -> Any:
     """Return the results of `operation`, uninitialised, for its queries and its first Keys."""
     q = queries.q
     choice = q.new_empty(*q.shape[:2], keys.k.shape[2], geometry.num_selected_blocks, dtype=torch.int32)
     if operation is Operation.SELECT:
-        return (choice,)
+        return choice
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(*q.shape[:3], keys.v.shape[3]), choice if operation is Operation.NSA else lse

@@ -6,7 +6,7 @@ A backend asked for by name never falls back: an incapable one raises, one that 
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -19,38 +19,6 @@ from nsa_core.tracing import constant_when_traced
 AUTO = "auto"
 MAX_ROUTES = 4096
 """Requests remembered before the memory starts anew."""
-
-
-class RequestFacts(NamedTuple):
-    """The fields of a BranchRequest as constants, and the index of the device: what a graph being traced can pass on."""
-
-    device_index: int
-    operation: str
-    geometry: tuple[int, ...]
-    device_type: str
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    batch: int
-    num_sequences: int
-    num_queries: int
-    num_keys: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_v: int
-    layout: str
-    needs_grad: bool
-    is_aligned: bool
-
-    def request(self) -> BranchRequest:
-        """Return the request; compute capability and determinism are read from torch."""
-        fields = self._asdict()
-        index = fields.pop("device_index")
-        return BranchRequest(
-            **fields | {"geometry": BlockGeometry(*self.geometry)},
-            compute_capability=torch.cuda.get_device_capability(index) if self.device_type == "cuda" else None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
 
 
 RouteObserver = Callable[[str, BranchRequest, str | None], None]
@@ -178,15 +146,16 @@ class BackendRegistry:
         return self.backends[self._remembered((backend, False, request), lambda: request)[0]]
 
     @constant_when_traced
-    def resolve_index(self, backend: str, optional: bool, *facts: Any) -> int:
-        """Return the index in `backends` of the choice for the request of `facts`, the fields of RequestFacts, and call the observers.
+    def resolve_index(self, backend: str, optional: bool, **facts: Any) -> int:
+        """Return the index in `backends` of the choice for a request, and call the observers.
 
-        Takes and returns constants only, so that a compiled graph can ask while it is traced; observers are called then. `optional`:
-        -1 where "auto" finds no eligible backend, instead of an error.
+        Takes and returns constants only, so that a compiled graph can ask while it is traced; observers are called then. `facts`: the
+        fields of a BranchRequest, the geometry as a tuple and the index of the device instead of what torch says of it. `optional`: -1
+        where "auto" finds no eligible backend, instead of an error.
         """
-        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts)
+        key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts.values())
         # the request itself, with its checks, is made at the first of such calls alone
-        index, request = self._remembered(key, lambda: RequestFacts(*facts).request())
+        index, request = self._remembered(key, lambda: _request_of(**facts))
         for observer in self.observers:
             observer(backend, request, None if index < 0 else self.backends[index].name)
         return index
@@ -211,23 +180,30 @@ class BackendRegistry:
             why = (
                 "no backend serves this request (backend='auto' takes one that nothing stands against); "
                 "name one that only policy refuses, or fix the reasons against them"
+                if backend == AUTO
+                else f"backend {backend!r} cannot serve this request (a named backend never falls back); "
+                f"use backend='auto' or fix the reasons against it"
             )
-            if backend != AUTO:
-                why = (
-                    f"backend {backend!r} cannot serve this request (a named backend never falls back); "
-                    f"use backend='auto' or fix the reasons against it"
-                )
             raise BackendUnavailableError(f"{why}:\n{decision}")
         index = self._indices[decision.chosen, request.operation]
-        chosen = next(candidate for candidate in decision.candidates if candidate.name == decision.chosen)
-        if chosen.reasons and index not in self._warned:
+        [reasons] = [candidate.reasons for candidate in decision.candidates if candidate.name == decision.chosen]
+        if reasons and index not in self._warned:
             self._warned.add(index)
+            against = "; ".join(reason.message for reason in reasons)
             warnings.warn(
-                f"backend {backend!r} for {request.operation.value!r} runs against policy because it was named: "
-                + "; ".join(reason.message for reason in chosen.reasons),
-                stacklevel=2,
+                f"backend {backend!r} for {request.operation.value!r} runs against policy because it was named: {against}", stacklevel=2
             )
         return index
+
+
+def _request_of(geometry: tuple[int, ...], device_index: int, **fields: Any) -> BranchRequest:
+    """Return the request of the constants of a call; compute capability and determinism are read from torch."""
+    return BranchRequest(
+        geometry=BlockGeometry(*geometry),
+        compute_capability=torch.cuda.get_device_capability(device_index) if fields["device_type"] == "cuda" else None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **fields,
+    )
 
 
 def _origin(backend: BranchBackend) -> str:

@@ -263,9 +263,7 @@ class NSACache:
     def _check_count(self, num_queries: int, query_count: Tensor | None) -> None:
         if query_count is None:
             return
-        if query_count.dtype != torch.int32:
-            raise InputError(f"query_count is {query_count.dtype} (kernels read int32); use query_count.to(torch.int32)")
-        checks.check_shape("query_count", query_count, (self.batch_size,), "(B,)")
+        checks.check_tensor("query_count", query_count, (self.batch_size,), "(B,)", dtype=torch.int32)
         if checks.can_read(query_count) and bool(((query_count < 0) | (query_count > num_queries)).any()):
             raise InputError(f"query_count={query_count.tolist()} leaves 0 .. {num_queries} (the rows that x has); clip it")
 

@@ -24,14 +24,16 @@ from nsa_core.reference.padded import padded_batch
 NAME = "sdpa"
 
 
+TILES: dict[Operation, Callable[..., Iterable[tiles.Tile]]] = {
+    Operation.CMP: branches.compressed_tiles,
+    Operation.SLC: branches.selected_tiles,
+    Operation.WIN: branches.window_tiles,
+}
+"""The tiles of each attention, of its operands and the geometry."""
+
+
 def _tiles(operation: Operation, queries: Queries, keys: Keys, choice: Sequence[Tensor], geometry: BlockGeometry) -> Iterable[tiles.Tile]:
-    if not queries.q.numel() or not keys.k.shape[1]:
-        return ()
-    if operation is Operation.CMP:
-        return branches.compressed_tiles(queries, keys, geometry)
-    if operation is Operation.WIN:
-        return branches.window_tiles(queries, keys, geometry)
-    return branches.selected_tiles(queries, keys, choice[0], geometry)
+    return TILES[operation](queries, keys, *choice, geometry) if queries.q.numel() and keys.k.shape[1] else ()
 
 
 def _over_sequences(
