@@ -367,6 +367,21 @@ def test_ragged_rows_after_the_last_sequence_give_zeros_and_get_no_gradient():
     assert not queries.q.grad.any()
 
 
+def test_queries_before_the_first_key_of_a_part_see_nothing():
+    # on a GPU nobody reads that a part begins after its queries, as a shard of a longer sequence may
+    inputs = make_inputs(Shape(num_queries=6, batch=2)).with_grad()
+    queries = Queries(inputs.q, 6, start=int32([4, 4]))
+    keys = Keys(inputs.k_win, inputs.v_win, 6, first=int32([7, 4]))
+    out, lse = COMPUTE[Operation.WIN](queries, keys, geometry=SMALL, scale=0.5)
+    assert not out[0, :3].any()
+    assert (lse[0, :3] == -torch.inf).all()
+    assert lse[0, 3:].isfinite().all()
+    assert lse[1].isfinite().all()
+    out.square().sum().backward()
+    assert not inputs.q.grad[0, :3].any()
+    assert all(x.grad.isfinite().all() for x in (inputs.q, inputs.k_win, inputs.v_win))
+
+
 def test_a_factor_loses_no_precision():
     scores = torch.tensor([[[9.0, 0.5, 0.5 + 1e-9, 0.1, 0.1, 0.1]]], dtype=torch.float64)
     position = torch.tensor([6 * SMALL.selection_block_size - 1])

@@ -139,12 +139,11 @@ def _placed_window_tiles(extent: Extent, queries: Queries, keys: Keys, geometry:
         # what lies outside is masked, or no row's
         own = own.remainder(extent.num_keys) if keys.ring else own.clamp(0, extent.num_keys - 1)
         index = (own + bases.unsqueeze(-1)).flatten(0, 1)
-        positions = _padded(rows.positions, start, tiles * tile_rows).view(-1, tile_rows, 1)
         # keys before the sequence, and before the first one that is there
         reach = _padded(rows.positions + rows.first_keys.clamp(max=0), start, tiles * tile_rows).view(-1, tile_rows, 1)
         visible = (in_window & (distance <= reach)).unsqueeze(1)
-        # a row sees at least itself
-        sees = (positions >= 0).view(-1, 1, tile_rows)
+        # a row sees at least itself, but for one that does not count, or stands before the first key
+        sees = (reach >= 0).view(-1, 1, tile_rows)
         yield Tile(start, tiles, tile_rows, KeyRows(index), visible, sees)
 
 
