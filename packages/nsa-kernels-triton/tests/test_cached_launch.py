@@ -56,7 +56,7 @@ SUM, BLOCK = kernels.add_splits_kernel, dict(BLOCK=1024)
 DELTA, ROWS = kernels.delta_kernel, dict(D_V=16, WIDTH=16, EXACT=True, BLOCK_ROWS=16)
 ATTEND, TILE = kernels.forward_kernel, dict(
     H=1, G=1, D_K=16, D_V=16, K1=16, K2=0, V1=16, V2=0, IS_WINDOW=True, SIZE=1, STRIDE=1, WINDOW=16,
-    PACKED=False, CACHED=False, EXACT=True, BLOCK_ROWS=16, BLOCK_KEYS=16,
+    PACKED=False, CACHED=False, RING=False, EXACT=True, BLOCK_ROWS=16, BLOCK_KEYS=16,
 )
 
 def attend(factor):

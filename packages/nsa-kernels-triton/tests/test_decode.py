@@ -16,7 +16,8 @@ from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.tolerances import allowed_error, max_error
 from nsa_kernels_triton.decode import kernels, op
-from nsa_kernels_triton.plugin import MOST_STEP_ROWS, TritonBackend
+from nsa_kernels_triton.plugin import TritonBackend
+from nsa_kernels_triton.window import MOST_STEP_ROWS
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -76,6 +76,7 @@ def test_values_in_two_parts_have_pipelines_of_their_own():
     ("kind", "facts", "message"),
     [
         ("window_forward", {"is_aligned": False}, "a tensor that starts off 16 bytes"),
+        ("window_forward", {"is_ring": True}, "a ring of keys"),
         ("compressed_forward", {"scale_is_positive": False}, "a scale that is not above 0"),
         ("interval_dq", {"has_dlse": True}, "a gradient of lse"),
         ("scores", {"heads_per_group": 8}, "8 heads per group"),

@@ -12,8 +12,9 @@ from nsa_core.blocks import num_compressed_blocks
 from nsa_core.gating import gated_sum
 from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.testing.inputs import SMALL
+from nsa_kernels_triton import window
 from nsa_kernels_triton.plugin import TritonBackend
-from nsa_kernels_triton.window import rows_in_order
+from nsa_kernels_triton.window import MOST_STEP_ROWS, rows_in_order
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,6 +90,23 @@ def test_a_window_over_a_ring_or_a_tail_equals_one_over_all_tokens(make: Callabl
     expected = run(Operation.WIN, step(), whole, backend=SDPABackend)
     for ours, theirs in zip(found, expected, strict=True):
         assert_near(ours, theirs)
+
+
+def test_a_step_of_the_window_copies_no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, copies = store(TOKENS), []
+    monkeypatch.setattr(window, "rows_in_order", lambda keys, *others: (copies.append(keys), rows_in_order(keys, *others))[1])
+    for make in (lambda keys: ring_of(keys, 16), lambda keys: ring_of(keys, 17)):
+        found, expected = run(Operation.WIN, step(), make(whole)), run(Operation.WIN, step(), whole, backend=SDPABackend)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_near(ours, theirs)
+    assert not copies
+    # a backward pass, and rows that fill the tiles of a forward pass
+    learns = step()._replace(q=step().q.requires_grad_())
+    run(Operation.WIN, learns, ring_of(whole, 16)).out.sum().backward()
+    assert len(copies) == 1
+    many = Queries(normal(1, MOST_STEP_ROWS + 1, HEADS, WIDTH), MOST_STEP_ROWS + 1, None, int32(40))
+    run(Operation.WIN, many, Keys(whole.k[:1], whole.v[:1], TOKENS, ring=True))
+    assert len(copies) == 2
 
 
 def test_the_copy_of_a_ring_ends_with_the_last_row_of_a_step() -> None:

@@ -51,6 +51,8 @@ class KernelRequest(NamedTuple):
     has_dlse: bool = False
     """True where a gradient of lse comes."""
     is_cached: bool = False
+    is_ring: bool = False
+    """True where the key of position p lies in row p % T."""
     heads_per_group: int = HEADS
     selection_block_size: int = 64
     strides: int = 4
@@ -82,6 +84,7 @@ def _against_hopper(x: KernelRequest) -> list[str]:
         ),
         (not x.is_aligned, f"a tensor that starts off {COPIED_BYTES} bytes (rows are copied in pieces of {COPIED_BYTES})"),
         (not x.scale_is_positive and x.kind.endswith("_forward"), "a scale that is not above 0 (0 times an infinite maximum is NaN)"),
+        (x.is_ring, "a ring of keys (its producer warps copy rows in order)"),
         (x.has_dlse and x.kind == "interval_dq", "a gradient of lse (its kernel reads none)"),
         (
             is_scores and not HEADS // 2 < x.heads_per_group <= HEADS,

@@ -43,15 +43,17 @@ class Sequences(NamedTuple):
     """Cached: int32 (N,), the position of each sequence's first query, counted from the first row of its keys."""
     count: Tensor | None = None  # type: ignore[assignment]
     """Cached: int32 (N,), the queries of each sequence that count; None: all."""
+    is_ring: bool = False
+    """True: the key of position p lies in row p % T of its sequence, which only the portable forward kernel reads."""
 
     @classmethod
     def of(cls, queries: Queries, keys: Keys) -> "Sequences":
-        """Return where the rows of `queries` and of `keys` lie: keys in order, at no position below 0, a row for each."""
+        """Return where the rows of `queries` and of `keys` lie."""
         start = queries.start
         if start is not None and keys.first is not None:
             # kernels compare positions with rows of keys, so both count from the first row
             start = start - keys.first
-        return cls(queries.q.shape[0], queries.q.shape[1], queries.cu_seqlens, keys.cu_seqlens, start, queries.count)
+        return cls(queries.q.shape[0], queries.q.shape[1], queries.cu_seqlens, keys.cu_seqlens, start, queries.count, keys.ring)
 
     @property
     def is_packed(self) -> bool:

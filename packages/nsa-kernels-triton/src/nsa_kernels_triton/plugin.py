@@ -13,7 +13,7 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
 from nsa_kernels_triton import implementations, routing
-from nsa_kernels_triton.window import with_window_in_order
+from nsa_kernels_triton.window import MOST_STEP_ROWS, with_window_in_order
 
 
 @frozen(kw_only=True)
@@ -48,10 +48,6 @@ class TritonBackend:
         if self.operation in (Operation.WIN, Operation.NSA):
             compute = partial(with_window_in_order, compute)
         return over_rows(compute, *operands, **keywords)
-
-
-MOST_STEP_ROWS = 16
-"""Rows of a sequence in a step that `decode` serves. More of them fill the tiles of a forward pass."""
 
 
 def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor) -> bool:

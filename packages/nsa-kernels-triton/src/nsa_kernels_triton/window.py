@@ -1,4 +1,4 @@
-"""A window's keys as the kernels read them: in order, from some position on."""
+"""A window's keys as the kernels read them: a ring where it lies, or its rows in order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,21 @@ from torch import Tensor
 from nsa_core import BlockGeometry
 from nsa_core.backends.base import Keys, Queries
 
+MOST_STEP_ROWS = 16
+"""Rows of a sequence in a step that kernels for steps serve. More of them fill the tiles of a forward pass."""
+
 
 def with_window_in_order(compute: Callable[..., Any], queries: Queries, *others: Any, geometry: BlockGeometry, scale: float) -> Any:
-    """Return the result of `compute` for the operands of WIN or NSA; a ring is replaced by a copy of the rows that `queries` see."""
+    """Return the result of `compute` for the operands of WIN or NSA.
+
+    A step of WIN reads a ring where it lies. Longer passes, backward passes and NSA get a copy of the rows that `queries` see: next to
+    the window of every row it is small, and the kernels for compute capability 9.0 read rows in order alone.
+    """
     window = 0 if len(others) == 1 else 2
-    if others[window].ring:
-        others = (*others[:window], rows_in_order(others[window], queries, geometry), *others[window + 1 :])
+    keys = others[window]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (queries.q, keys.k, keys.v))
+    if keys.ring and (needs_grad or len(others) > 1 or queries.max_count > MOST_STEP_ROWS):
+        others = (*others[:window], rows_in_order(keys, queries, geometry), *others[window + 1 :])
     return compute(queries, *others, geometry=geometry, scale=scale)
 
 

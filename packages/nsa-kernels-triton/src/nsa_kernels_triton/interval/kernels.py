@@ -58,14 +58,17 @@ def _products(a1, a2, b1, b2, SECOND: tl.constexpr):
 
 @triton.jit
 def _forward_step(
-    acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, start, first, end, last_end, factor, coarse_factor,
+    acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, num_keys, group, start, first, end, last_end, factor, coarse_factor,
     G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, EXACT: tl.constexpr, RING: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys start .. start + BLOCK_KEYS - 1 into the running softmax; `row_max` is the largest product, without the factor."""
+    """Fold the keys start .. start + BLOCK_KEYS - 1 into the running softmax; `row_max` is the largest product, without the factor.
+
+    RING: key p lies in row p % num_keys of its sequence.
+    """
     keys = start + tl.arange(0, BLOCK_KEYS)
     key_mask = keys < last_end
-    rows = (k_row0 + keys) * G + group
+    rows = (k_row0 + (keys % num_keys if RING else keys)) * G + group
     k1, k2 = _load_tile(k_ptr, rows, key_mask, D_K, K1, K2, MASK != NONE)
     products = _products(q1, q2, k1, k2, K2)
     is_visible = keys[None, :] < end[:, None]
@@ -115,7 +118,7 @@ def forward_kernel(
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    PACKED: tl.constexpr, CACHED: tl.constexpr, RING: tl.constexpr, EXACT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write out and lse of one tile of rows, the longest rows first.
 
@@ -155,18 +158,18 @@ def forward_kernel(
     if IS_WINDOW:
         for key in tl.range(start, middle, BLOCK_KEYS):
             acc1, acc2, row_max, row_sum = _forward_step(
-                acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor, coarse_factor,
-                G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, BOTH_ENDS,
+                acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, num_keys, group, key, first, end, last_end, factor, coarse_factor,
+                G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, RING, BOTH_ENDS,
             )  # fmt: skip
     for key in tl.range(middle, tail, BLOCK_KEYS):
         acc1, acc2, row_max, row_sum = _forward_step(
-            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor, coarse_factor,
-            G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, NONE,
+            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, num_keys, group, key, first, end, last_end, factor, coarse_factor,
+            G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, RING, NONE,
         )  # fmt: skip
     for key in tl.range(tail, last_end, BLOCK_KEYS):
         acc1, acc2, row_max, row_sum = _forward_step(
-            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, group, key, first, end, last_end, factor, coarse_factor,
-            G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, LAST_END,
+            acc1, acc2, row_max, row_sum, q1, q2, k_ptr, v_ptr, k_row0, num_keys, group, key, first, end, last_end, factor, coarse_factor,
+            G, D_K, D_V, K1, K2, V1, V2, BLOCK_KEYS, EXACT, RING, LAST_END,
         )  # fmt: skip
     sees_any = first < end
     largest = tl.where(sees_any, row_max, 0.0)

@@ -143,7 +143,8 @@ def attend_into(
     if scale < 0:
         # the kernel scales a maximum, which a negative factor would make the least
         q, scale = -q, -scale
-    tiles = kernel_for("window_forward" if is_window else "compressed_forward", q, v, k, scale_is_positive=scale > 0)
+    kind = "window_forward" if is_window else "compressed_forward"
+    tiles = kernel_for(kind, q, v, k, scale_is_positive=scale > 0, is_ring=sequences.is_ring)
     if isinstance(tiles, PipelineConfig):
         hopper.interval_forward(q, k, v, out, lse, _sizes(is_window, geometry, sequences), scale, sequences, limit, tiles)
         return
@@ -153,7 +154,7 @@ def attend_into(
         *sequences.arguments(tiling),
         sequences.num_sequences, q.shape[1], k.shape[1], tiling.num_tiles, tiling.num_sequences, sequences.search_steps,
         score_factor(q, scale), coarse_factor(q, scale),
-        **_constants(q, k, v, is_window, geometry, sequences),
+        **_constants(q, k, v, is_window, geometry, sequences), RING=sequences.is_ring,
         BLOCK_ROWS=tiles.block_rows, BLOCK_KEYS=tiles.block_keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
