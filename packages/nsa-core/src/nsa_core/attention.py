@@ -20,7 +20,7 @@ from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, NewBlocks, N
 from nsa_core.backends.registry import AUTO, BackendRegistry
 from nsa_core.compression import block_windows
 from nsa_core.config import BRANCHES, BlockGeometry
-from nsa_core.dispatch import Backends, Call, asked_for, check_no_tangent, chosen, make_call, run
+from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, make_call, name_for, run
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum
 from nsa_core.operand_checks import FP8, check_choice, check_keys, check_kinds
@@ -28,7 +28,7 @@ from nsa_core.operands import PageTables, Pairs, keys_of, queries_of
 from nsa_core.reference.rows import rows_of
 from nsa_core.telemetry import AttentionObserver
 
-Placed = Mapping[str, Keys | None]
+BranchKeys = Mapping[str, Keys | None]
 """Keys by the ending of their names, "_cmp", "_slc", "_win", or "" for an operation of one branch; None for an absent one."""
 
 
@@ -164,10 +164,10 @@ def attend(
     if any(name not in BRANCHES for name in absent):
         raise InputError(f"absent={absent!r} names no branch (the rule: a tuple of 'cmp', 'slc', 'win'); use ('cmp',)")
     check_kinds(queries, keys, geometry)
-    return attend_placed(queries, keys, gates, absent, make_call(queries.q, geometry, scale, backend, registry, observers))
+    return attend_branches(queries, keys, gates, absent, make_call(queries.q, geometry, scale, backend, registry, observers))
 
 
-def attend_placed(queries: Queries, keys: Placed, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:
+def attend_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:
     """Return `attend` of queries that are checked, and of Keys of the three branches, which are checked here."""
     queries, keys = _autocast(queries, keys)
     check_keys(queries, keys, call.geometry)
@@ -187,7 +187,7 @@ def _begin(
     page_table: PageTables = None,
     backend: Backends = AUTO,
     registry: BackendRegistry | None = None,
-) -> tuple[Queries, Placed, Call]:
+) -> tuple[Queries, BranchKeys, Call]:
     """Return the operands and the call of the tensors and keywords of a public operation, checked."""
     checks.check_query(q)
     checks.check_geometry(geometry)
@@ -197,7 +197,7 @@ def _begin(
     return queries, keys, make_call(q, geometry, scale, backend, registry)
 
 
-def _autocast(queries: Queries, keys: Placed) -> tuple[Queries, Placed]:
+def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:
     """Return the operands in the autocast dtype where autocast is on; float64, as everywhere, and FP8 stores are left alone."""
     kind = queries.q.device.type
     # the meta device knows no autocast, and asking would raise
@@ -212,7 +212,7 @@ def _autocast(queries: Queries, keys: Placed) -> tuple[Queries, Placed]:
     }
 
 
-def _check_branches(queries: Queries, keys: Placed, gates: Tensor, absent: tuple[str, ...]) -> None:
+def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...]) -> None:
     """Raise InputError where gates or branches do not fit together."""
     checks.check_tensor("gates", gates, (*queries.q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win", queries.q)
     if len(absent) == len(BRANCHES):
@@ -224,12 +224,12 @@ def _check_branches(queries: Queries, keys: Placed, gates: Tensor, absent: tuple
         raise InputError(f"the branches have {sorted(heads)} KV heads (one choice per group serves all); give them equal G")
 
 
-def _gated_attention(queries: Queries, keys: Placed, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:
+def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:
     """Return Eq. 5: by a backend that does all of it where one may, else branch by branch."""
     _check_branches(queries, keys, gates, absent)
     q, observers = queries.q, call.observers
     if absent or any(observer.needs_branches for observer in observers):
-        name = asked_for(Operation.NSA, call)
+        name = name_for(Operation.NSA, call)
         if name not in (None, AUTO) and not isinstance(call.backend, str) and not torch.compiler.is_compiling():
             why = "a branch is absent" if absent else "observers want each branch"
             warnings.warn(f"backend {name!r} for 'nsa' is not used: {why}, so the branches run one by one", stacklevel=3)
@@ -252,7 +252,7 @@ def _gated_attention(queries: Queries, keys: Placed, gates: Tensor, absent: tupl
     return total.to(q.dtype)
 
 
-def _branch_outputs(queries: Queries, keys: Placed, absent: tuple[str, ...], call: Call) -> list[Tensor | None]:
+def _branch_outputs(queries: Queries, keys: BranchKeys, absent: tuple[str, ...], call: Call) -> list[Tensor | None]:
     """Return the outputs of the three branches, in the order of their gates; None for an absent one."""
     outputs: list[Tensor | None] = [None, None, None]
     cmp, lse = keys["_cmp"], None
@@ -300,7 +300,7 @@ def append_rows(
         new = asks[0]
         call = make_call(new.k, geometry, None, backend, registry)
         # the request is that of a step with one query head per KV head
-        append = chosen(Operation.APPEND, call, Queries(new.k, new.k.shape[1], None, start, count), new.store)
+        append = backend_for(Operation.APPEND, call, Queries(new.k, new.k.shape[1], None, start, count), new.store)
         append(rows, new_blocks, start, count, geometry=geometry)
 
 

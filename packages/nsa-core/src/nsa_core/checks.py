@@ -119,9 +119,7 @@ def check_geometry(geometry: object) -> None:
 
 
 def check_block_indices(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-    """Raise InputError where a row of `(B, S, G, n)` names a block twice or outside 0 .. own; -1 is none. CPU only."""
-    if not can_read(block_indices):
-        return
+    """Raise InputError where a row of `(B, S, G, n)` names a block twice or outside 0 .. own; -1 is none. It reads values."""
     own = torch.div(positions, geometry.selection_block_size, rounding_mode="floor")[:, :, None, None]
     for b, t, g, slot in _first((block_indices < -1) | (block_indices > own)):
         raise InputError(

@@ -59,7 +59,7 @@ def make_call(
 
 def run(operation: Operation, call: Call, *operands: Any) -> Any:
     """Return what the backend chosen for `operation` makes of its operands; None where that is NSA and the branches run one by one."""
-    backend = chosen(operation, call, *operands)
+    backend = backend_for(operation, call, *operands)
     if backend is None:
         return None
     for observer in call.observers:
@@ -67,16 +67,16 @@ def run(operation: Operation, call: Call, *operands: Any) -> Any:
     return backend(*operands, geometry=call.geometry, scale=call.scale)
 
 
-def chosen(operation: Operation, call: Call, *operands: Any) -> Any:
+def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
     """Return the backend that serves the operands; None where that is NSA and the branches run one by one."""
-    name = asked_for(operation, call)
+    name = name_for(operation, call)
     if name is None:
         return None
     index = call.registry.resolve_index(name, operation is Operation.NSA, **facts_of(operation, operands, call.geometry))
     return None if index < 0 else call.registry.backends[index]
 
 
-def asked_for(operation: Operation, call: Call) -> str | None:
+def name_for(operation: Operation, call: Call) -> str | None:
     """Return the name that the call gives for `operation`, or "auto"; None where the branches that NSA replaces are named apart."""
     backend = call.backend
     if isinstance(backend, str):

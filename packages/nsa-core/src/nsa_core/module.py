@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_core import checks
-from nsa_core.attention import append_rows, attend_placed
+from nsa_core.attention import append_rows, attend_branches
 from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.compression import block_windows, build_compressor
@@ -316,6 +316,6 @@ class NativeSparseAttention(nn.Module):
         present = tuple(observer for observer in observers if observer is not None)
         call = make_call(queries.q, config.geometry, None, config.backends, self.registry, present)
         absent = tuple(name for name in BRANCHES if name not in config.branches)
-        out = attend_placed(queries, keys, gates, absent, call)
+        out = attend_branches(queries, keys, gates, absent, call)
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected

@@ -71,8 +71,7 @@ def check_keys(queries: Queries, keys: Mapping[str, Keys | None], geometry: Bloc
         if x is not None:
             _check_stores(queries.q, x, ending)
             _check_fields(queries, x, ending)
-    tokens = INT32_MAX if queries.start is None else _capacity(keys, geometry)
-    reach = _check_positions(queries, tokens)
+    reach = _check_positions(queries, keys, geometry)
     for ending, x in keys.items():
         if x is None:
             continue
@@ -83,14 +82,7 @@ def check_keys(queries: Queries, keys: Mapping[str, Keys | None], geometry: Bloc
         elif ending == "_cmp":
             _check_blocks(x, geometry, reach)
         elif not _is_part(x):
-            _check_tokens(queries, x, ending, tokens)
-
-
-def _capacity(keys: Mapping[str, Keys | None], geometry: BlockGeometry) -> int:
-    """Return how many tokens a sequence may have by the bounds of `keys`; compressed keys count where no store holds all tokens."""
-    whole = [(ending, x.max_count) for ending, x in keys.items() if x is not None and not _is_part(x)]
-    bounds = [bound for ending, bound in whole if ending != "_cmp"] or [blocks.max_tokens(bound, geometry) for _, bound in whole]
-    return min([INT32_MAX, *bounds])
+            _check_tokens(queries, x, ending)
 
 
 def _is_part(x: Keys) -> bool:
@@ -161,8 +153,8 @@ def _row_counts(queries: Queries) -> Tensor | int:
     return queries.q.shape[1] if queries.count is None else queries.count
 
 
-def _check_positions(queries: Queries, tokens: int) -> int | None:
-    """Return the tokens up to the last query, None where they may not be read; raise InputError where they are more than `tokens`."""
+def _check_positions(queries: Queries, keys: Mapping[str, Keys | None], geometry: BlockGeometry) -> int | None:
+    """Return the tokens up to the last query, None where they may not be read; raise InputError where they are more than `keys` bound."""
     start, count, most = queries.start, queries.count, queries.q.shape[1]
     if not checks.can_read(start):
         return None
@@ -171,7 +163,10 @@ def _check_positions(queries: Queries, tokens: int) -> int | None:
             f"query_start={start.tolist()}, query_count={None if count is None else count.tolist()} leave 0 .. S={most} "
             f"(positions start at 0, counts at most S); fix them"
         )
-    reach = int((start + _row_counts(queries)).max())
+    # compressed keys bound the tokens where no store holds them all
+    whole = [(ending, x.max_count) for ending, x in keys.items() if x is not None and not _is_part(x)]
+    bounds = [bound for ending, bound in whole if ending != "_cmp"] or [blocks.max_tokens(bound, geometry) for _, bound in whole]
+    reach, tokens = int((start + _row_counts(queries)).max()), min([INT32_MAX, *bounds])
     if reach > tokens:
         raise InputError(
             f"query_start + query_count reaches {reach} of {tokens} cached tokens "
@@ -180,7 +175,7 @@ def _check_positions(queries: Queries, tokens: int) -> int | None:
     return reach
 
 
-def _check_tokens(queries: Queries, x: Keys, ending: str, tokens: int) -> None:
+def _check_tokens(queries: Queries, x: Keys, ending: str) -> None:
     """Raise InputError unless k and v hold every token of their sequences."""
     num_rows, num_queries = x.k.shape[1], queries.q.shape[1]
     # rows and keys are the same tokens; anything else would misplace the causal mask
@@ -189,10 +184,10 @@ def _check_tokens(queries: Queries, x: Keys, ending: str, tokens: int) -> None:
             f"k{ending} has {num_rows} tokens for {num_queries} queries (without query_start they are the same tokens); "
             f"give query_start, or as many keys as queries"
         )
-    if queries.start is not None and num_rows < tokens:
+    if queries.start is not None and num_rows < x.max_count:
         raise InputError(
-            f"k{ending} holds {num_rows} tokens of sequences that may have {tokens} (a store holds all of them); "
-            f"give it {tokens} rows, or a bound of {num_rows}"
+            f"k{ending} holds {num_rows} tokens of sequences that may have {x.max_count} (a store holds all of them); "
+            f"give it {x.max_count} rows, or a bound of {num_rows}"
         )
 
 
@@ -256,9 +251,8 @@ def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry
 
 def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: BlockGeometry) -> None:
     """Raise InputError where block_indices are no int32 `(B, S, G, n)`, or (on a CPU) name a block twice or outside 0 .. own."""
-    q, layout = queries.q, "(B, S, G, n)"
-    checks.check_rank("block_indices", block_indices, 4, layout)
-    shape = (*q.shape[:2], k.shape[2], max(1, block_indices.shape[3]))
-    checks.check_tensor("block_indices", block_indices, shape, layout, q, torch.int32)
+    checks.check_rank("block_indices", block_indices, 4, "(B, S, G, n)")
+    shape = (*queries.q.shape[:2], k.shape[2], max(1, block_indices.shape[3]))
+    checks.check_tensor("block_indices", block_indices, shape, "(B, S, G, n)", queries.q, torch.int32)
     if checks.can_read(block_indices):
         checks.check_block_indices(block_indices, rows_of(queries).positions, geometry)

@@ -83,9 +83,9 @@ def keys_of(
 
 def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometry: BlockGeometry) -> int:
     """Return the most tokens of a sequence that a store can hold: the first store of tokens, or that of compressed keys where it is alone."""
-    ending = next((ending for ending, (k, _) in pairs.items() if k is not None and ending != "_cmp"), "_cmp")
-    (k, _), is_compressed = pairs[ending], ending == "_cmp"
-    assert k is not None
-    table = tables[is_compressed]
-    rows = k.shape[1] * (1 if table is None else table.shape[1])
-    return blocks.max_tokens(rows, geometry) if is_compressed else rows
+    rows = {ending: k.shape[1] for ending, (k, _) in pairs.items() if k is not None}
+    for ending in rows:
+        table = tables[ending == "_cmp"]
+        rows[ending] *= 1 if table is None else table.shape[1]
+    blocks_held = rows.pop("_cmp", 0)
+    return next(iter(rows.values()), blocks.max_tokens(blocks_held, geometry))

@@ -72,7 +72,7 @@ class Keys(NamedTuple):
     v: Tensor
     """As k, with D_v columns."""
     max_count: int
-    """Rows (tokens; compressed: blocks) that a sequence has here, at most: a host bound for grids. For a ring the sequence's tokens do, too."""
+    """Rows (tokens; compressed: blocks) that a sequence has here, at most: a host bound for grids. A ring may give its sequence's tokens."""
     cu_seqlens: Tensor | None = None
     """Packed: int32 (N + 1,), where each sequence's rows begin."""
     page_table: Tensor | None = None

@@ -60,7 +60,10 @@ def attention_op(
     result = FusedOutput if operation is Operation.NSA else BranchOutput
 
     def returns(found: Any) -> Any:
-        return found if is_choice else (*found[:2], [x for x in found[2:] if x is not None]) if saves else tuple(found)
+        """Return what `forward` gave, in the order and the types of the schema."""
+        if is_choice or not saves:
+            return found if is_choice else tuple(found)
+        return *found[:2], [x for x in found[2:] if x is not None]
 
     def run_forward(*inputs: Any) -> Any:
         *flat, geometry, scale, needs_grad = inputs
@@ -89,7 +92,7 @@ def attention_op(
     def call(*operands: Any, geometry: BlockGeometry, scale: float) -> Any:
         flat = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
         needs_grad = backward is not None and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
-        # below autograd at once where nothing is differentiated, but for a graph being traced, which cannot see the guard
+        # where nothing is differentiated the op skips autograd; a graph being traced cannot skip it
         run = op if needs_grad or torch.compiler.is_compiling() else below_autograd
         found = run(*flat, list(geometry.as_tuple()), scale, needs_grad)
         return found if is_choice else result(found[0], found[1])
@@ -103,7 +106,7 @@ def _fields_of(operation: Operation) -> list[Any]:
 
 
 def _schema_of(operation: Operation) -> str:
-    return ", ".join(f"{SCHEMA_TYPES[hint]} x{place}" for place, hint in enumerate(_fields_of(operation)))
+    return ", ".join(f"{SCHEMA_TYPES[hint]} x{index}" for index, hint in enumerate(_fields_of(operation)))
 
 
 def _grouped(operation: Operation, flat: Sequence[Any]) -> list[Any]:
@@ -128,16 +131,17 @@ def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[.
     # the gated sum is not kept for the backward pass; the last tensor of SLC is block_indices
     num_grads, num_dropped = (1, 1) if operation is Operation.NSA else (2, 0)
     fields = _fields_of(operation)
-    trained = [place for place, hint in enumerate(fields) if hint is Tensor][: -1 if operation is Operation.SLC else None]
+    trained = [index for index, hint in enumerate(fields) if hint is Tensor][: -1 if operation is Operation.SLC else None]
 
     def run(*inputs: Any) -> Any:
         grads, results, (*flat, geometry, scale) = inputs[:num_grads], inputs[num_grads], inputs[num_grads + 1 :]
         return tuple(backward(grads, results, *_grouped(operation, flat), geometry=geometry_of(*geometry), scale=scale))
 
     def fake(*inputs: Any) -> Any:
-        return tuple(inputs[num_grads + 1 + place].new_empty(inputs[num_grads + 1 + place].shape) for place in trained)
+        flat = inputs[num_grads + 1 :]
+        return tuple(flat[index].new_empty(flat[index].shape) for index in trained)
 
-    grads = ", ".join(f"Tensor? d{place}" for place in range(num_grads))
+    grads = ", ".join(f"Tensor? d{index}" for index in range(num_grads))
     gradients = ", ".join(["Tensor"] * len(trained))
     schema = f"({grads}, Tensor[] results, {_schema_of(operation)}, int[] geometry, float scale) -> ({gradients})"
     op = _declare(f"{name}_backward", schema, run, fake)
@@ -161,8 +165,8 @@ def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[.
             found: list[Any] = [None] * (count + 1)
             if any(grad is not None for grad in grads[:num_grads]):
                 inputs = [x if constant is None else constant for x, constant in zip(saved[:count], ctx.constants, strict=True)]
-                for place, gradient in zip(trained, op(*grads[:num_grads], list(saved[count:]), *inputs), strict=True):
-                    found[place] = gradient
+                for index, gradient in zip(trained, op(*grads[:num_grads], list(saved[count:]), *inputs), strict=True):
+                    found[index] = gradient
             return tuple(found)
 
     return Differentiable

@@ -29,7 +29,7 @@ TILES: dict[Operation, Callable[..., Iterable[tiles.Tile]]] = {
     Operation.SLC: branches.selected_tiles,
     Operation.WIN: branches.window_tiles,
 }
-"""The tiles of each attention, of its operands and the geometry."""
+"""The function that cuts each attention into tiles, of its operands and the geometry."""
 
 
 def _tiles(operation: Operation, queries: Queries, keys: Keys, choice: Sequence[Tensor], geometry: BlockGeometry) -> Iterable[tiles.Tile]:
@@ -49,8 +49,9 @@ def _over_sequences(
         if batch is None:
             return list(compute(queries, keys, *rows))
         found = compute(*batch.spread(queries, keys), *(x if x is None else batch.queries.spread(x) for x in rows))
-        places = [(batch.queries, queries.q.shape[1])] * (len(found) - num_of_keys) + [(batch.keys, keys.k.shape[1])] * num_of_keys
-        return [place.collect(x, num_rows) for x, (place, num_rows) in zip(found, places, strict=True)]
+        num_of_queries = len(found) - num_of_keys
+        of_queries = [batch.queries.collect(x, queries.q.shape[1]) for x in found[:num_of_queries]]
+        return of_queries + [batch.keys.collect(x, keys.k.shape[1]) for x in found[num_of_queries:]]
 
 
 def _forward(
@@ -88,14 +89,13 @@ def _select(queries: Queries, cmp: Keys, lse: Tensor, *, geometry: BlockGeometry
     return _over_sequences(compute, queries, cmp, lse)[0]
 
 
+def _declared(operation: Operation) -> Callable[..., Any]:
+    passes = (_select,) if operation is Operation.SELECT else (partial(_forward, operation), partial(_backward, operation))
+    return partial(over_rows, attention_op(f"nsa_core::sdpa_{operation}", *passes, operation=operation))
+
+
 COMPUTE: dict[Operation, Callable[..., Any]] = {
-    operation: partial(
-        over_rows,
-        attention_op(f"nsa_core::sdpa_{operation}", partial(_forward, operation), partial(_backward, operation), operation=operation),
-    )
-    for operation in (Operation.CMP, Operation.SLC, Operation.WIN)
-} | {
-    Operation.SELECT: partial(over_rows, attention_op("nsa_core::sdpa_select", _select, operation=Operation.SELECT)),
+    **{operation: _declared(operation) for operation in (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN)},
     Operation.APPEND: append,
     Operation.CHOOSE: choose,
 }

@@ -1,0 +1,70 @@
+"""Custom ops that two plain functions declare: declared again, differentiated twice, without gradients."""
+
+import pytest
+import torch
+
+from nsa_core import Keys, Operation, Queries, attention_op
+from nsa_core.testing.inputs import SMALL
+
+
+def operands(requires_grad=False):
+    q, k, v = (torch.randn(1, 6, 2, 4, dtype=torch.float64, requires_grad=requires_grad) for _ in range(3))
+    return Queries(q, 6), Keys(k, v, 6)
+
+
+def declare(factor, name="nsa_core_tests::window"):
+    def forward(queries, keys, *, geometry, scale, needs_grad):
+        return factor * keys.v, queries.q.new_zeros(queries.q.shape[:3])
+
+    def backward(grads, results, queries, keys, *, geometry, scale):
+        dout = torch.zeros_like(results[0]) if grads[0] is None else grads[0]
+        return torch.zeros_like(queries.q), torch.zeros_like(keys.k), factor * dout
+
+    return attention_op(name, forward, backward, operation=Operation.WIN)
+
+
+def test_a_second_declaration_replaces_the_first():
+    queries, keys = operands(requires_grad=True)
+    for factor in (2, 3):
+        out = declare(factor)(queries, keys, geometry=SMALL, scale=1.0).out
+        assert torch.equal(out, factor * keys.v)
+        (gradient,) = torch.autograd.grad(out.sum(), keys.v)
+        assert torch.equal(gradient, torch.full_like(gradient, factor))
+
+
+def test_fields_that_are_not_there_reach_the_functions_as_they_were():
+    found = []
+
+    def forward(queries, keys, *, geometry, scale, needs_grad):
+        found.append((queries, keys, geometry, scale, needs_grad))
+        return keys.v.clone(), queries.q.new_zeros(queries.q.shape[:3])
+
+    queries, keys = operands()
+    start, first = torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    queries, keys = queries._replace(start=start), keys._replace(first=first, ring=True)
+    attention_op("nsa_core_tests::fields", forward, operation=Operation.WIN)(queries, keys, geometry=SMALL, scale=0.5)
+    ((given, stores, *rest),) = found
+    assert rest == [SMALL, 0.5, False]
+    assert (given.max_count, given.cu_seqlens, given.count) == (6, None, None)
+    assert (stores.max_count, stores.page_table, stores.k_scale, stores.ring) == (6, None, None, True)
+    assert torch.equal(given.start, start)
+    assert torch.equal(stores.first, first)
+
+
+def test_results_without_a_backward_pass_require_no_gradient():
+    op = attention_op(
+        "nsa_core_tests::forward_only",
+        lambda queries, keys, **_: (keys.v.clone(), queries.q.new_zeros(queries.q.shape[:3])),
+        operation=Operation.WIN,
+    )
+    out, lse = op(*operands(requires_grad=True), geometry=SMALL, scale=1.0)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+
+
+def test_a_second_derivative_is_refused():
+    queries, keys = operands(requires_grad=True)
+    out = declare(2, "nsa_core_tests::once")(queries, keys, geometry=SMALL, scale=1.0).out
+    (gradient,) = torch.autograd.grad(out.square().sum(), keys.v, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
