@@ -9,7 +9,6 @@ tangents of forward-mode differentiation as well (InputError). Nothing waits for
 """
 
 import warnings
-from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
 import torch
@@ -23,17 +22,13 @@ from nsa_core.config import BRANCHES, BlockGeometry
 from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, make_call, name_for, run
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum
-from nsa_core.operand_checks import FP8, check_choice, check_keys, check_kinds
-from nsa_core.operands import PageTables, Pairs, keys_of, queries_of
+from nsa_core.operands import FP8, BranchKeys, PageTables, Pairs, check_choice, check_keys, check_kinds, keys_of, queries_of
 from nsa_core.reference.rows import rows_of
 from nsa_core.telemetry import AttentionObserver
 
-BranchKeys = Mapping[str, Keys | None]
-"""Keys by the ending of their names, "_cmp", "_slc", "_win", or "" for an operation of one branch; None for an absent one."""
-
 
 class CallKeywords(TypedDict, total=False):
-    """The keywords that every operation takes beside `geometry`."""
+    """The keywords that every operation takes in addition to `geometry`."""
 
     scale: float | None
     """Factor of the scores; None is D_k ** -0.5."""

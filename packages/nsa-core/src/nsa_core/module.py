@@ -1,7 +1,7 @@
 """The attention layer: projections, compression, gates and the cache around `nsa_attention`."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from nsa_core.dispatch import make_call
 from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
-from nsa_core.operands import keys_of, queries_of
+from nsa_core.operands import BranchKeys, keys_of, queries_of
 from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
@@ -300,7 +300,7 @@ class NativeSparseAttention(nn.Module):
         x: Tensor,
         positions: Tensor,
         queries: Queries,
-        keys: Mapping[str, Keys | None],
+        keys: BranchKeys,
         observers: tuple[AttentionObserver | None, ...],
     ) -> Tensor:
         config = self.config

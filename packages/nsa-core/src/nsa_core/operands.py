@@ -1,6 +1,10 @@
-"""From the keywords of a public operation to Queries and Keys."""
+"""Queries and Keys from the keywords of a public operation, and every check of them.
+
+Types, shapes and extents are checked always; values on a CPU only, where reading them waits for nothing.
+"""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,12 +13,17 @@ from nsa_core import blocks, checks
 from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
-from nsa_core.operand_checks import INT32_MAX, check_bound, check_queries, check_ranks
+from nsa_core.reference.rows import rows_of
 from nsa_core.varlen import cu_blocks_from_cu_seqlens
 
+INT32_MAX = 2**31 - 1
+"""Positions are int32, so no sequence is longer."""
+FP8 = (torch.float8_e4m3fn,)
 PageTables = Tensor | tuple[Tensor, Tensor] | None
 Pairs = Mapping[str, tuple[Tensor | None, Tensor | None]]
 """k and v by the ending of their names: "_cmp", "_slc", "_win", or "" for an operation of one branch; None for an absent one."""
+BranchKeys = Mapping[str, Keys | None]
+"""Keys by the same endings; None for an absent branch."""
 
 
 def queries_of(
@@ -89,3 +98,244 @@ def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometr
         rows[ending] *= 1 if table is None else table.shape[1]
     blocks_held = rows.pop("_cmp", 0)
     return next(iter(rows.values()), blocks.max_tokens(blocks_held, geometry))
+
+
+def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeometry) -> None:
+    """Raise InputError unless a caller's `queries` are Queries and `keys` Keys, or None for an absent branch, with bounds on their rows."""
+    if not isinstance(queries, Queries):
+        raise InputError(f"queries is a {type(queries).__name__} (the rule: Queries says where rows stand); use Queries(q, max_count)")
+    checks.check_query(queries.q)
+    check_queries(queries, "queries.")
+    longest = queries.q.shape[1] if queries.cu_seqlens is None else checks.longest_of(queries.cu_seqlens, 0)
+    check_bound("queries.max_count", queries.max_count, longest, f"the longest sequence's rows, {longest}")
+    for ending, x in keys.items():
+        if x is None:
+            continue
+        if not isinstance(x, Keys):
+            raise InputError(f"k{ending} is a {type(x).__name__} (the rule: Keys says where keys lie); use Keys(k, v, max_count)")
+        check_ranks(x.k, x.v, ending, is_paged=x.page_table is not None)
+        least = blocks.num_compressed_blocks(queries.max_count, geometry) if ending == "_cmp" else queries.max_count
+        if queries.start is not None:
+            least = 0 if x.first is None else min(geometry.window_size, x.k.shape[1])
+        check_bound(f"k{ending}.max_count", x.max_count, least, f"the {least} rows that queries read")
+
+
+def check_bound(name: str, bound: Any, least: int, cause: str) -> None:
+    """Raise InputError unless `bound`, a host bound on rows, is an integer of at least `least`; `cause` says why so many."""
+    if not isinstance(bound, int | torch.SymInt) or isinstance(bound, bool) or bound < 0:
+        raise InputError(f"{name}={bound!r} is no bound on rows (the rule: an integer of at least 0); use the number of rows")
+    if bound < least:
+        raise InputError(f"{name}={bound} is below {cause}; use {least} or more")
+
+
+def check_ranks(k: Tensor | None, v: Tensor | None, ending: str, *, is_paged: bool) -> None:
+    """Raise InputError unless the stores of one branch are tensors of four dimensions, or None."""
+    for letter, x in (("k", k), ("v", v)):
+        if x is not None:
+            checks.check_rank(letter + ending, x, 4, "(pages, page_size, G, D)" if is_paged else "(B, T, G, D)")
+
+
+def check_queries(queries: Queries, prefix: str) -> None:
+    """Raise InputError unless the placement of the rows `queries.q` fits them; `prefix` begins the names of start and count."""
+    q, cu_seqlens, num_sequences = queries.q, queries.cu_seqlens, queries.q.shape[0]
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, q)
+        num_sequences = cu_seqlens.shape[0] - 1
+        if queries.count is not None:
+            raise InputError("queries has cu_seqlens and count (ragged and packed rows all count); drop one")
+    for name, x in (("start", queries.start), ("count", queries.count)):
+        if x is not None:
+            checks.check_tensor(prefix + name, x, (num_sequences,), "(B,)", q, torch.int32)
+
+
+def check_keys(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> None:
+    """Raise InputError where Keys, by the ending of their names, do not fit the queries or each other."""
+    for ending, x in keys.items():
+        if x is not None:
+            _check_stores(queries.q, x, ending)
+            _check_fields(queries, x, ending)
+    reach = _check_positions(queries, keys, geometry)
+    for ending, x in keys.items():
+        if x is None:
+            continue
+        if _is_part(x):
+            _check_window(queries, x, ending, geometry, reach)
+        if x.page_table is not None:
+            _check_pages(queries, x, ending, geometry)
+        elif ending == "_cmp":
+            _check_blocks(x, geometry, reach)
+        elif not _is_part(x):
+            _check_tokens(queries, x, ending)
+
+
+def _is_part(x: Keys) -> bool:
+    """Return True where the keys may be fewer than their sequence's."""
+    return x.ring or x.first is not None
+
+
+def _check_stores(q: Tensor, x: Keys, ending: str) -> None:
+    """Raise InputError unless keys `(B, T, G, D_k)` and values `(B, T, G, D_v)` fit q and each other."""
+    for letter, store, scale in (("k", x.k, x.k_scale), ("v", x.v, x.v_scale)):
+        dtype = store.dtype
+        if scale is not None:
+            checks.check_tensor(f"k{ending}.{letter}_scale", scale, tuple(store.shape[:3]), "k's without the last", q, torch.float32)
+        if (dtype in FP8) == (scale is None) or (scale is None) != (x.k_scale is None):
+            state = "without scales" if scale is None else "with scales"
+            raise InputError(
+                f"{letter}{ending} is {dtype} {state} (stores of FP8 have k_scale and v_scale, others none); "
+                f"give both, or stores of q's dtype"
+            )
+        if scale is None and dtype != q.dtype:
+            raise InputError(f"{letter}{ending} is {dtype}, q is {q.dtype} (q, k, v share one dtype); cast one with .to()")
+        if store.device != q.device:
+            checks.check_device(letter + ending, store, "q", q)
+    if x.k_scale is not None and ending == "_cmp":
+        raise InputError("k_cmp is a store of FP8 (blocks are chosen in the compute dtype); give compressed keys of q's dtype")
+    shape, other, (_, _, num_heads, head_dim) = x.k.shape, x.v.shape, q.shape
+    if shape[3] != head_dim:
+        raise InputError(f"k{ending} has head dimension {shape[3]}, q has {head_dim} (they meet in a product); make them equal")
+    if other[:3] != shape[:3]:
+        raise InputError(f"v{ending} has shape {tuple(other)}, k{ending} {tuple(shape)} (equal but for the last); pair them up")
+    if shape[2] < 1 or num_heads % shape[2]:
+        raise InputError(
+            f"k{ending} has {shape[2]} KV heads for {num_heads} query heads (each serves H/G of them); use a divisor of {num_heads}"
+        )
+
+
+def _check_fields(queries: Queries, x: Keys, ending: str) -> None:
+    """Raise InputError unless the placement of one branch's Keys belongs to the queries'."""
+    q, cu_seqlens, is_step, name = queries.q, queries.cu_seqlens, queries.start is not None, f"k{ending}"
+    num_sequences, is_packed = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, cu_seqlens is not None and not is_step
+    batch = 1 if is_packed else num_sequences
+    if x.page_table is None and x.k.shape[0] != batch:
+        raise InputError(f"{name} has batch size {x.k.shape[0]}, q has {batch} (the rule: equal); give both the same batch")
+    if not is_step and (x.page_table is not None or _is_part(x)):
+        raise InputError(f"{name} is paged, a ring or a part of its sequence without queries.start (rows need a position); give start")
+    if _is_part(x) and ending not in ("", "_win"):
+        raise InputError(f"{name} is a ring or a part of its sequence (only the sliding branch reads so few keys); give all of its keys")
+    if (x.cu_seqlens is not None) != is_packed:
+        state, fix = ("missing", "give") if is_packed else ("given", "drop")
+        raise InputError(f"{name}.cu_seqlens is {state} (packed queries have packed keys, others none); {fix} it")
+    if x.page_table is not None:
+        checks.check_tensor(f"{name}.page_table", x.page_table, (num_sequences, None), "(N, max_pages)", q, torch.int32)
+    if x.first is not None:
+        checks.check_tensor(f"{name}.first", x.first, (num_sequences,), "(N,)", q, torch.int32)
+    if x.cu_seqlens is not None:
+        checks.check_tensor(f"{name}.cu_seqlens", x.cu_seqlens, (num_sequences + 1,), "(N + 1,)", q, torch.int32)
+    if checks.can_read(x.cu_seqlens) and cu_seqlens is not None:
+        offsets = x.cu_seqlens.tolist()
+        is_same = ending == "_cmp" or offsets == cu_seqlens.tolist()
+        if offsets[0] != 0 or sorted(offsets) != offsets or not is_same:
+            raise InputError(f"{name}.cu_seqlens={offsets} does not bound its sequences' rows (0 first, never less); use the queries' own")
+
+
+def _row_counts(queries: Queries) -> Tensor | int:
+    """Return the rows of each sequence that count."""
+    if queries.cu_seqlens is not None:
+        return queries.cu_seqlens.diff()
+    return queries.q.shape[1] if queries.count is None else queries.count
+
+
+def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> int | None:
+    """Return the tokens up to the last query, None where they may not be read; raise InputError where they are more than `keys` bound."""
+    start, count, most = queries.start, queries.count, queries.q.shape[1]
+    if not checks.can_read(start):
+        return None
+    if int(start.min()) < 0 or (count is not None and (int(count.min()) < 0 or int(count.max()) > most)):
+        raise InputError(
+            f"query_start={start.tolist()}, query_count={None if count is None else count.tolist()} leave 0 .. S={most} "
+            f"(positions start at 0, counts at most S); fix them"
+        )
+    # compressed keys bound the tokens where no store holds them all
+    whole = [(ending, x.max_count) for ending, x in keys.items() if x is not None and not _is_part(x)]
+    bounds = [bound for ending, bound in whole if ending != "_cmp"] or [blocks.max_tokens(bound, geometry) for _, bound in whole]
+    reach, tokens = int((start + _row_counts(queries)).max()), min([INT32_MAX, *bounds])
+    if reach > tokens:
+        raise InputError(
+            f"query_start + query_count reaches {reach} of {tokens} cached tokens "
+            f"(keys must already hold the queries' own tokens); write them to the cache first"
+        )
+    return reach
+
+
+def _check_tokens(queries: Queries, x: Keys, ending: str) -> None:
+    """Raise InputError unless k and v hold every token of their sequences."""
+    num_rows, num_queries = x.k.shape[1], queries.q.shape[1]
+    # rows and keys are the same tokens; anything else would misplace the causal mask
+    if queries.start is None and num_rows != num_queries:
+        raise InputError(
+            f"k{ending} has {num_rows} tokens for {num_queries} queries (without query_start they are the same tokens); "
+            f"give query_start, or as many keys as queries"
+        )
+    if queries.start is not None and num_rows < x.max_count:
+        raise InputError(
+            f"k{ending} holds {num_rows} tokens of sequences that may have {x.max_count} (a store holds all of them); "
+            f"give it {x.max_count} rows, or a bound of {num_rows}"
+        )
+
+
+def _check_window(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry, reach: int | None) -> None:
+    """Raise InputError where keys that are a ring or a part of their sequence do not hold every key of their queries' windows."""
+    start, first, needed = queries.start, x.first, geometry.window_size - 1 + queries.max_count
+    length = x.k.shape[1] * (1 if x.page_table is None else x.page_table.shape[1])
+    if x.ring and length < min(needed, x.max_count if reach is None else reach):
+        raise InputError(
+            f"the ring k{ending} holds {length} tokens (its queries see window_size - 1 + {queries.max_count} = {needed}); "
+            f"make it of {needed} rows, or pass fewer queries"
+        )
+    if start is None or not checks.can_read(first):
+        return
+    rows = torch.as_tensor(_row_counts(queries), device=start.device).expand_as(start)
+    seen = start - geometry.window_size + 1
+    problems = (
+        (first < 0, f"begins at positions {first.tolist()} (the first token of a sequence is at 0); give its keys from 0 on"),
+        (
+            first > seen.clamp(min=0),
+            f"begins at positions {first.tolist()} for queries from {start.tolist()} on (a query sees window_size="
+            f"{geometry.window_size} tokens back); begin at query_start - {geometry.window_size - 1} or before",
+        ),
+        (
+            start + rows - first > length,
+            f"ends at positions {(first + length).tolist()} before its queries do (they see themselves); give their own keys as well",
+        ),
+    )
+    for is_wrong, message in problems:
+        # a sequence without rows reads nothing
+        if bool((is_wrong & (rows > 0)).any()):
+            raise InputError(f"k{ending} {message}")
+
+
+def _check_blocks(x: Keys, geometry: BlockGeometry, reach: int | None) -> None:
+    """C must hold every block that a query may see: N_c(S), or the sum of N_c(S_i) where that can be read."""
+    needed = x.max_count
+    if x.cu_seqlens is not None:
+        needed = int(x.cu_seqlens[-1]) if checks.can_read(x.cu_seqlens) else 0
+    seen = 0 if reach is None else blocks.num_compressed_blocks(reach, geometry)
+    check_bound("k_cmp.max_count", x.max_count, seen, f"the {seen} blocks that queries see")
+    if x.k.shape[1] < needed:
+        raise InputError(
+            f"k_cmp has {x.k.shape[1]} blocks where the sequences have {needed} (N_c = (S - l) // d + 1 each); compress all of them"
+        )
+
+
+def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
+    """Pages up to each sequence's last query row must exist, each once; entries beyond are never read."""
+    # on a GPU a tensor made of a Python number would wait for its copy
+    if queries.start is None or not checks.can_read(x.page_table):
+        return
+    rows, page_size = _row_counts(queries), x.k.shape[1]
+    last_tokens = torch.where(torch.as_tensor(rows, device=queries.start.device) > 0, queries.start + rows, 0)
+    if _is_part(x):
+        # fewer tokens than the sequence has: how many, the checks of the window know
+        last_tokens = last_tokens.clamp(max=page_size * x.page_table.shape[1])
+    stride = geometry.compression_stride if ending == "_cmp" else 1
+    checks.check_page_table(x.page_table, last_tokens, f"k{ending}", x.k.shape[0], page_size * stride)
+
+
+def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: BlockGeometry) -> None:
+    """Raise InputError where block_indices are no int32 `(B, S, G, n)`, or (on a CPU) name a block twice or outside 0 .. own."""
+    checks.check_rank("block_indices", block_indices, 4, "(B, S, G, n)")
+    shape = (*queries.q.shape[:2], k.shape[2], max(1, block_indices.shape[3]))
+    checks.check_tensor("block_indices", block_indices, shape, "(B, S, G, n)", queries.q, torch.int32)
+    if checks.can_read(block_indices):
+        checks.check_block_indices(block_indices, rows_of(queries).positions, geometry)

@@ -1,4 +1,4 @@
-"""The parts of the plug-in seam: what is asked for, what a backend says of itself, what it gets and gives.
+"""The parts of the plug-in seam: operations and requests, the description of a backend, its operands and results.
 
 An *operation* is one piece of the mathematics (Eq. 5, 7-12); a *backend* is one implementation of one operation. Routing
 (`nsa_core.backends.registry`) reads only plain numbers, so it can answer for a machine that is not there.

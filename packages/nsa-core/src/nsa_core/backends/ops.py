@@ -52,7 +52,7 @@ def attention_op(
             for NSA of the gates. `grads` is (dout, dlse), either of them None where no gradient comes, or for NSA (dout,);
             `results` is what `forward` returned, for NSA without out. None: the operation carries no gradient.
         operation: the operation that the functions compute.
-        saves: `saves(*operands, geometry=)` returns what `backward` reads beside the results, uninitialised; None for what is not
+        saves: `saves(*operands, geometry=)` returns what `backward` reads in addition to the results, uninitialised; None for what is not
             there, which `backward` does not get.
     """
     is_choice, schema = operation is Operation.SELECT, _schema_of(operation)
