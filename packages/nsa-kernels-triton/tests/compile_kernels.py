@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one cached token": {"length": 1, "layout": "cached"},
     # a few rows over all that a cache holds, without gradients
     "step": {"layout": "cached", "num_rows": 1},
+    "step over a ring": {"layout": "cached", "num_rows": 1, "ring": True},
     "step of a group of 16": {"layout": "cached", "num_rows": 5, "num_heads": 16, "num_kv_heads": 1},
     "step of small blocks": {"layout": "cached", "num_rows": 1, "geometry": BlockGeometry(4, 2, 8, 4, 1, 2, 20), "dtype": torch.float32},
 }
@@ -107,7 +108,7 @@ def run_case(
 
     q = normal(1, num_rows, num_heads, head_dim_qk)
     queries = Queries(q, num_rows, bounds, start, count)
-    cmp, slc, win = pair(num_blocks, block_bounds), pair(length, bounds), pair(length, bounds)
+    cmp, slc, win = pair(num_blocks, block_bounds), pair(length, bounds), pair(length, bounds)._replace(ring=sizes.get("ring", False))
     indices = torch.zeros(1, num_rows, num_kv_heads, geometry.num_selected_blocks, dtype=torch.int32)
     others: dict[Operation, tuple[Any, ...]] = {
         Operation.CMP: (cmp,),

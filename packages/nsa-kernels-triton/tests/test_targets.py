@@ -82,6 +82,13 @@ def test_a_steps_kernels_compile(without_interpreter, capability, head_dims):
     assert_within_shared_memory(found, capability)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
+def test_a_step_of_the_window_over_a_ring_is_one_portable_kernel(without_interpreter, capability):
+    found = compiled(without_interpreter, capability, (192, 128), ("win",), "step over a ring")
+    assert [each["kernel"] for each in found] == ["forward_kernel"]
+    assert_within_shared_memory(found, capability)
+
+
 EVERY_CASE: tuple[str, ...] = ()
 MORE = [
     *(((8, 0), head_dims, ("dense", "float32")) for head_dims in HEAD_DIMS),
