@@ -145,7 +145,7 @@ def smoke(
 @app.command
 def env(*, files: ResultFiles = NO_FILES) -> int:
     """Show what a result would be made with: time, machine, versions, commit."""
-    from nsa_bench.env import run_env
+    from nsa_bench.results import run_env
 
     run_env(Output(files, screen=Console()))
     return 0

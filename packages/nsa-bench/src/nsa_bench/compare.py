@@ -16,12 +16,23 @@ from torch import Tensor, nn
 
 from nsa_bench.cases import Case, dtype_of, find_device, lengths_of, parse_geometry, parse_shapes
 from nsa_bench.inputs import make_tensors
-from nsa_bench.measurement import Direction, Extent, Implementation, Job, Measurement, Setup, check_all, describe_failure, measure
+from nsa_bench.measurement import (
+    Direction,
+    Extent,
+    Implementation,
+    Job,
+    Measurement,
+    Setup,
+    check_all,
+    describe_failure,
+    free_cached_memory,
+    held_bytes,
+    measure,
+)
 from nsa_bench.options import CompareOptions
 from nsa_bench.reporting import attention_tables, collect
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder, check_backend
-from nsa_bench.timing import free_cached_memory, held_bytes
 from nsa_core import BlockGeometry, nsa_attention
 from nsa_core.compression import block_windows
 from nsa_core.testing.sampled import Expected, attend_sample, choices, expectation

@@ -20,8 +20,7 @@ from nsa_core.errors import NSAError
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of, in_one_line
 from nsa_train.host.environment import RUNS_ON
 from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, settle_streams, warn
-from nsa_train.lifecycle.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
-from nsa_train.lifecycle.signals import ending_by_signals, last_words
+from nsa_train.lifecycle.outcomes import Ending, ending_by_signals, ending_of, heed_launcher, last_words, note_worker, reported
 from nsa_train.loop.starting import RDZV_ID, GoingOn, Meeting, as_sets, start
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig, listed
@@ -326,7 +325,7 @@ def sample(
 def report(directory: RunFolder, /) -> int:
     """Draw curves.png and report.html of the run in DIR anew, from its records."""
     from nsa_train.run_dir import RunDirectory
-    from nsa_train.telemetry.damage import damaged_records
+    from nsa_train.telemetry.records import damaged_records
     from nsa_train.telemetry.report import write_report
 
     paths = RunDirectory(directory)

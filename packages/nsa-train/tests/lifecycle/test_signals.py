@@ -16,8 +16,7 @@ import pytest
 from nsa_train import cli
 from nsa_train.cli import run_command
 from nsa_train.errors import LostContactError
-from nsa_train.lifecycle.outcomes import FOLDER, STOP, joint_code, reported
-from nsa_train.lifecycle.signals import ending_by_signals
+from nsa_train.lifecycle.outcomes import FOLDER, STOP, ending_by_signals, joint_code, reported
 from nsa_train.loop.trainer import Trainer
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.recorder import Recorder

@@ -13,8 +13,7 @@ from nsa_train.cli import run_command
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.health import judge
 from nsa_train.telemetry.records import read_events
-from nsa_train.telemetry.report import write_report
-from nsa_train.telemetry.starts import moment, resumes_in_words
+from nsa_train.telemetry.report import moment, resumes_in_words, write_report
 
 
 @pytest.fixture

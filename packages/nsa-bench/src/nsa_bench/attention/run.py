@@ -18,12 +18,24 @@ from nsa_bench.attention.sweep import judge_sweep, sweep_rows, sweep_table
 from nsa_bench.attention.targets import judge_targets, target_rows, targets_table
 from nsa_bench.cases import DENSE, Case
 from nsa_bench.inputs import free_overlap, make_block_indices, make_tensors, positions_of
-from nsa_bench.measurement import Direction, Extent, Implementation, Job, Measurement, Setup, check_all, describe_failure, finish, measure
+from nsa_bench.measurement import (
+    Direction,
+    Extent,
+    Implementation,
+    Job,
+    Measurement,
+    Setup,
+    check_all,
+    describe_failure,
+    finish,
+    free_cached_memory,
+    held_bytes,
+    measure,
+)
 from nsa_bench.options import AttentionOptions
 from nsa_bench.reporting import attention_tables, collect
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder, check_backend
-from nsa_bench.timing import free_cached_memory, held_bytes
 from nsa_core import compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
 from nsa_core.testing.inputs import Inputs
 from nsa_core.testing.sampled import choices, compare_selection, expect, operands_of

@@ -18,10 +18,9 @@ from attrs import field, frozen
 from torch import Tensor
 
 from nsa_train.data.blocks import SyntheticBlocks, SyntheticRows, TextTokenBlocks, scan_held_out
-from nsa_train.data.buckets import BucketedRows
 from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
 from nsa_train.data.opened import Walk
-from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
+from nsa_train.data.packing import IGNORED, Batch, BucketedRows, PackedRows, Row, collate
 from nsa_train.data.position import settings_of
 from nsa_train.data.retrieval import Retrieval, RetrievalRows
 from nsa_train.data.sources import (
@@ -38,9 +37,9 @@ from nsa_train.data.sources import (
     open_files,
     open_hub,
 )
+from nsa_train.data.sources.base import within
 from nsa_train.data.sources.split import rank_of, shared, split
 from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
-from nsa_train.data.waiting import within
 from nsa_train.errors import DataError
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.data_table import IDS, DataTable

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import attrs
 
 from nsa_train.data.dataset import open_dataset
+from nsa_train.data.sources.base import LateError, within
 from nsa_train.data.stream import TrainingStream, lanes_of
-from nsa_train.data.waiting import LateError, within
 from nsa_train.settings.config import RunConfig
 
 MEASURED_BATCHES = 200

@@ -11,7 +11,7 @@ import numpy as np
 
 from nsa_train.data.lanes import BlockSequence
 from nsa_train.data.sources import FileBlocks, Hashes, LostError, Reading, changed
-from nsa_train.data.waiting import within
+from nsa_train.data.sources.base import within
 from nsa_train.errors import DataError
 
 KEY = "block_hashes"

@@ -18,7 +18,7 @@ from nsa_train.settings.rules import undivided_rows
 def open_training_stream(
     config: RunConfig, *, rank: int = 0, world_size: int = 1, dataset: Dataset | None = None, announce: Callable[[str], None] | None = None
 ) -> "TrainingStream":
-    """Return the endless training batches of `rank`; `dataset`: what `open_dataset` or `probe` returned, if it is at hand.
+    """Return the endless training batches of `rank`; `dataset`: what `open_dataset` returned, if it is at hand.
 
     `announce` gets a line every `data.progress_every` documents.
 

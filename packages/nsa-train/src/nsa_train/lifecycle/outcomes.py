@@ -3,12 +3,17 @@
 A worker also learns here that its launcher has ended, because nothing else would stop it. Imports no torch.
 """
 
+import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
 from nsa_core.errors import NSAError
 from nsa_train.errors import (
@@ -40,6 +45,10 @@ LAUNCHER = "NSA_TRAIN_LAUNCHER"
 LOOK_S = 0.5
 """Seconds between two checks whether the launcher still runs."""
 _PARENT = os.getppid()
+STDERR = 2
+UNSAVED = "before the first step or after the last; nothing was lost; start again with --resume auto"
+_ENDED = threading.Event()
+"""A command has ended in this process: what follows are its last words."""
 
 
 class Ending(NamedTuple):
@@ -145,3 +154,62 @@ def joint_code(folder: Path) -> int:
     """Return the code of all workers together: a deliberate one where there is one."""
     codes = [int(path.read_text()) for path in folder.glob("code-*")]
     return max((code for code in codes if code in DELIBERATE), default=max(codes, default=0))
+
+
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Let SIGTERM, SIGHUP and Ctrl-C end the block, and SIGUSR1 write the stacks of all threads to stderr.
+
+    Handlers are set in the main thread alone, and put back at the end. A signal that the caller's shell ignores stays ignored.
+
+    Raises:
+        SignalledError: from the block, with the documented exit code.
+    """
+    handlers = {signal.SIGTERM: _terminate, signal.SIGHUP: _terminate, signal.SIGINT: _interrupt, signal.SIGUSR1: _dump_stacks}
+    is_main = threading.current_thread() is threading.main_thread()
+    wanted = {number: handler for number, handler in handlers.items() if is_main and signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _ENDED.set()
+
+
+@contextmanager
+def last_words() -> Iterator[None]:
+    """Let no SIGTERM cut off what a process says of its end: torchrun sends it to the peers of a rank that failed.
+
+    For the whole of a process that runs one command. Before the command sets its own handlers (`ending_by_signals`), a signal
+    ends the process as ever.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not _ENDED.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    if isinstance(sys.exc_info()[1], TrainError):
+        # the process is on its way out, and says why
+        return
+    cause = "the end of the launcher" if has_lost_launcher() else signal.Signals(number).name
+    raise SignalledError(f"stopped by {cause} {UNSAVED}", exit_code=TerminatedError.exit_code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise SignalledError(f"interrupted by Ctrl-C {UNSAVED}", exit_code=INTERRUPTED)
+
+
+def _dump_stacks(number: int, frame: FrameType | None) -> None:
+    faulthandler.dump_traceback(STDERR, all_threads=True)

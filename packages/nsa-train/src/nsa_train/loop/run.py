@@ -15,14 +15,12 @@ from nsa_train.loop.guards import Patience
 from nsa_train.loop.trainer import Trainer
 from nsa_train.model.decoder import introduced
 from nsa_train.parallel.world import is_under_torchrun, join_world, settle_cublas
-from nsa_train.preflight.judge import run_preflight
-from nsa_train.preflight.schedule import unequal_shares
+from nsa_train.preflight.judge import run_preflight, unequal_shares
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.options import AUTO, NEWEST
-from nsa_train.telemetry.damage import damaged_records
 from nsa_train.telemetry.progress import ProgressDisplay, Screen
-from nsa_train.telemetry.records import read_json
+from nsa_train.telemetry.records import damaged_records, read_json
 
 
 def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[str, Any]:

@@ -23,13 +23,21 @@ from nsa_train.errors import INTERRUPTED, DataError, GuardError, PeerError, Trai
 from nsa_train.host.routing import DTYPES
 from nsa_train.lifecycle.stopping import Stop, StopRequests
 from nsa_train.loop.feed import Feed, Fetched
-from nsa_train.loop.finite import gradients_of, not_finite, require_finite_state, some
-from nsa_train.loop.guards import GradientWatch, Patience, Skip, StepGuard, StepNumbers
+from nsa_train.loop.guards import (
+    GradientWatch,
+    Patience,
+    Skip,
+    StepGuard,
+    StepNumbers,
+    gradients_of,
+    not_finite,
+    require_finite_state,
+    some,
+)
 from nsa_train.loop.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out, set_learning_rate
 from nsa_train.model.decoder import build_model
-from nsa_train.parallel.contact import contact_kept
 from nsa_train.parallel.strategy import STRATEGIES
-from nsa_train.parallel.world import World
+from nsa_train.parallel.world import World, contact_kept
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.telemetry.layers import of_layers

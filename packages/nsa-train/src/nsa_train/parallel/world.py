@@ -1,6 +1,7 @@
 """The processes of a run. Decisions travel over gloo, from host to host, so that none of them waits for a GPU."""
 
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,14 +15,45 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from nsa_train.errors import ConfigError, PeerError, TrainError
+from nsa_train.errors import ConfigError, LostContactError, PeerError, TrainError
 from nsa_train.host.environment import ENVIRONMENT
-from nsa_train.parallel.contact import contact_kept
 
+SIGNS = ("gloo/transport/", "ncclRemoteError", "remote process exited")
+"""Parts of gloo's and NCCL's messages when a connection breaks off, or nothing comes over it in time."""
 T = TypeVar("T")
 R = TypeVar("R", bound=tuple[Any, ...])
 TIMEOUT = timedelta(minutes=30)
 """The longest that ranks wait for one of them, in an exchange or a reduction."""
+
+
+@contextmanager
+def contact_kept(rank: int) -> Iterator[None]:
+    """Run a block of `rank` that exchanges with others; any other error of it comes out as it is.
+
+    Raises:
+        LostContactError: in place of what a collective raises when another rank is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_broken_off(error):
+            raise
+        raise LostContactError(
+            f"rank {rank}: lost contact with another rank ({_cause(error)}); its message, or the launcher's, says why; go on with --resume"
+        ) from None
+
+
+def _is_broken_off(error: RuntimeError) -> bool:
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    # a failed requirement of gloo on this machine, such as a network interface, has nothing to do with another rank
+    return "enforce fail" not in str(error) and any(sign in str(error) for sign in SIGNS)
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return the first sentence of `error`, without the line of the library's source that it may begin with."""
+    text = re.sub(r"^\[\S+\]\s*", "", str(error)).splitlines()[0]
+    return text.partition(". ")[0][:200]
 
 
 @frozen(kw_only=True, eq=False)

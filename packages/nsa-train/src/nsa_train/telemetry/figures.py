@@ -1,9 +1,9 @@
 """curves.png, drawn from the CSV tables and the heartbeat of a run's directory."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import field, frozen
 
@@ -11,7 +11,6 @@ from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_RECORDS, refusal
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.records import read_events, read_rows
-from nsa_train.telemetry.starts import Start
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +23,20 @@ ACCENT = "#b6403b"
 FALL_SHARE, LEAST_STEPS = 0.05, 20
 """In a run of at least LEAST_STEPS steps, the axis of the loss ends at the highest loss after the first FALL_SHARE of the steps."""
 MEMORY = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")
+
+
+class Start(NamedTuple):
+    """One start of a run."""
+
+    boot: Mapping[str, Any]
+    """Its `boot` event."""
+    reached: int
+    """The step that the start before had reached."""
+
+    @property
+    def resumed_at(self) -> int | None:
+        """The step from whose checkpoint it goes on; -1 from the beginning, None for a new run."""
+        return self.boot.get("resumed_at")
 
 
 @frozen

@@ -28,9 +28,18 @@ from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import to_toml
 from nsa_train.telemetry import health
-from nsa_train.telemetry.fallbacks import FallbackCounts, attach, counting_registry
 from nsa_train.telemetry.flops import model_flops
-from nsa_train.telemetry.layers import RunTelemetry, routes_of, watched
+from nsa_train.telemetry.layers import (
+    BranchTimes,
+    FallbackCounts,
+    MarkedBackend,
+    RunTelemetry,
+    attach,
+    counting_registry,
+    marked_range,
+    routes_of,
+    watched,
+)
 from nsa_train.telemetry.metrics import data_marks, summarise, tokens_per_step
 from nsa_train.telemetry.progress import StepFigures
 from nsa_train.telemetry.records import (
@@ -48,7 +57,6 @@ from nsa_train.telemetry.records import (
 )
 from nsa_train.telemetry.report import write_report
 from nsa_train.telemetry.tensorboard import Board, bucket_lengths
-from nsa_train.telemetry.timing import BranchTimes, MarkedBackend, marked_range
 
 
 class Observed(NamedTuple):
@@ -126,7 +134,7 @@ class Recorder:
             backends = (MarkedBackend(backend, times=times) for backend in default_registry().backends)
             attach(self._layers, counting_registry(backends, self.fallbacks))
         try:
-            with watched(self._layers) as collected:
+            with watched(self._layers, RunTelemetry) as collected:
                 yield Observed(collected, times)
         finally:
             attach(self._layers, self._registry)

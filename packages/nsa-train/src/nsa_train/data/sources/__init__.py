@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from nsa_train.data.sources.base import Bad, Blocks, Document, Reading, Record, StripedBlocks
-from nsa_train.data.sources.files import FileBlocks, LostError, files_of
-from nsa_train.data.sources.hashes import Hashes, changed
+from nsa_train.data.sources.files import FileBlocks, Hashes, LostError, changed, files_of
 from nsa_train.data.sources.hub import open_hub
 from nsa_train.data.sources.jsonl import JsonlBlocks
 from nsa_train.data.sources.parquet import ParquetBlocks

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record, decoded_problem
-from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, unreadable
-from nsa_train.data.sources.hashes import hash_of
+from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, hash_of, unreadable
 
 LINES_PER_BLOCK = 64
 BYTES_PER_BLOCK = 2**18
