@@ -20,8 +20,9 @@ from nsa_core.errors import NSAError
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of, in_one_line
 from nsa_train.host.environment import RUNS_ON
 from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, settle_streams, warn
+from nsa_train.lifecycle.launch import ALONE, Meeting
 from nsa_train.lifecycle.outcomes import Ending, ending_by_signals, ending_of, heed_launcher, last_words, note_worker, reported
-from nsa_train.loop.starting import RDZV_ID, GoingOn, Meeting, as_sets, start
+from nsa_train.loop.starting import GoingOn, as_sets, start
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig, listed
 from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
@@ -45,13 +46,6 @@ Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", hel
 SyntheticOnFail = Annotated[
     bool, Parameter(negative="", help="Use random ids where the data cannot be had; the run is renamed and every record says so.")
 ]
-
-
-Nproc = Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")]
-Nnodes = Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")]
-RdzvEndpoint = Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")]
-RdzvId = Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")]
-MaxRestarts = Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")]
 DryRun = Annotated[bool, Parameter(negative="", help="Judge the run as `preflight` does, and stop.")]
 
 
@@ -72,11 +66,7 @@ def run(
             "auto: the same where a run is there, else start one."
         ),
     ] = None,
-    nproc: Nproc = None,
-    nnodes: Nnodes = None,
-    rdzv_endpoint: RdzvEndpoint = "",
-    rdzv_id: RdzvId = RDZV_ID,
-    max_restarts: MaxRestarts = 0,
+    meeting: Meeting = ALONE,
     synthetic_on_fail: SyntheticOnFail = False,
 ) -> int | Answer:
     """Train what RECIPE describes."""
@@ -84,7 +74,6 @@ def run(
     if step not in (None, AUTO) and out is not None and not out.exists() and not print_config:
         # a mistyped path is refused before torch is loaded
         raise ConfigError(RunDirectory(out).why_not_resumable())
-    meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
     config = _checked_config(recipe, overrides)
     if print_config:
@@ -123,11 +112,7 @@ def resume(
     *,
     set_: Overrides = None,
     dry_run: DryRun = False,
-    nproc: Nproc = None,
-    nnodes: Nnodes = None,
-    rdzv_endpoint: RdzvEndpoint = "",
-    rdzv_id: RdzvId = RDZV_ID,
-    max_restarts: MaxRestarts = 0,
+    meeting: Meeting = ALONE,
 ) -> int | Answer:
     """Go on with the run in DIR, from its newest whole checkpoint, by the config.toml that lies there."""
     check_path("DIR", directory)
@@ -135,7 +120,6 @@ def resume(
     if not (paths.config.is_file() and paths.checkpoints.is_dir()):
         found = "holds no run (config.toml and checkpoints/)" if directory.is_dir() else "is no directory"
         raise ConfigError(f"DIR={str(directory)!r} {found}; name the directory that `nsa-train run` printed")
-    meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
     config = _checked_config(str(paths.config), overrides)
     if dry_run:
@@ -181,7 +165,7 @@ def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | Non
     from nsa_train.loop.run import settled_resume
 
     def judge() -> Answer:
-        meeting.hosts().check()
+        meeting.check()
         return _judge(config, out, nnodes=meeting.nnodes, resume=settled_resume(out, step))
 
     return _judged(judge)
@@ -191,13 +175,12 @@ def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: 
     """Print the findings of preflight on running `config` into `out`, or resuming there from step `resume`, and return them."""
     check_path("--out", out)
     from nsa_train.host.machine import described_machine, target_machine
-    from nsa_train.lifecycle.launch import Hosts
     from nsa_train.parallel.world import asked_world_size
     from nsa_train.preflight.judge import run_preflight
 
     where = None if machine is None else described_machine(machine, max(1, config.train.nproc_per_node))
     asked = asked_world_size() if nnodes is None else None
-    sizes = [asked] if asked else Hosts(nnodes="1" if nnodes is None else nnodes).world_sizes(config, where or target_machine(config))
+    sizes = [asked] if asked else Meeting(nnodes=nnodes).world_sizes(config, where or target_machine(config))
     findings = run_preflight(config, out, resuming=resume is not None, machine=where, world_sizes=sizes)
     for line in findings.lines():
         print(line, file=sys.stderr if line.startswith("FAIL") else sys.stdout)
@@ -213,7 +196,6 @@ def _judge_resume(config: RunConfig, out: Path, step: int) -> None:
         TrainError: where it would be refused.
     """
     from nsa_train.loop.run import nothing_left, resume_from
-    from nsa_train.run_dir import RunDirectory
 
     found = resume_from(config, out, step, say=print)
     if found and (reason := nothing_left(found, config, RunDirectory(out))):
@@ -256,7 +238,6 @@ def watch(
     json_: AsJSON = False,
 ) -> Answer:
     """Look at the heartbeats of the run in DIR until it ends (0; by an error: 1) or something is wrong (4)."""
-    from nsa_train.run_dir import RunDirectory
     from nsa_train.telemetry.watch import content
     from nsa_train.telemetry.watch import watch as look
 
@@ -324,7 +305,6 @@ def sample(
 @app.command
 def report(directory: RunFolder, /) -> int:
     """Draw curves.png and report.html of the run in DIR anew, from its records."""
-    from nsa_train.run_dir import RunDirectory
     from nsa_train.telemetry.records import damaged_records
     from nsa_train.telemetry.report import write_report
 

@@ -283,10 +283,10 @@ def test_resume_hands_the_meeting_of_several_processes_on(
     seen: list[Any] = []
 
     def launch(words: list[str], **how: Any) -> int:
-        seen.append((words, how["num_processes"], how["hosts"].max_restarts))
+        seen.append((words, how["num_processes"], how["meeting"].max_restarts))
         return 75
 
-    monkeypatch.setattr("nsa_train.lifecycle.launch.launch", launch)
+    monkeypatch.setattr("nsa_train.loop.starting.launch", launch)
     sets = ["--set", "train.strategy=ddp", "--set", "train.nproc_per_node=2"]
     assert run_command(["resume", str(run.root), *sets[:2], "--nproc", "2", "--max-restarts", "3"]) == 75
     assert seen == [(["run", str(run.config), "--out", str(run.root), *sets, "--max-restarts", "3", "--resume"], 2, 3)]

@@ -10,12 +10,12 @@ from nsa_train.checkpoint.resuming import check_resumable, require_run, resume_p
 from nsa_train.checkpoint.store import Checkpoint
 from nsa_train.checkpoint.writer import refused_by_disk
 from nsa_train.errors import ConfigError, TrainError
-from nsa_train.lifecycle.stopping import refuse_stale_halt
+from nsa_train.host.environment import is_under_torchrun
 from nsa_train.loop.guards import Patience
 from nsa_train.loop.trainer import Trainer
 from nsa_train.model.decoder import introduced
-from nsa_train.parallel.world import is_under_torchrun, join_world, settle_cublas
-from nsa_train.preflight.judge import run_preflight, unequal_shares
+from nsa_train.parallel.world import join_world, settle_cublas
+from nsa_train.preflight.judge import run_preflight
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.options import AUTO, NEWEST
@@ -60,7 +60,8 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         if resume is not None and world.is_main:
             for line in damaged_records(RunDirectory(out)):
                 display.note(f"resume: {line}")
-        _introduce(config, out, display)
+        display.note(f"out: {out}")
+        display.note(introduced(config))
         is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
         with _disk_errors_told(out):
             trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
@@ -94,7 +95,8 @@ def check_place(out: Path) -> None:
     """
     if problem := claimed_by_another(RunDirectory(out).checkpoints):
         raise ConfigError(problem)
-    refuse_stale_halt(RunDirectory(out))
+    if (halt := RunDirectory(out).halt).exists():
+        raise ConfigError(f"{halt} is left from before (it would stop the run at once); remove it and start again")
 
 
 def check_start(
@@ -110,17 +112,6 @@ def check_start(
     findings.require()
     for line in findings.warned:
         say(f"warn: {line}")
-
-
-def check_shares(config: RunConfig, world_sizes: Sequence[int]) -> None:
-    """Let a run on several hosts pass whose rows divide among each of `world_sizes` processes; rank 0 judges the rest.
-
-    Raises:
-        ConfigError: where they do not.
-    """
-    problems = unequal_shares(config, world_sizes)
-    if problems:
-        raise ConfigError.of(problems)
 
 
 def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str], None]) -> Checkpoint | None:
@@ -165,8 +156,3 @@ def _summary(metrics: Mapping[str, Any], out: Path) -> str:
     losses = "val_loss unknown" if before is None or after is None else f"val_loss {before:.3f} -> {after:.3f} nats per token"
     report = RunDirectory(out).report
     return f"done: {losses}, {speed or 0:.0f} toks/s, {metrics['seconds']:.0f} s; see {report if report.is_file() else out}"
-
-
-def _introduce(config: RunConfig, out: Path, display: ProgressDisplay) -> None:
-    display.note(f"out: {out}")
-    display.note(introduced(config))

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from nsa_train.errors import ConfigError, LostContactError, PeerError, TrainError
-from nsa_train.host.environment import ENVIRONMENT
+from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
 
 SIGNS = ("gloo/transport/", "ncclRemoteError", "remote process exited")
 """Parts of gloo's and NCCL's messages when a connection breaks off, or nothing comes over it in time."""
@@ -164,11 +164,6 @@ def settle_cublas(*, is_deterministic: bool) -> None:
     """Let cuBLAS, which reads the environment when it starts, repeat its sums exactly where that is asked for."""
     if is_deterministic:
         ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def is_under_torchrun() -> bool:
-    """Return True where the environment assigns this process a rank."""
-    return "RANK" in ENVIRONMENT and "WORLD_SIZE" in ENVIRONMENT
 
 
 def asked_world_size() -> int | None:
