@@ -8,7 +8,8 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.data.dataset import open_dataset
-from nsa_train.data.sources import Reading, files_of
+from nsa_train.data.sources.base import Reading
+from nsa_train.data.sources.files import files_of
 from nsa_train.errors import DataError
 from nsa_train.settings.config import RunConfig
 

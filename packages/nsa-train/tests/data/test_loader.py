@@ -14,7 +14,8 @@ from nsa_train.data.dataset import Dataset, open_dataset
 from nsa_train.data.lanes import RowLane
 from nsa_train.data.loader_check import check_loader
 from nsa_train.data.packing import Batch, Row
-from nsa_train.data.sources import Reading, Record, TextBlocks
+from nsa_train.data.sources.base import Reading, Record
+from nsa_train.data.sources.text import TextBlocks
 from nsa_train.data.stream import TrainingStream, open_training_stream
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.errors import DataError

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_train.data.dataset import open_dataset
-from nsa_train.data.sources import Bad, Document, Reading, open_files
+from nsa_train.data.dataset import FILE_BLOCKS, open_dataset
+from nsa_train.data.sources.base import Bad, Document, Reading
 from nsa_train.data.sources.jsonl import BYTES_PER_BLOCK, LINES_PER_BLOCK, JsonlBlocks
 from nsa_train.data.sources.split import limit_of, rank_of, split
 from nsa_train.data.sources.text import StdlibBlocks
@@ -272,7 +272,7 @@ def test_jsonl_blocks_hold_every_line_once_wherever_they_are_cut(tmp_path: Path,
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_block_is_read_from_any_record_on(corpora, kind: str) -> None:
     path = corpora.folder / ("a-0.jsonl" if kind == "jsonl" else "b.parquet")
-    blocks = open_files(kind, [path], Reading())
+    blocks = FILE_BLOCKS[kind]([path], Reading())
     whole = list(blocks.read(0))
     assert len(whole) > 8
     assert all(list(blocks.read(0, start)) == whole[start:] for start in range(len(whole) + 2))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nsa_train.data.lanes import BlockSequence
-from nsa_train.data.sources import FileBlocks, Hashes, LostError, Reading, changed
-from nsa_train.data.sources.base import within
+from nsa_train.data.sources.base import Reading, within
+from nsa_train.data.sources.files import FileBlocks, Hashes, LostError, changed
 from nsa_train.errors import DataError
 
 KEY = "block_hashes"

@@ -6,7 +6,7 @@ holds several sequences, and `cu_seqlens` keeps attention inside each. The label
 document, also where that one stands in the next row; a separator and padding have none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nsa_train.data.order import generator
-from nsa_train.data.sources import Document
+from nsa_train.data.sources.base import Document
 from nsa_train.data.tokenizer import Ids, Tokenizer
 
 IGNORED = -100
@@ -109,6 +109,29 @@ class PackedRows:
         labels[: len(following)] = following
         labels[[cut - 1 - start for cut in cuts]] = IGNORED
         return Row(input_ids, labels, [*lengths, padding] if padding else lengths, len(cuts))
+
+
+class DrawnRows:
+    """Rows that are not kept: `draw` makes each from its number when it is asked for. They stand for `PackedRows` in a validation split."""
+
+    def __init__(self, draw: Callable[[int], Row], *, count: int, seq_len: int, pad: int) -> None:
+        self.at, self._count = draw, count
+        self.seq_len, self.pad = seq_len, pad
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all rows."""
+        return self._count * self.seq_len
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Row:
+        return self.at(number)
+
+    def epoch(self, number: int) -> int:
+        """Return 0: no row comes twice."""
+        return 0
 
 
 def collate(rows: Sequence[Row]) -> Batch:

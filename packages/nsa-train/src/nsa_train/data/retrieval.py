@@ -16,7 +16,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from nsa_train.data.order import generator
-from nsa_train.data.packing import IGNORED, Row
+from nsa_train.data.packing import IGNORED, DrawnRows, Row
 from nsa_train.settings.data_table import DataTable
 
 
@@ -91,28 +91,10 @@ def _distinct(random: np.random.Generator, count: int, wanted: int) -> NDArray[n
     return np.array([*found][:wanted])
 
 
-class RetrievalRows:
-    """Rows of one side, "train" or "val", each drawn from (seed, side, number) when it is asked for. Training rows never repeat."""
+def retrieval_rows(task: Retrieval, *, side: str, seed: int, pad: int, count: int = 2**40) -> DrawnRows:
+    """Return rows of one side, "train" or "val", each drawn from (seed, side, number)."""
 
-    def __init__(self, task: Retrieval, *, side: str, seed: int, pad: int, count: int = 2**40) -> None:
-        self._task, self._side, self._seed, self._count = task, side, seed, count
-        self.seq_len, self.pad = task.length, pad
+    def draw(number: int) -> Row:
+        return task.draw(generator(seed, 0, f"needle {side} {number}"))
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of all rows."""
-        return self._count * self.seq_len
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> Row:
-        return self.at(number)
-
-    def at(self, number: int) -> Row:
-        """Return row `number`."""
-        return self._task.draw(generator(self._seed, 0, f"needle {self._side} {number}"))
-
-    def epoch(self, number: int) -> int:
-        """Return 0: no row comes twice."""
-        return 0
+    return DrawnRows(draw, count=count, seq_len=task.length, pad=pad)

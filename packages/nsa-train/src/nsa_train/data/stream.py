@@ -59,9 +59,10 @@ class TrainingStream:
         self._dataset, self._announce = dataset, announce
         self._announced = 0
         workers = min(data.workers, len(lanes))
-        self._groups: Sequence[LaneGroup] | Sequence[ReadAhead]
-        groups = [LaneGroup({number: dataset.lane(number) for number in share}) for share in _shares(lanes, max(1, workers))]
-        self._groups = groups
+        count = max(1, workers)
+        cuts = [lanes.start + len(lanes) * number // count for number in range(count + 1)]
+        groups = [LaneGroup({number: dataset.lane(number) for number in range(*share)}) for share in pairwise(cuts)]
+        self._groups: Sequence[LaneGroup] | Sequence[ReadAhead] = groups
         if workers:
             self._groups = [ReadAhead(g, ahead=data.prefetch, timeout_s=data.timeout_s, reading=dataset.reading) for g in groups]
         self._batches = Batches(self._groups)
@@ -85,8 +86,11 @@ class TrainingStream:
         """
         batch: Batch = next(self._batches)
         self._taken += 1
-        if self._announce and self._dataset.config.data.progress_every:
-            self._announce_documents(self._announce, self._dataset.config.data.progress_every)
+        if self._announce and (every := self._dataset.config.data.progress_every):
+            documents = self._documents()
+            if documents // every > self._announced // every:
+                self._announce(f"data: {documents:,} documents, {self._taken:,} batches; reading {self._dataset.reading.shard}")
+            self._announced = documents
         return batch
 
     def ready(self, seconds: float) -> bool:
@@ -149,18 +153,6 @@ class TrainingStream:
 
     def _documents(self) -> int:
         return sum(state["documents"] for state in self._batches.state_dict().values())
-
-    def _announce_documents(self, announce: Callable[[str], None], every: int) -> None:
-        documents = self._documents()
-        if documents // every > self._announced // every:
-            announce(f"data: {documents:,} documents, {self._taken:,} batches; reading {self._dataset.reading.shard}")
-        self._announced = documents
-
-
-def _shares(lanes: range, workers: int) -> list[range]:
-    """Return `lanes` cut into as many runs as there are workers."""
-    cuts = [lanes.start + len(lanes) * number // workers for number in range(workers + 1)]
-    return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
 def state_of(fingerprint: dict[str, Any], batches: int, lanes: dict[str, Any]) -> dict[str, Any]:

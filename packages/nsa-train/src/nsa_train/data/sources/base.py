@@ -115,6 +115,16 @@ class StripedBlocks:
                 yield record
 
 
+def document_of(name: str, where: str, text: object, *, of: str = "") -> Record:
+    """Return the document `name` of a text field's value; a bad record where that is no string, or none that UTF-8 can spell."""
+    if not isinstance(text, str):
+        return Bad(where, f"has a {type(text).__name__} in field {TEXT_FIELD!r} (it must hold a string)")
+    try:
+        return Document(name, text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        return Bad(where, f"cannot be written as UTF-8 (a lone surrogate at character {error.start}{of})")
+
+
 def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
     """Return what stands against `text` as UTF-8, with the byte, and of a file the line; None if nothing does."""
     try:
