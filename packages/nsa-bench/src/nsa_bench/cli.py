@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.errors import BenchError, OptionError, exit_code_of, in_one_line, shipped_recipes, trainer_for
+from nsa_bench.errors import BenchError, OptionError, shipped_recipes, trainer_for
 from nsa_bench.options import AttentionOptions, CallShape, Commit, CompareOptions, ResultFiles, Settings
 from nsa_bench.results import Output
 from nsa_core.environment import version_lines
@@ -42,9 +42,9 @@ def backends(
     shape: CallShape = CallShape(),  # noqa: B008 - a frozen value
 ) -> int:
     """Show which backend serves each operation, every reason against the others, and the plug-ins, broken ones too."""
-    from nsa_bench.backends import find_device, local_capability, run_backends
+    from nsa_bench.backends import run_backends
 
-    run_backends(find_device(device, compute_capability, local_capability()), shape, Output(files, screen=Console()))
+    run_backends(device, compute_capability, shape, Output(files, screen=Console()))
     return 0
 
 
@@ -175,8 +175,8 @@ def run_command(tokens: Iterable[str]) -> int:
         print(f"nsa-bench: {error}", file=sys.stderr)
         return error.exit_code
     except NSAError as error:
-        print(f"nsa-bench: {in_one_line(error)}", file=sys.stderr)
-        return exit_code_of(error)
+        print(f"nsa-bench: {error.in_one_line()}", file=sys.stderr)
+        return (OptionError if error.is_refusal else BenchError).exit_code
     except BrokenPipeError:
         # whoever read the output has seen enough; a flush at the end of the process would fail otherwise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -91,7 +91,10 @@ class FlashLinearAttention:
             (device.type != "cuda", "runs on a GPU only"),
             (size < 16 or size & (size - 1) != 0, f"H/G = {size} (takes powers of 2 of at least 16)"),
             ((geometry.num_initial_blocks, geometry.num_local_blocks) != (1, 2), "forces 1 initial and 2 local blocks"),
-            (not _is_power_of_2(geometry.num_selected_blocks), f"n = {geometry.num_selected_blocks} (takes powers of 2)"),
+            (
+                geometry.num_selected_blocks & (geometry.num_selected_blocks - 1) != 0,
+                f"n = {geometry.num_selected_blocks} (takes powers of 2)",
+            ),
         ]
         return [reason for is_so, reason in found if is_so]
 
@@ -164,10 +167,6 @@ def _shared_blocks(geometry: BlockGeometry) -> list[tuple[bool, str]]:
     """Return whether the blocks are others than the peers share, and what to say then."""
     sizes = geometry.as_tuple()[:3]
     return [(len(set(sizes)) > 1, f"l/d/l' = {'/'.join(map(str, sizes))} (takes l = d = l')")]
-
-
-def _is_power_of_2(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _bare_layer(package: Any, case: Case) -> Any:

@@ -76,7 +76,9 @@ def _case_table(case: Case, measurements: list[Measurement], best: DenseTimes) -
             continue
         by_direction = {one.direction: one for one in line}
         times = [_time(by_direction.get(direction), best) for direction in Direction]
-        table.add_row(operation, Text(implementation), *times, _peak(line), *_error(line))
+        # with its ratio to the tensors that nothing can do without
+        peak = "".join(f"{one.peak_bytes / GIB:.2f} {one.peak_ratio:.2f}x" for one in line if one.peak_bytes is not None)
+        table.add_row(operation, Text(implementation), *times, Text(peak), *_error(line))
     return table
 
 
@@ -122,11 +124,6 @@ def _time(one: Measurement | None, best: DenseTimes) -> Text:
         return Text(f"{number(one.timing.median_ms)}{count} best", style="bold")
     ratio = f" {median_of(dense) / one.timing.median_ms:.2f}x" if dense is not None and one.operation == "nsa" else ""
     return Text(f"{number(one.timing.median_ms)}{count}{ratio}")
-
-
-def _peak(line: list[Measurement]) -> Text:
-    """Return the peak, and its ratio to the tensors that nothing can do without."""
-    return Text("".join(f"{one.peak_bytes / GIB:.2f} {one.peak_ratio:.2f}x" for one in line if one.peak_bytes is not None))
 
 
 def _error(line: list[Measurement]) -> tuple[Text, Text]:

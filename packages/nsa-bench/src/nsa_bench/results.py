@@ -28,6 +28,11 @@ def describe() -> dict[str, Any]:
     return describe_environment(PACKAGES, Path(__file__).parent)
 
 
+def facts_of(environment: dict[str, Any]) -> dict[str, Any]:
+    """Return what a row of a file says of the machine, the versions and the commit."""
+    return {name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
+
+
 class Output:
     """The screen, the progress and the files of one call of a verb."""
 

@@ -17,7 +17,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
-from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of, in_one_line
+from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of
 from nsa_train.host.environment import RUNS_ON
 from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, settle_streams, warn
 from nsa_train.lifecycle.launch import ALONE, Meeting
@@ -154,7 +154,7 @@ def _judged(judge: Callable[[], Answer]) -> Answer:
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
             raise
         # an error of ours has a line for each problem
-        lines = [in_one_line(error)] if isinstance(error, NSAError) else str(error).splitlines()
+        lines = [error.in_one_line()] if isinstance(error, NSAError) else str(error).splitlines()
         for line in lines:
             print(f"FAIL  {line}", file=sys.stderr)
         return Answer(ConfigError.exit_code if isinstance(error, OSError) else exit_code_of(error), {"errors": lines})

@@ -149,13 +149,10 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
         for point in points:
             for arm, keys in content["arms"].items():
                 settings = {**common, **_keys(keys), **dict(point), "train.seed": seed}
-                variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
+                # as parts of a key of a dictionary
+                plain = tuple((key, value if isinstance(value, int | float | str | bool) else str(value)) for key, value in point)
+                variant = Variant(arm, plain)
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as a part of a key of a dictionary."""
-    return value if isinstance(value, int | float | str | bool) else str(value)
 
 
 def _config(base: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> RunConfig:

@@ -15,7 +15,7 @@ from rich.text import Text
 from nsa_bench.ablate.plan import Plan, Trial, Variant, load_plan
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
 from nsa_bench.errors import OptionError
-from nsa_bench.results import Output
+from nsa_bench.results import Output, facts_of
 from nsa_train.telemetry.records import load_json, read_rows
 
 COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
@@ -50,7 +50,7 @@ def run_ablation(
     if known:
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
     run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say)
-    results = [*known.values(), *read_results(folders)]
+    results = [*known.values(), *(_result(folder) for folder in folders if folder.judged.is_file())]
     output.show(ablation_table(plan, results))
     if results:
         output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
@@ -113,11 +113,6 @@ class Summary:
     """Difference of val_loss to the baseline's at the same point of the grid, seed by seed; None for the baseline itself."""
     is_best: bool
     """Whether no other point of the grid has a lower mean val_loss for this arm."""
-
-
-def read_results(folders: Sequence[TrialFolder]) -> list[TrialResult]:
-    """Return the figures of the trials that are finished."""
-    return [_result(folder) for folder in folders if folder.judged.is_file()]
 
 
 def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
@@ -222,8 +217,7 @@ def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, A
 
 def to_rows(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each variant, for CSV."""
-    common = {name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
-    return [{**_summary_row(summary), **common} for summary in summarize(plan, results)]
+    return [{**_summary_row(summary), **facts_of(environment)} for summary in summarize(plan, results)]
 
 
 def _summary_row(summary: Summary) -> dict[str, Any]:

@@ -113,26 +113,17 @@ def all_targets() -> tuple[Target, ...]:
 
 def target_jobs(targets: tuple[Target, ...], baselines: tuple[str, ...] = BASELINES) -> tuple[Job, ...]:
     """Return the jobs that give every target its figure: one per shape, length, selection and operation."""
-    jobs = {}
+    jobs, served = list[Job](), dict[tuple[Case, str], list[Target]]()
     for target in targets:
         case = Case(shape=target.shape, seq_len=target.seq_len, selection=target.selection)
-        here = [other for other in targets if _is_beside(other, target)]
+        served.setdefault((case, target.operation), []).append(target)
+    for (case, operation), here in served.items():
         directions = tuple(direction for direction in Direction if any(other.direction is direction for other in here))
         is_timed = any(not other.is_memory for other in here)
-        has_baselines = is_timed and target.operation == "nsa" and target.selection is RANDOM
-        jobs[case, target.operation] = Job(
-            case=case,
-            operations=(target.operation,),
-            directions=directions,
-            baselines=baselines if has_baselines else (),
-            is_timed=is_timed,
-        )
-    return tuple(jobs.values())
-
-
-def _is_beside(one: Target, other: Target) -> bool:
-    """Return True where one job serves both."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("shape", "seq_len", "selection", "operation"))
+        has_baselines = is_timed and operation == "nsa" and case.selection is RANDOM
+        dense = baselines if has_baselines else ()
+        jobs.append(Job(case=case, operations=(operation,), directions=directions, baselines=dense, is_timed=is_timed))
+    return tuple(jobs)
 
 
 def judge_targets(targets: tuple[Target, ...], measurements: list[Measurement]) -> list[Judgement]:

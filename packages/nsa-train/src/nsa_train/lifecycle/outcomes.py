@@ -28,7 +28,6 @@ from nsa_train.errors import (
     TerminatedError,
     TrainError,
     exit_code_of,
-    in_one_line,
 )
 from nsa_train.host.environment import ENVIRONMENT
 
@@ -74,7 +73,7 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
     speaker = "LOCAL_RANK" if isinstance(error, OrphanedError) else "RANK"
     is_said_here = ENVIRONMENT.get(speaker, "0") == "0" or not isinstance(error, SHARED_ERRORS)
     # an error of ours has a line for each problem
-    text = in_one_line(error) if isinstance(error, NSAError) else str(error)
+    text = error.in_one_line() if isinstance(error, NSAError) else str(error)
     return Ending(exit_code_of(error), text if is_said_here else "", is_own=not isinstance(error, PeerError))
 
 

@@ -133,7 +133,9 @@ class GradientWatch:
         if self.num_observed == 1:
             self._require_gradients(step)
         elif self._pending:
-            self._pending = {name: p for (name, p), moved in zip(self._pending.items(), self._have_moved(), strict=True) if not moved}
+            here = [p.grad is not None and bool(local_part(p.grad).any()) for p in self._pending.values()]
+            ranks = self._world.gather(here) if self._world else [here]
+            self._pending = {name: p for (name, p), *moved in zip(self._pending.items(), *ranks, strict=True) if not any(moved)}
             if step >= self.last_step:
                 self._require_moved(step)
 
@@ -172,10 +174,6 @@ class GradientWatch:
             raise GuardError(f"step {step}: the gradient of {some(still)} was zero in every step since 2; it does not train")
         # judged once
         self._pending = {}
-
-    def _have_moved(self) -> list[bool]:
-        here = [p.grad is not None and bool(local_part(p.grad).any()) for p in self._pending.values()]
-        return [any(flags) for flags in zip(*(self._world.gather(here) if self._world else [here]), strict=True)]
 
     def _is_open(self, name: str) -> bool:
         return self.longest >= self._opening_lengths.get(name, 1)

@@ -10,11 +10,11 @@ from nsa_train.checkpoint.resuming import check_resumable, require_run, resume_p
 from nsa_train.checkpoint.store import Checkpoint
 from nsa_train.checkpoint.writer import refused_by_disk
 from nsa_train.errors import ConfigError, TrainError
-from nsa_train.host.environment import is_under_torchrun
+from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
 from nsa_train.loop.guards import Patience
 from nsa_train.loop.trainer import Trainer
 from nsa_train.model.decoder import introduced
-from nsa_train.parallel.world import join_world, settle_cublas
+from nsa_train.parallel.world import join_world
 from nsa_train.preflight.judge import run_preflight
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
@@ -34,7 +34,9 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         resume = settled_resume(out, resume)
         # before a device is asked for: preflight says all that is missing at once
         check_start(config, out, resuming=resume is not None, say=warnings.append)
-    settle_cublas(is_deterministic=config.train.deterministic)
+    if config.train.deterministic:
+        # cuBLAS reads it when it starts, and then repeats its sums exactly
+        ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with (
         join_world(config.train.strategy, config.train.device) as world,
         ProgressDisplay(Screen(quiet=not world.is_main), config.train.steps) as display,

@@ -34,7 +34,7 @@ from nsa_train.loop.guards import (
     require_finite_state,
     some,
 )
-from nsa_train.loop.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out, set_learning_rate
+from nsa_train.loop.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out
 from nsa_train.model.decoder import build_model
 from nsa_train.parallel.strategy import STRATEGIES
 from nsa_train.parallel.world import World, contact_kept
@@ -275,7 +275,8 @@ class Trainer:
     def _update(self, grad_norm: float, rate: float) -> None:
         with self.recorder.phase("update"):
             clip_gradients(self.model, grad_norm, self.config.train.grad_clip)
-            set_learning_rate(self.optimizer, rate)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
             self.optimizer.step()
             if self.scaler is not None:
                 self.scaler.update()

@@ -160,12 +160,6 @@ def _bytes(data: Tensor) -> bytes:
     return data.numpy().tobytes()
 
 
-def settle_cublas(*, is_deterministic: bool) -> None:
-    """Let cuBLAS, which reads the environment when it starts, repeat its sums exactly where that is asked for."""
-    if is_deterministic:
-        ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 def asked_world_size() -> int | None:
     """Return the processes of the run that the environment asks for (WORLD_SIZE), None where it does not.
 

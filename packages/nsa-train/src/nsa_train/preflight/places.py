@@ -31,7 +31,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
             f"--out={str(out_dir)!r} is not empty (a run never mixes with another); name a new directory, leave --out away, "
             "or go on with that run by --resume"
         )
-    elif link := _dangling_link(out_dir):
+    elif link := next((place for place in (out_dir, *out_dir.absolute().parents) if place.is_symlink() and not place.exists()), None):
         findings.failed.append(
             f"--out={str(out_dir)!r} cannot be written ({link} is a link to {str(link.readlink())!r}, which is not there); "
             "make that, or name another directory"
@@ -61,10 +61,6 @@ def _is_untouched(paths: RunDirectory) -> bool:
     """Return whether a directory holds nothing; a run that was killed before its first record has claimed `checkpoints`, no more."""
     left = [path for path in paths.root.iterdir() if not path.name.startswith(ASIDE)]
     return all(path == paths.checkpoints and path.is_dir() and all(inside.name == HOLDER for inside in path.iterdir()) for path in left)
-
-
-def _dangling_link(path: Path) -> Path | None:
-    return next((place for place in (path, *path.absolute().parents) if place.is_symlink() and not place.exists()), None)
 
 
 def _run_around(out_dir: Path) -> Path | None:
@@ -99,7 +95,8 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
     # the first save of a start removes older checkpoints only once it is written
     at_once = free + held.debris_bytes
     room = at_once + held.saved_bytes
-    there = f"{in_units(free)} free{_given_back(room - free)}"
+    given_back = f" and {in_units(room - free)} of this run's checkpoints" if room > free else ""
+    there = f"{in_units(free)} free{given_back}"
     text = f"{count} checkpoints of {in_units(size)} (kept, and one being written)"
     findings.needs.append(f"disk: {in_units(size * count)} for {text}; here: {there}")
     if size * count > room:
@@ -146,10 +143,6 @@ def _bytes_below(folder: Path) -> int:
             with suppress(OSError):
                 total += (Path(path) / name).lstat().st_size
     return total
-
-
-def _given_back(size_bytes: int) -> str:
-    return f" and {in_units(size_bytes)} of this run's checkpoints" if size_bytes else ""
 
 
 def in_units(size_bytes: int) -> str:

@@ -31,6 +31,7 @@ from nsa_train.settings.rules import (
     optional_text,
     undivided_rows,
 )
+from nsa_train.settings.structuring import uncasting_converter
 
 ATTENTIONS = ("nsa", "dense")
 LAYER_SIZES = tuple(item.name for item in fields(BlockGeometry))
@@ -405,24 +406,15 @@ def structure(tables: Mapping[str, Any]) -> RunConfig:
     if problems:
         raise ConfigError.of(problems)
     try:
-        return _converter().structure(tables, RunConfig)
+        return uncasting_converter(forbid_extra_keys=True).structure(tables, RunConfig)
     except (cattrs.ClassValidationError, ConfigError) as error:
         raise ConfigError.of(_problems(error)) from None
 
 
 def unstructure(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return `config` as nested tables, keys without a value left out; `structure` reads it back equal."""
-    tables: dict[str, dict[str, Any]] = _converter().unstructure(config)
+    tables: dict[str, dict[str, Any]] = uncasting_converter(forbid_extra_keys=True).unstructure(config)
     return {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
-
-
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    # no silent casts: a field's own rule sees what the recipe says
-    converter.register_structure_hook_func(lambda kind: not attrs.has(kind), lambda value, _: value)
-    for kind in (int, float, str, bool):
-        converter.register_structure_hook(kind, lambda value, _: value)
-    return converter
 
 
 def _problems(error: BaseException) -> list[str]:

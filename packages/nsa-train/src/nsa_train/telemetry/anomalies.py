@@ -12,14 +12,9 @@ from nsa_train.lifecycle.outcomes import DELIBERATE
 from nsa_train.telemetry.health import has_collapsed, has_one_branch
 from nsa_train.telemetry.records import seconds_between
 
-STALL, FLATLINE, GATE_COLLAPSE, ZERO_GRADIENTS, RISING_FALLBACKS = (
-    "stall",
-    "flatline",
-    "gate_collapse",
-    "zero_gradients",
-    "rising_fallbacks",
+KINDS = STALL, ZERO_GRADIENTS, GATE_COLLAPSE, FLATLINE, RISING_FALLBACKS = (
+    *("stall", "zero_gradients", "gate_collapse", "flatline", "rising_fallbacks"),
 )
-KINDS = (STALL, ZERO_GRADIENTS, GATE_COLLAPSE, FLATLINE, RISING_FALLBACKS)
 """The words of `.anomaly_type`, the gravest first."""
 
 EMA_WEIGHT = 0.1
@@ -135,7 +130,8 @@ class RankWatch:
         self.has_ended = event.get("msg") == "finish" or (is_halt and not self.has_failed)
         if event.get("msg") == "progress":
             self.logged = event
-        self._note_gates(event)
+        if event.get("gate_entropy_mean") is not None and not has_one_branch(event):
+            self.gate_streak = self.gate_streak + 1 if has_collapsed(event) else 0
         if event.get("fallbacks_total") is not None:
             self.fallbacks.append(event["fallbacks_total"])
         self.last, self.heard_s, self.age_s = event, heard_s, age_s
@@ -191,10 +187,6 @@ class RankWatch:
             return BOOT_STALL_S
         patience = max(LEAST_STALL_S, STALL_STEPS * self.step_ema_s, STALL_PAUSES * self.longest_pause_s)
         return max(patience, BEGUN_STALL_S) if msg.endswith("_begin") else patience
-
-    def _note_gates(self, event: dict[str, Any]) -> None:
-        if event.get("gate_entropy_mean") is not None and not has_one_branch(event):
-            self.gate_streak = self.gate_streak + 1 if has_collapsed(event) else 0
 
     def _note_step(self, event: dict[str, Any], step: int) -> None:
         speed, tokens = event.get("toks_per_s"), event.get("tokens") or 0

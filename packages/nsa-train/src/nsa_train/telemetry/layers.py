@@ -93,11 +93,7 @@ def chosen_blocks(model: Decoder, ids: Tensor) -> list[Tensor]:
     return [one.block_indices for one in collected if one.block_indices is not None]
 
 
-def _alone(item: Any) -> list[Any]:
-    return [item]
-
-
-def of_layers(collected: Sequence[RunTelemetry], gather: Callable[[Any], list[Any]] = _alone) -> list[dict[str, float]]:
+def of_layers(collected: Sequence[RunTelemetry], gather: Callable[[Any], list[Any]] = lambda item: [item]) -> list[dict[str, float]]:
     """Return the figures of each layer over all its passes. A collective, where `gather` returns what each rank passed."""
     ranks = gather([telemetry.passes() for telemetry in collected])
     return [merged([one for passes in layer for one in passes]) for layer in zip(*ranks, strict=True)]

@@ -32,15 +32,7 @@ TRAINING_COLUMNS = (
     *("step_ms", "tokens", "mfu", "is_clipped", "data_synthetic"),
 )
 VALIDATION_COLUMNS = ("step", "val_loss", "ppl")
-SELECTION_COLUMNS = (
-    "step",
-    "k_mean",
-    "k_max",
-    "rows",
-    "pct_at_max",
-    "free_block_share_mean",
-    "overlap_with_previous_query",
-)
+SELECTION_COLUMNS = ("step", "k_mean", "k_max", "rows", "pct_at_max", "free_block_share_mean", "overlap_with_previous_query")
 FALLBACK_COLUMNS = ("step", "cmp", "select", "slc", "win", "nsa", "total")
 TABLES = {
     "training.csv": TRAINING_COLUMNS,
@@ -51,16 +43,8 @@ TABLES = {
 """File in a run directory -> its columns."""
 COUNTS = ("step", "rank", "pid", "world_size", "restarts_left", "tokens", "fallbacks_total")
 FIGURES = (
-    "uptime_s",
-    "loss",
-    "lr",
-    "toks_per_s",
-    "grad_norm",
-    "step_ms",
-    "mfu",
-    "pct_at_max",
-    "free_block_share_mean",
-    "overlap_with_previous_query",
+    *("uptime_s", "loss", "lr", "toks_per_s", "grad_norm", "step_ms", "mfu"),
+    *("pct_at_max", "free_block_share_mean", "overlap_with_previous_query"),
 )
 FIGURE_FAMILIES = ("gate_", "contribution_", "k_", "reads_", "gpu_mem_")
 TABLES_OF_EVENTS = ("gate_branch_shares", "routes")

@@ -184,7 +184,8 @@ def request_stack_dump(rank: RankWatch) -> str:
     """Send SIGUSR1 to the process of `rank` if it is here and handles the signal, which would kill it otherwise; return what was done."""
     if rank.pid is None or not is_here(rank):
         return f"no stack dump: its process runs on {rank.host or 'another host'}, or in another container"
-    if not _catches_dump_signal(rank.pid):
+    caught = int(_status(rank.pid).get("SigCgt", "0"), 16)
+    if not caught >> (signal.SIGUSR1 - 1) & 1:
         return f"no stack dump: process {rank.pid} is gone, or does not handle SIGUSR1"
     os.kill(rank.pid, signal.SIGUSR1)
     return f"asked process {rank.pid} for a stack dump, stackdump_*.txt"
@@ -252,10 +253,6 @@ def is_gone(rank: RankWatch) -> bool:
         return False
     # dead, but its parent has not asked how it ended
     return _status(rank.pid).get("State", "").startswith("Z")
-
-
-def _catches_dump_signal(pid: int) -> bool:
-    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def _status(pid: int) -> dict[str, str]:
