@@ -18,7 +18,6 @@ from nsa_bench.cases import Case, dtype_of, find_device, lengths_of, parse_geome
 from nsa_bench.inputs import make_tensors
 from nsa_bench.measurement import (
     Direction,
-    Extent,
     Implementation,
     Job,
     Measurement,
@@ -296,7 +295,7 @@ def _measured(tried: Implementation, job: Job, setup: Setup, held_before: int, *
     expected = expect_shared(tried.operands, tried.case, has_window=has_window)
     checked = check_all(tried, expected, job.directions, setup.registry)
     del expected
-    yield from measure(tried, checked, Extent(held_before=held_before), setup.device)
+    yield from measure(tried, checked, job, setup.device, held_before=held_before)
 
 
 def expect_shared(operands: dict[str, Tensor], case: Case, *, has_window: bool) -> Expected:

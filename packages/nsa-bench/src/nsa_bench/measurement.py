@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from nsa_bench.cases import Case, geometry_text, visible_pairs
@@ -42,14 +43,14 @@ class Timing:
 
 def time_call(call: Callable[[], object], device: torch.device, patience_ms: float = float("inf")) -> Timing:
     """Return the times of `call` after a warm-up; a single one where that already exceeds `patience_ms`."""
-    timer = _Timer(device)
+    flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     for _ in range(WARM_UPS if device.type == "cuda" else 1):
         call()
-    first = timer.times_ms(call, 1)
+    first = _times_ms(call, 1, flushed)
     if first[0] > patience_ms:
         return Timing.of(first)
     count = int(BUDGET_MS / max(first[0], 1e-3))
-    return Timing.of(timer.times_ms(call, min(max(count, MIN_COUNT), MAX_COUNT)))
+    return Timing.of(_times_ms(call, min(max(count, MIN_COUNT), MAX_COUNT), flushed))
 
 
 def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -70,29 +71,23 @@ def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], 
     return graph.replay
 
 
-class _Timer:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.buffer = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
-
-    def times_ms(self, call: Callable[[], object], count: int) -> list[float]:
-        return [self._on_clock(call) for _ in range(count)] if self.buffer is None else self._by_events(call, count)
-
-    def _on_clock(self, call: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-
-    def _by_events(self, call: Callable[[], object], count: int) -> list[float]:
-        assert self.buffer is not None
-        spans = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-        for start, stop in spans:
-            self.buffer.zero_()
-            start.record()
+def _times_ms(call: Callable[[], object], count: int, flushed: Tensor | None) -> list[float]:
+    """Return the times of `count` calls: by CUDA events, each after a write to all of `flushed`, or by the clock without it."""
+    if flushed is None:
+        stamps = []
+        for _ in range(count):
+            start = time.perf_counter()
             call()
-            stop.record()
-        torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(stop) for start, stop in spans]
+            stamps.append(1e3 * (time.perf_counter() - start))
+        return stamps
+    spans = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for first, last in spans:
+        flushed.zero_()
+        first.record()
+        call()
+        last.record()
+    torch.cuda.synchronize(flushed.device)
+    return [first.elapsed_time(last) for first, last in spans]
 
 
 def free_cached_memory(device: torch.device) -> None:
@@ -276,42 +271,53 @@ class Implementation:
         return forward if direction is Direction.FORWARD else both
 
 
-@frozen(kw_only=True)
-class Extent:
-    """Which figures of a right result are measured."""
-
-    is_timed: bool = True
-    held_before: int | None = None
-    """Bytes held before the inputs were made, where the peak of forward and backward is measured."""
-    is_replayed: bool = False
-    """On a GPU, time a CUDA graph of the call, which leaves the launches from Python out."""
-    patience_ms: Mapping[Direction, float] = field(factory=dict)
-    """A call that takes longer is timed once."""
-
-
 def check_all(tried: Implementation, expected: Expected, directions: tuple[Direction, ...], registry: RouteRecorder) -> list[Measurement]:
     """Return a measurement without time per direction: right, or with the reason why it will get none."""
     return [_check(tried, expected, direction, registry) for direction in directions]
 
 
-def measure(tried: Implementation, checked: list[Measurement], extent: Extent, device: torch.device) -> Iterator[Measurement]:
-    """Yield `checked` with memory and time. Where memory is measured, the expected values must be gone by now."""
+def measure(
+    tried: Implementation,
+    checked: list[Measurement],
+    job: Job,
+    device: torch.device,
+    *,
+    held_before: int | None = None,
+    patience_ms: Mapping[Direction, float] = MappingProxyType({}),
+) -> Iterator[Measurement]:
+    """Yield `checked` with memory and time, as `finish`. Where memory is measured, the expected values must be gone by now."""
     case = tried.case
     dout = torch.randn(1, case.seq_len, case.shape.num_heads, case.shape.head_dim_v, device=device, dtype=case.dtype)
     total = 2 * (sum(x.nbytes for x in tried.operands.values()) + dout.nbytes)
     for one in checked:
-        yield one if one.reason else finish(evolve(one, tensor_bytes=total), tried.call(one.direction, dout), extent, device)
+        patience = patience_ms.get(one.direction, float("inf"))
+        yield (
+            one
+            if one.reason
+            else finish(evolve(one, tensor_bytes=total), tried.call(one.direction, dout), job, device, held_before, patience)
+        )
 
 
-def finish(one: Measurement, call: Callable[[], object], extent: Extent, device: torch.device) -> Measurement:
-    """Return `one` with the memory and the time of `call`, or with the reason why it has none."""
+def finish(
+    one: Measurement,
+    call: Callable[[], object],
+    job: Job,
+    device: torch.device,
+    held_before: int | None = None,
+    patience_ms: float = float("inf"),
+) -> Measurement:
+    """Return `one` with the memory and the time of `call`, or with the reason why it has none.
+
+    `held_before`: bytes held before the inputs were made, where the peak of forward and backward is measured. A call that takes
+    longer than `patience_ms` is timed once.
+    """
     try:
-        if extent.held_before is not None and one.direction is Direction.BOTH:
-            one = evolve(one, peak_bytes=peak_bytes(call, device, extent.held_before))
-        if extent.is_timed:
-            if extent.is_replayed and device.type == "cuda":
+        if held_before is not None and one.direction is Direction.BOTH:
+            one = evolve(one, peak_bytes=peak_bytes(call, device, held_before))
+        if job.is_timed:
+            if job.is_replayed and device.type == "cuda":
                 call = replay_of(call, device)
-            one = evolve(one, timing=time_call(call, device, extent.patience_ms.get(one.direction, float("inf"))))
+            one = evolve(one, timing=time_call(call, device, patience_ms))
     except Exception as error:  # noqa: BLE001 - one kernel's failure is a result, not the end of the others
         return evolve(one, reason=describe_failure(error))
     return one

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from nsa_bench.errors import OptionError
 from nsa_bench.results import Output, facts_of
 from nsa_train.telemetry.records import load_json, read_rows
 
+AVERAGED = ("val_loss", "best_val_loss", "right", "toks_per_s")
+"""The figures of a trial of which a line of the table has the mean."""
 COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
 
 
@@ -169,37 +171,31 @@ def _result(folder: TrialFolder) -> TrialResult:
 
 def summarize(plan: Plan, results: Sequence[TrialResult]) -> list[Summary]:
     """Return a line for each variant of `plan`, also where none of its trials is finished."""
-    of = {variant: [result for result in results if result.variant == variant] for variant in plan.variants}
-    means = {variant: Mean.of([one.val_loss for one in found]) for variant, found in of.items()}
-
-    def is_best(variant: Variant) -> bool:
-        rivals = [mean.mean for other, mean in means.items() if other.arm == variant.arm and mean is not None]
-        mine = means[variant]
-        return mine is not None and mine.mean == min(rivals)
-
-    def mean(found: Sequence[TrialResult], figure: Callable[[TrialResult], float]) -> Mean | None:
-        return Mean.of([figure(one) for one in found])
-
+    found = {variant: [result for result in results if result.variant == variant] for variant in plan.variants}
+    means = {variant: {name: Mean.of([getattr(one, name) for one in own]) for name in AVERAGED} for variant, own in found.items()}
+    best = {
+        arm: min((own["val_loss"].mean for variant, own in means.items() if variant.arm == arm and own["val_loss"]), default=math.inf)
+        for arm in {variant.arm for variant in found}
+    }
     return [
         Summary(
             variant=variant,
-            parameters=found[0].parameters if found else None,
-            tokens=found[0].tokens if found else None,
-            val_loss=means[variant],
-            best_val_loss=mean(found, lambda one: one.best_val_loss),
-            right=mean(found, lambda one: one.right),
-            toks_per_s=mean(found, lambda one: one.toks_per_s),
-            difference=_difference(found, of.get(Variant(plan.baseline or "", variant.point), []), variant.arm == plan.baseline),
-            is_best=is_best(variant),
+            parameters=own[0].parameters if own else None,
+            tokens=own[0].tokens if own else None,
+            **means[variant],
+            difference=None
+            if variant.arm == plan.baseline
+            else _difference(own, found.get(Variant(plan.baseline or "", variant.point), [])),
+            is_best=(loss := means[variant]["val_loss"]) is not None and loss.mean == best[variant.arm],
         )
-        for variant, found in of.items()
+        for variant, own in found.items()
     ]
 
 
-def _difference(found: Sequence[TrialResult], baseline: Sequence[TrialResult], is_baseline: bool) -> Mean | None:
+def _difference(found: Sequence[TrialResult], baseline: Sequence[TrialResult]) -> Mean | None:
     """Return the mean difference over the seeds that both have: what a seed does to both alike falls out."""
     by_seed = {one.seed: one.val_loss for one in baseline}
-    return None if is_baseline else Mean.of([one.val_loss - by_seed[one.seed] for one in found if one.seed in by_seed])
+    return Mean.of([one.val_loss - by_seed[one.seed] for one in found if one.seed in by_seed])
 
 
 def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> dict[str, Any]:
@@ -223,7 +219,7 @@ def to_rows(plan: Plan, results: Sequence[TrialResult], environment: dict[str, A
 def _summary_row(summary: Summary) -> dict[str, Any]:
     row: dict[str, Any] = {"variant": str(summary.variant), "arm": summary.variant.arm, **dict(summary.variant.point)}
     for name, value in attrs.asdict(summary, recurse=False).items():
-        if isinstance(value, Mean) or name in ("val_loss", "best_val_loss", "right", "toks_per_s", "difference"):
+        if name in (*AVERAGED, "difference"):
             row[name], row[f"{name}_error"] = (value.mean, value.error) if value else (None, None)
         elif name != "variant":
             row[name] = value

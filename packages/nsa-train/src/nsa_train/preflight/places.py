@@ -5,8 +5,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from attrs import frozen
-
 from nsa_train.checkpoint.claim import HOLDER, claimed_by_another
 from nsa_train.checkpoint.layout import LATEST, step_folders
 from nsa_train.files import ASIDE
@@ -71,30 +69,19 @@ def _run_around(out_dir: Path) -> Path | None:
     return None
 
 
-@frozen(kw_only=True)
-class Held:
-    """The content of a directory of checkpoints when a run starts."""
-
-    steps: tuple[int, ...]
-    """The steps of its checkpoints, whole or not, lowest first."""
-    debris_bytes: int
-    """Bytes that a killed save left, which the next start removes."""
-    saved_bytes: int
-    """Bytes of its checkpoints: they are kept, and counted as such, or they give their room back."""
-
-
 def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters: int) -> None:
     """Judge that the disk of `out_dir` holds the checkpoints that are kept, and one more while it is written.
 
     Those of this run that lie there already take room that is theirs, or that the run gets back.
     """
     root = RunDirectory(out_dir).checkpoints
-    place, held = existing_place(root), held_in(root)
-    size, count = BYTES_PER_PARAMETER * parameters, kept_checkpoints(config, held.steps) + 1
+    place, folders = existing_place(root), step_folders(root)
+    size, count = BYTES_PER_PARAMETER * parameters, kept_checkpoints(config, tuple(folders)) + 1
     free = shutil.disk_usage(place).free
-    # the first save of a start removes older checkpoints only once it is written
-    at_once = free + held.debris_bytes
-    room = at_once + held.saved_bytes
+    # a start removes what a killed save left; older checkpoints go only once its first save is written
+    at_once = free + sum(map(_bytes_below, root.glob(f"{ASIDE}*")))
+    # in a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
+    room = at_once + sum(map(_bytes_below, [*folders.values(), root / LATEST]))
     given_back = f" and {in_units(room - free)} of this run's checkpoints" if room > free else ""
     there = f"{in_units(free)} free{given_back}"
     text = f"{count} checkpoints of {in_units(size)} (kept, and one being written)"
@@ -123,15 +110,6 @@ def kept_checkpoints(config: RunConfig, held: tuple[int, ...] = ()) -> int:
     replaced = sum(start < step <= train.steps and (step % every == 0 or step == train.steps) for step in staying)
     written = len(staying) + coming - replaced
     return min(written, train.keep_last) if train.keep_last else written
-
-
-def held_in(root: Path) -> Held:
-    """Return what lies in `root`, which may be absent."""
-    folders = step_folders(root)
-    debris = root.glob(f"{ASIDE}*")
-    # in a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
-    saved = [*folders.values(), root / LATEST]
-    return Held(steps=tuple(folders), debris_bytes=sum(map(_bytes_below, debris)), saved_bytes=sum(map(_bytes_below, saved)))
 
 
 def _bytes_below(folder: Path) -> int:

@@ -199,8 +199,10 @@ class Recorder:
         summary: dict[str, float] = {}
         if observed is not None and layers:
             summary = health.combine(layers)
-            routes = routes_of(observed.telemetry)
-            self.heartbeat.beat("progress", figures.step, **fields, **self._health_fields(summary, observed), routes=routes)
+            own = {**health.heartbeat_fields(summary), "fallbacks_total": self.fallbacks.row()["total"]}
+            if observed.times is not None:
+                own["branch_forward_ms"] = observed.times.total_ms()
+            self.heartbeat.beat("progress", figures.step, **fields, **own, routes=routes_of(observed.telemetry))
         self.heartbeat.beat("step_end", figures.step, **fields)
         if self._tables is not None:
             self._write_step(self._tables, figures, {name: fields[name] for name in ("step_ms", "tokens", "mfu")}, summary)
@@ -291,13 +293,6 @@ class Recorder:
         train = self.config.train
         lengths = figures.lengths or (train.seq_len,) * (train.batch_size * train.accumulate // self.world_size)
         return self._flops.of_step(lengths) / step_s / (1e12 * self._chip.dense_bf16_tflops)
-
-    def _health_fields(self, summary: dict[str, float], observed: Observed) -> dict[str, Any]:
-        fields = health.heartbeat_fields(summary)
-        fields["fallbacks_total"] = self.fallbacks.row()["total"]
-        if observed.times is not None:
-            fields["branch_forward_ms"] = observed.times.total_ms()
-        return fields
 
     def _write_step(self, tables: _Tables, figures: StepFigures, speed: dict[str, Any], summary: dict[str, float]) -> None:
         step = figures.step

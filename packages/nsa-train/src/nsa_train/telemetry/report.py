@@ -14,7 +14,7 @@ from nsa_train.files import MOST_SAMPLE, as_text, read_regular, refusal, written
 from nsa_train.host.environment import missing_report
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import read_toml
-from nsa_train.telemetry.figures import BRANCH_NAMES, Start, draw_curves, read_history
+from nsa_train.telemetry.figures import BRANCH_NAMES, Start, figure_of, read_history
 from nsa_train.telemetry.health import judge, steadiness
 from nsa_train.telemetry.records import read_json
 
@@ -84,10 +84,13 @@ def write_report(paths: RunDirectory) -> None:
     if missing := missing_report():
         raise ConfigError(missing)
     import jinja2
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     history = read_history(paths)
     with written_whole(paths.curves) as aside:
-        draw_curves(history, aside)
+        canvas: Any = FigureCanvasAgg(figure_of(history))
+        # savefig would draw twice, the first time for the extents alone
+        canvas.print_png(aside)
     environment, metrics = read_json(paths.environment), _read_metrics(paths.metrics)
     template = (files("nsa_train.telemetry") / "report.html.j2").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)

@@ -44,18 +44,12 @@ class Bad(NamedTuple):
 Record = Document | Bad
 
 
-class DroppedName(NamedTuple):
-    """A file name that was left out, and the name of the same file that was kept."""
-
-    path: Path
-    kept: Path
-
-
 class Reading:
     """The shard that each thread is reading, which a message about a wait names, and the file names that were left out."""
 
     def __init__(self) -> None:
-        self.dropped: list[DroppedName] = []
+        self.dropped: list[tuple[Path, Path]] = []
+        """Names that were left out, each with the name of the same file that was kept"""
         self._shards: dict[int | None, str] = {}
         self._last = "nothing yet"
 

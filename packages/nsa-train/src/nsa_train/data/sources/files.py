@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa_train.data.sources.base import Bad, DroppedName, Reading
+from nsa_train.data.sources.base import Bad, Reading
 from nsa_train.errors import DataError
 
 Hashes = NDArray[np.uint32]
@@ -233,7 +233,7 @@ def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
         for path, identity in files.items():
             if path == own[identity]:
                 kept.setdefault(identity, path)
-        reading.dropped += [DroppedName(path, kept[identity]) for path, identity in files.items() if path != kept[identity]]
+        reading.dropped += [(path, kept[identity]) for path, identity in files.items() if path != kept[identity]]
     return list(kept.values())
 
 
