@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import datetime
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,7 +19,7 @@ from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of
 from nsa_train.host.environment import RUNS_ON
-from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, settle_streams, warn
+from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, warn
 from nsa_train.lifecycle.launch import ALONE, Meeting
 from nsa_train.lifecycle.outcomes import Ending, ending_by_signals, ending_of, heed_launcher, last_words, note_worker, reported
 from nsa_train.loop.starting import GoingOn, as_sets, start
@@ -371,7 +371,9 @@ def export(
 
 def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
-    settle_streams()
+    if isinstance(sys.stdout, TextIOWrapper):
+        # a question mark for what its encoding lacks; stderr spells it out by itself
+        sys.stdout.reconfigure(errors="replace")
     with last_words():
         heed_launcher()
         if not note_worker():

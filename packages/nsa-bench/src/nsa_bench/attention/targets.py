@@ -129,25 +129,17 @@ def target_jobs(targets: tuple[Target, ...], baselines: tuple[str, ...] = BASELI
 def judge_targets(targets: tuple[Target, ...], measurements: list[Measurement]) -> list[Judgement]:
     """Return every target with its figure, or with the reason why it has none."""
     found = {(one.case.shape, one.case.seq_len, one.case.selection, one.operation, one.direction): one for one in measurements}
-    judgements = []
-    for target in targets:
-        one = found.get((target.shape, target.seq_len, target.selection, target.operation, target.direction))
-        judgements.append(Judgement(target=target, measured=_figure(target, one), reason=_reason(target, one)))
-    return judgements
+    keys = [(target.shape, target.seq_len, target.selection, target.operation, target.direction) for target in targets]
+    return [_judged(target, found.get(key)) for target, key in zip(targets, keys, strict=True)]
 
 
-def _figure(target: Target, one: Measurement | None) -> float | None:
+def _judged(target: Target, one: Measurement | None) -> Judgement:
     if one is None:
-        return None
+        return Judgement(target=target, measured=None, reason="not measured")
     if target.is_memory:
-        return one.peak_ratio
-    return None if one.timing is None else one.timing.median_ms
-
-
-def _reason(target: Target, one: Measurement | None) -> str:
-    if one is None:
-        return "not measured"
-    return one.reason or ("memory is measured on CUDA devices only" if target.is_memory and one.peak_bytes is None else "")
+        absent = "memory is measured on CUDA devices only" if one.peak_bytes is None else ""
+        return Judgement(target=target, measured=one.peak_ratio, reason=one.reason or absent)
+    return Judgement(target=target, measured=None if one.timing is None else one.timing.median_ms, reason=one.reason)
 
 
 def target_rows(judgements: list[Judgement]) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """A run on this process's rank, from a configuration to an exit code: join, check, resume, train."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,15 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         if reason := world.from_main(reason):
             display.note(f"resume: {reason}")
             return read_json(RunDirectory(out).metrics)
-        if resume is not None and world.is_main:
-            for line in damaged_records(RunDirectory(out)):
-                display.note(f"resume: {line}")
+        for line in damaged_records(RunDirectory(out)) if resume is not None and world.is_main else ():
+            display.note(f"resume: {line}")
         display.note(f"out: {out}")
         display.note(introduced(config))
         is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
-        with _disk_errors_told(out):
-            trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
-            metrics = trainer.run()
+        try:
+            metrics = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued).run()
+        except OSError as error:
+            raise TrainError(refused_by_disk(f"the run in {out} broke off", error, RunDirectory(out).checkpoints)) from error
         if world.is_main:
             display.note(_summary(metrics, out))
         return metrics
@@ -78,15 +77,6 @@ def settled_resume(out: Path, resume: int | None) -> int | None:
     if resume != AUTO:
         return resume
     return NEWEST if RunDirectory(out).holds_run() else None
-
-
-@contextmanager
-def _disk_errors_told(out: Path) -> Iterator[None]:
-    """Say of a file that cannot be written or read in which run that was, and from where it goes on."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainError(refused_by_disk(f"the run in {out} broke off", error, RunDirectory(out).checkpoints)) from error
 
 
 def check_place(out: Path) -> None:

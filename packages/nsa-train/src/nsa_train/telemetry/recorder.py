@@ -317,7 +317,7 @@ class Recorder:
         tables.board.scalars(step, "data", {"fetch_ms": figures.fetch_ms, "synthetic": int(self._is_synthetic)})
         if figures.is_clipped:
             tables.clipped_steps += 1
-            tables.board.clipped(step, figures.grad_norm, tables.clipped_steps)
+            tables.board.scalars(step, "clip", {"grad_norm_before": figures.grad_norm, "events_total": tables.clipped_steps})
         if summary:
             tables.board.scalars(step, "nsa", summary)
         if step % self.config.train.log_every == 0 or step == self.config.train.steps or summary:

@@ -36,10 +36,6 @@ class Board:
             if value is not None and self._writer is not None:
                 self._writer.add_scalar(f"{group}/{name}", value, step)
 
-    def clipped(self, step: int, grad_norm: float, count: int) -> None:
-        """Add a clip event: the norm before clipping, and the `count` of clipped steps so far."""
-        self.scalars(step, "clip", {"grad_norm_before": grad_norm, "events_total": count})
-
     def lengths(self, step: int, buckets: Mapping[int, int]) -> None:
         """Add a histogram of sequence lengths: upper bound of a bucket -> sequences."""
         if not buckets or self._writer is None:

@@ -119,12 +119,15 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks | LocalShards:
         return _local(data, reading)
     reading.shard = f"https://huggingface.co/datasets/{REPOSITORY}"
     subset = data.subset or DEFAULT_SUBSET
-    _require_hub(subset)
+    from huggingface_hub import HfApi
+
     try:
+        HfApi().dataset_info(REPOSITORY, timeout=REACH_TIMEOUT_S)
         dataset = datasets.load_dataset(REPOSITORY, name=subset, split="train", streaming=True)
         dataset = dataset.select_columns([TEXT_FIELD])
         # a shard per row group where this version of datasets can do it: more of them to shuffle
         return HubBlocks(dataset.reshard() if hasattr(dataset, "reshard") else dataset, reading)
+    # no common error: httpx, requests, those of either package
     except Exception as error:  # noqa: BLE001
         raise unreachable(subset, error) from None
 
@@ -169,16 +172,6 @@ def _until_broken(where: str, start: int, rows: Callable[[], Iterable[dict[str, 
     except Exception as error:  # noqa: BLE001
         # datasets has no common error: opening and reading raise those of pyarrow, fsspec, httpx and its own
         yield Bad(f"{where} from row {number} on", f"cannot be read ({_first_line(error)})")
-
-
-def _require_hub(subset: str) -> None:
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().dataset_info(REPOSITORY, timeout=REACH_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001
-        # no common error here either: httpx, requests, its own
-        raise unreachable(subset, error) from None
 
 
 def _lines(path: str) -> Iterator[dict[str, bytes]]:
