@@ -38,7 +38,7 @@ def backends(
     *,
     files: ResultFiles = NO_FILES,
     device: Annotated[Literal["cpu", "cuda"] | None, Parameter(help="This machine's by default.")] = None,
-    compute_capability: Annotated[str | None, Parameter(help="Of the CUDA device, for example 8.9; it need not be here.")] = None,
+    compute_capability: Annotated[str | None, Parameter(help="That of the CUDA device, for example 8.9; it need not be here.")] = None,
     shape: CallShape = CallShape(),  # noqa: B008 - a frozen value
 ) -> int:
     """Show which backend serves each operation, every reason against the others, and the plug-ins, broken ones too."""
@@ -55,7 +55,7 @@ def attention(
     options: AttentionOptions = AttentionOptions(),  # noqa: B008 - a frozen value
     commit: Commit = None,
 ) -> int:
-    """Time the operations, forward and backward, beside the best dense attention; what is wrong gets no time."""
+    """Time the operations, forward and backward, and the best dense attention; a wrong result gets no time."""
     from nsa_bench.attention.run import run_attention
 
     return _exit_code(run_attention(options, Output(files, commit)))
@@ -68,7 +68,7 @@ def compare(
     options: CompareOptions = CompareOptions(),  # noqa: B008 - a frozen value
     commit: Commit = None,
 ) -> int:
-    """Time the whole operation beside other packages that are installed, with everybody's error."""
+    """Time the whole operation and other packages that are installed, each with its error."""
     from nsa_bench.compare import run_compare
 
     return _exit_code(run_compare(options, Output(files, commit)))
@@ -178,7 +178,7 @@ def run_command(tokens: Iterable[str]) -> int:
         print(f"nsa-bench: {error.in_one_line()}", file=sys.stderr)
         return (OptionError if error.is_refusal else BenchError).exit_code
     except BrokenPipeError:
-        # whoever read the output has seen enough; a flush at the end of the process would fail otherwise
+        # the reader of the output has seen enough; a flush at the end of the process would fail otherwise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BenchError.exit_code
     except OSError as error:

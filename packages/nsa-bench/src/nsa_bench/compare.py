@@ -1,4 +1,4 @@
-"""`nsa-bench compare`: our whole operation beside other packages that pip installs, on inputs that all of them take.
+"""`nsa-bench compare`: our whole operation and other packages that pip installs, on inputs that all of them take.
 
 One K and V for every branch, compressed by the mean over blocks of l = d = l' tokens, which is what the peers share. Our
 time includes the compression, as theirs does. A peer that is not installed, or cannot take a case, says why. Peers are
@@ -299,7 +299,7 @@ def _measured(tried: Implementation, job: Job, setup: Setup, held_before: int, *
 
 
 def expect_shared(operands: dict[str, Tensor], case: Case, *, has_window: bool) -> Expected:
-    """Return what attention over one shared K and V should give; without the window where a peer has none."""
+    """Return the expected attention over one shared K and V; without the window where a peer has none."""
     sample = sample_rows(case.sequence_lengths, case.geometry, operands["q"].device)
     # scores are taken of the compressed keys as everybody holds them, rounded to the inputs' dtype
     compressed = {"q": operands["q"], "k_cmp": _means(operands["k"][0].detach(), case).unsqueeze(0)}

@@ -146,7 +146,7 @@ class Measurement:
     """One of OURS, or DENSE."""
     direction: Direction
     implementation: str
-    """Who ran: backends of nsa_core by name, a dense kernel, a peer."""
+    """The backends of nsa_core that ran, by name, or a dense kernel, or a peer."""
     is_ours: bool = True
     """False for dense kernels and peers."""
     check: Check | None = None
@@ -248,9 +248,9 @@ class Implementation:
     run: Callable[..., Tensor]
     operands: dict[str, Tensor]
     name: str | None = None
-    """Who runs; None: the backends that the registry chooses."""
+    """The name of a kernel or a peer; None: the backends that the registry chooses."""
     is_judged: bool = True
-    """False: a wrong result is timed all the same, its error beside it."""
+    """False: a wrong result is timed all the same, and its error is reported."""
 
     def check(self, direction: Direction, expected: Expected) -> Check:
         """Return how far the result of one run in `direction` lies from what is expected."""

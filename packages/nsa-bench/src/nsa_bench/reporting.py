@@ -18,7 +18,7 @@ from nsa_bench.results import Output
 
 GIB = 2**30
 FEW = 10
-"""Fewer repetitions than this are stated beside a median."""
+"""Fewer repetitions than this are stated with a median."""
 DenseTimes = dict[tuple[HeadShape, int, Direction], Measurement]
 
 
@@ -46,7 +46,7 @@ def collect(
 
 
 def attention_tables(measurements: list[Measurement]) -> Iterator[RenderableType]:
-    """Yield a table per case: a line per operation and implementation, both directions beside each other, then notes."""
+    """Yield a table per case: a line per operation and implementation, both directions in columns, then notes."""
     best = best_dense(measurements)
     for case in dict.fromkeys(one.case for one in measurements):
         yield _case_table(case, [one for one in measurements if one.case == case], best)
@@ -72,7 +72,7 @@ def _case_table(case: Case, measurements: list[Measurement], best: DenseTimes) -
         lines.setdefault((one.operation, one.implementation), []).append(one)
     for (operation, implementation), line in lines.items():
         if all(one.check is None and not one.is_ours for one in line):
-            # an absent implementation stands in the notes
+            # the notes name an absent implementation
             continue
         by_direction = {one.direction: one for one in line}
         times = [_time(by_direction.get(direction), best) for direction in Direction]

@@ -29,7 +29,7 @@ def describe() -> dict[str, Any]:
 
 
 def facts_of(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return what a row of a file says of the machine, the versions and the commit."""
+    """Return machine, versions and commit, for the row of a file."""
     return {name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
 
 
@@ -39,7 +39,7 @@ class Output:
     def __init__(
         self, files: ResultFiles, commit: str | None = None, *, screen: Console | None = None, progress: Console | None = None
     ) -> None:
-        """Open nothing yet; `commit` stands for the checkout's. Output that is no terminal has room for a table's columns all the same."""
+        """Open nothing yet; `commit` replaces the checkout's. Output that is no terminal is wide enough for a table."""
         self.files, self.commit = files, commit
         self.screen = screen or Console(width=None if sys.stdout and sys.stdout.isatty() else TABLE_WIDTH)
         self.progress = progress or Console(stderr=True)

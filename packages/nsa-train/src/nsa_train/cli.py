@@ -81,27 +81,27 @@ def run(
         return 0
     if step is not None and out is None:
         raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
-    place = out or _default_out(recipe)
-    check_path("--out", place)
+    folder = out or _default_out(recipe)
+    check_path("--out", folder)
     flags = ["--synthetic-on-fail"] if synthetic_on_fail else []
-    typed = ["run", recipe, "--out", str(place), *as_sets(overrides), *meeting.words(), *flags]
+    typed = ["run", recipe, "--out", str(folder), *as_sets(overrides), *meeting.words(), *flags]
     again = GoingOn(saved=[*typed, "--resume"], begun=[*typed, "--resume", "auto"])
     if synthetic_on_fail:
         from nsa_train.data.fallback import Start, or_synthetic
-        from nsa_train.loop.run import check_place, settled_resume
+        from nsa_train.loop.run import check_free, settled_resume
 
         if not dry_run:
             # opening the data may take long, and what does not open moves the run to another directory
-            check_place(place)
-        is_resuming = settled_resume(place, step) is not None
-        config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place), resuming=is_resuming)
+            check_free(folder)
+        is_resuming = settled_resume(folder, step) is not None
+        config, recipe, overrides, folder, note = or_synthetic(Start(config, recipe, overrides, folder), resuming=is_resuming)
         print(note, end="\n" if note else "", file=sys.stderr)
         if note:
             # the run has another directory, and keeps its random ids even if the data can be read again
-            again = evolve(again, saved=["resume", str(place), *meeting.words()])
+            again = evolve(again, saved=["resume", str(folder), *meeting.words()])
     if dry_run:
-        return _judge_start(config, place, meeting, step)
-    return start(config, place, ["run", recipe, "--out", str(place), *as_sets(overrides)], meeting, step, again)
+        return _judge_start(config, folder, meeting, step)
+    return start(config, folder, ["run", recipe, "--out", str(folder), *as_sets(overrides)], meeting, step, again)
 
 
 @app.command
@@ -185,21 +185,12 @@ def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: 
     for line in findings.lines():
         print(line, file=sys.stderr if line.startswith("FAIL") else sys.stdout)
     if not findings.failed and resume is not None:
-        _judge_resume(config, out, resume)
+        from nsa_train.loop.run import nothing_left, resume_from
+
+        found = resume_from(config, out, resume, say=print)
+        if found and (reason := nothing_left(found, config, RunDirectory(out))):
+            print(f"resume: {reason}")
     return Answer(ConfigError.exit_code if findings.failed else 0, {"out": str(out), **findings.content()})
-
-
-def _judge_resume(config: RunConfig, out: Path, step: int) -> None:
-    """Print from which checkpoint a run would go on.
-
-    Raises:
-        TrainError: where it would be refused.
-    """
-    from nsa_train.loop.run import nothing_left, resume_from
-
-    found = resume_from(config, out, step, say=print)
-    if found and (reason := nothing_left(found, config, RunDirectory(out))):
-        print(f"resume: {reason}")
 
 
 @app.command(name="loader-check")

@@ -147,7 +147,7 @@ def check_run(records: Records) -> list[Verdict]:
 
 
 def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[Verdict]:
-    """Return how the run's metrics stand to those of `baseline`, a metrics.json: worse by at most `tolerance` per cent.
+    """Return the verdicts on the run's metrics against those of `baseline`, a metrics.json: worse by at most `tolerance` per cent.
 
     Raises:
         ConfigError: when the file cannot be read, or shares no figure with this run.
@@ -273,7 +273,7 @@ def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:
     if is_gate and rule not in last:
         return Verdict(rule=rule, is_passed=False, found=reason)
     if is_gate:
-        # null stands where there was nothing to take the mean of
+        # null: there was nothing to take the mean of
         is_empty = last[rule] is None
         reason = f"no token of step {last['step']} sees a compressed block" if is_empty else "a single branch holds every gate"
     return Verdict(rule=rule, is_passed=None, found=f"not judged: {reason}")

@@ -1,6 +1,6 @@
 """The trials that PLAN.toml describes. Imports no torch.
 
-recipe = "demo"                      # a shipped recipe, or a TOML file beside the plan
+recipe = "demo"                      # a shipped recipe, or a TOML file in the folder of the plan
 baseline = "dense"                   # the arm that the others are compared with; may be left away
 seeds = [0, 1, 2]                    # of train.seed: initial weights; the data keep their order
 
@@ -90,8 +90,8 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
         problems = [*_problems(content)]
         if problems:
             raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
-        beside = path.parent / content["recipe"]
-        base = read_toml(beside if beside.is_file() else find_recipe(content["recipe"]))
+        nearby = path.parent / content["recipe"]
+        base = read_toml(nearby if nearby.is_file() else find_recipe(content["recipe"]))
         common: dict[str, Any] = {}
         for override in overrides:
             apply_override(common, override)

@@ -114,7 +114,7 @@ class Summary:
     difference: Mean | None
     """Difference of val_loss to the baseline's at the same point of the grid, seed by seed; None for the baseline itself."""
     is_best: bool
-    """Whether no other point of the grid has a lower mean val_loss for this arm."""
+    """True where no other point of the grid has a lower mean val_loss for this arm."""
 
 
 def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:

@@ -1,4 +1,4 @@
-"""`nsa-bench attention`: times, memory and errors of the operations, beside the best dense attention.
+"""`nsa-bench attention`: times, memory and errors of the operations and of the best dense attention.
 
 For every case: the inputs are made, each operation is compared with the reference in each direction, and only right
 results are timed. Peak memory is that of the whole operation, forward and backward, with its inputs.

@@ -1,6 +1,6 @@
 """`nsa-bench attention --preset targets`: the figures that the kernels must reach on one H200, in bf16, with B = 1, and their aims.
 
-Times are medians of the whole operation but where "slc" stands. Memory is the peak of forward and backward over the
+Times are medians of the whole operation, or of "slc" alone. Memory is the peak of forward and backward over the
 bytes of q, all k and v, gates, out and their gradients.
 """
 
@@ -162,7 +162,7 @@ def target_rows(judgements: list[Judgement]) -> list[dict[str, Any]]:
 
 
 def targets_table(judgements: list[Judgement], measurements: list[Measurement]) -> Table:
-    """Return a line per target: what was measured, beside must, aim and the best dense attention; ms, or x the tensors' bytes."""
+    """Return a line per target: the measured figure, must, aim and the best dense attention; ms, or x the tensors' bytes."""
     table = Table(title="targets on one H200", box=box.SIMPLE, pad_edge=False)
     for name in ("case", "", "figure", "must", "aim", "best dense ms", "verdict"):
         table.add_column(name, no_wrap=True)

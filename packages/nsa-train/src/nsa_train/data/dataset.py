@@ -75,7 +75,7 @@ class Dataset:
     """Records that could not be read, of a corpus in memory; those of a streamed one are counted when they are met"""
     first_bad: Bad | None = None
     shared: tuple[tuple[str, str], ...] = ()
-    """Names of what is held out and of the training document that it stands in: none"""
+    """Names of what is held out and of the training document that holds it too: none"""
     sizes: dict[str, int] = field(factory=dict)
     """The known sizes: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
@@ -150,7 +150,7 @@ def _require_texts(parts: list[Part], data: DataTable, lanes: int) -> None:
 
 
 def _tokenizer_and_parts(data: DataTable, reading: Reading) -> tuple[Tokenizer, list[Part]]:
-    """Return both, or say at once what stands against either, a line each."""
+    """Return both, or raise one error with the problems of both, a line each."""
     problems: list[str] = []
     tokenizer: Tokenizer | None = None
     parts: list[Part] = []

@@ -57,7 +57,7 @@ class LoaderFigures(NamedTuple):
 
 
 def check_loader(config: RunConfig, *, timeout_s: float) -> LoaderFigures:
-    """Return what the loader of `config` gives on this machine, as the only process.
+    """Return the figures of the loader of `config` on this machine, as the only process.
 
     Raises:
         DataError: with the cause, or with the shard that was being read after `timeout_s`.

@@ -80,9 +80,9 @@ class OpenedBlocks:
             # nothing is open before the first row
             return
         while self._next[number] <= position["block"]:
-            part, place = self._walk.sequence.place(self._next[number] * self._walk.lanes + int(number))
+            part, located = self._walk.sequence.locate(self._next[number] * self._walk.lanes + int(number))
             found, hashes = self._walk.files[part].kept.found, self._hashes[part]
-            own = place.item % len(found)
+            own = located.item % len(found)
             if found[own] and not hashes[own]:
                 hashes[own] = found[own]
                 yield part, own // CHUNK

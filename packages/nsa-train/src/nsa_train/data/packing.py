@@ -3,7 +3,7 @@
 All documents, each followed by the separator, form one stream, which is cut every `seq_len` tokens: a long document goes
 on in the next row, nothing is truncated, and only the last row is padded. Where a document ends inside a row, the row
 holds several sequences, and `cu_seqlens` keeps attention inside each. The label of a token is the next token of its
-document, also where that one stands in the next row; a separator and padding have none.
+document, also where that one is in the next row; a separator and padding have none.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class Batch:
 
 
 class PackedRows:
-    """The rows of a list of documents, by index; documents stand in an order shuffled by `seed` (None: as given)."""
+    """The rows of a list of documents, by index; documents are in an order shuffled by `seed` (None: as given)."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: Tokenizer, seq_len: int, seed: int | None = None) -> None:
         order = range(len(documents)) if seed is None else generator(seed, 0, "documents").permutation(len(documents)).tolist()
@@ -112,7 +112,7 @@ class PackedRows:
 
 
 class DrawnRows:
-    """Rows that are not kept: `draw` makes each from its number when it is asked for. They stand for `PackedRows` in a validation split."""
+    """Rows that are not kept: `draw` makes each from its number when it is asked for. They replace `PackedRows` in a validation split."""
 
     def __init__(self, draw: Callable[[int], Row], *, count: int, seq_len: int, pad: int) -> None:
         self.at, self._count = draw, count
@@ -142,7 +142,7 @@ def collate(rows: Sequence[Row]) -> Batch:
     loss_mask = labels != IGNORED
     cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    # a sequence's labels stand at its start
+    # a sequence's labels are at its start
     labelled = np.add.reduceat(loss_mask[0], cu_seqlens[:-1], dtype=np.int32)
     return Batch(
         input_ids=torch.from_numpy(_joined([row.input_ids for row in rows])),
@@ -178,13 +178,13 @@ class BucketedRows:
 
     def at(self, number: int) -> Row:
         """Return row `number`: the `number % batch_size`th of its batch."""
-        turn, place = divmod(number, self._batch_size)
+        turn, slot = divmod(number, self._batch_size)
         epoch, batch = divmod(turn, self.batches_per_epoch)
         drawn = self._drawn
         if drawn[0] != epoch:
             drawn = self._drawn = (epoch, self._draw(epoch))
         size, pieces = drawn[1][batch]
-        start, stop = self._pieces[pieces[place]].tolist() if place < len(pieces) else (0, 0)
+        start, stop = self._pieces[pieces[slot]].tolist() if slot < len(pieces) else (0, 0)
         return self._rows.piece(start, stop, size)
 
     def epoch(self, number: int) -> int:

@@ -130,7 +130,7 @@ class TrainingStream:
         self._announced = self._documents()
 
     def figures(self) -> dict[str, float | int | str]:
-        """Return what was consumed, of this rank's lanes; `merge_states` has the run's."""
+        """Return the figures of what this rank's lanes consumed; `merge_states` has the run's."""
         lanes = self._batches.state_dict()
         # every rank reads a corpus in memory whole: its bad records are counted with the first row
         in_memory = self._dataset.bad_records if "0" in lanes else 0

@@ -83,7 +83,7 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
 def num_ids_of(data: DataTable) -> int:
     """Return how many ids the tokenizer of `data` has, separator and pad included; reads its file where it has one of its own.
 
-    GPT-2's where that file is missing, which whoever opens the data says: preflight names all that is missing at once.
+    GPT-2's where that file is missing: opening the data reports it, with all else that is missing.
     """
     if data.tokenizer == "byte":
         return ByteTokenizer.vocab_size

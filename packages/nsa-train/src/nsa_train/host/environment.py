@@ -32,7 +32,7 @@ def is_under_torchrun() -> bool:
 
 
 def missing_report() -> str:
-    """Return what keeps runs from being drawn, and what to do; empty where the packages of the extra `report` are installed."""
+    """Return why runs are not drawn, and the command that helps; empty where the packages of the extra `report` are installed."""
     missing = [name for name in DRAWN_BY if version_of(name) is None]
     if not missing:
         return ""

@@ -71,7 +71,7 @@ class Meeting:
         """Let hosts pass that can meet.
 
         Raises:
-            ConfigError: a line for each option that stands against it.
+            ConfigError: a line for each option that breaks a rule.
         """
         problems = []
         try:

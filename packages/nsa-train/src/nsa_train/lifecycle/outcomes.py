@@ -78,7 +78,7 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
 
 
 def note_worker() -> bool:
-    """Leave this process's id where the launcher finds it, if there is one; False where that one was told to stop before."""
+    """Leave this process's id where the launcher finds it, if there is one; False where a signal stopped the launcher before."""
     folder = ENVIRONMENT.get(FOLDER)
     if folder:
         aside = Path(folder) / f"aside-{ENVIRONMENT['LOCAL_RANK']}"

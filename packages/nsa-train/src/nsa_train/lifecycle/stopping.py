@@ -102,7 +102,7 @@ class StopRequests:
         os.close(self._writer)
 
     def heard(self, *, look: bool = False) -> Stop:
-        """Return what this rank knows of; `look`: see whether .HALT is there at this moment."""
+        """Return the request that this rank knows of; `look`: see whether .HALT is there at this moment."""
         if look and self._has_halt():
             self._note(Stop.HALT)
         return self._heard

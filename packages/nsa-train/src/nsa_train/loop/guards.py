@@ -131,7 +131,9 @@ class GradientWatch:
         self.longest = max(self.longest, longest)
         self.num_observed += 1
         if self.num_observed == 1:
-            self._require_gradients(step)
+            missing = [name for name, p in self._pending.items() if p.grad is None and self._is_open(name)]
+            if missing:
+                raise GuardError(f"step {step}: no gradient reaches {some(missing)}; the graph is cut before it")
         elif self._pending:
             here = [p.grad is not None and bool(local_part(p.grad).any()) for p in self._pending.values()]
             ranks = self._world.gather(here) if self._world else [here]
@@ -155,18 +157,13 @@ class GradientWatch:
             self._require_moved(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was seen so far, JSON-able."""
+        """Return the observations so far, JSON-able."""
         return {"num_observed": self.num_observed, "longest": self.longest, "pending": [*self._pending]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state_dict` returned."""
         self.num_observed, self.longest = state["num_observed"], state["longest"]
         self._pending = {name: p for name, p in self._pending.items() if name in set(state["pending"])}
-
-    def _require_gradients(self, step: int) -> None:
-        missing = [name for name, p in self._pending.items() if p.grad is None and self._is_open(name)]
-        if missing:
-            raise GuardError(f"step {step}: no gradient reaches {some(missing)}; the graph is cut before it")
 
     def _require_moved(self, step: int) -> None:
         still = [name for name in self._pending if self._is_open(name)]
@@ -266,8 +263,8 @@ def require_finite_state(model: nn.Module, optimizer: torch.optim.Optimizer, wor
     """
     # in this order: FSDP gives its gathered weights back for the first, and the moments are known by the sharded ones
     weights = model_tensors(model)
-    told = world.gather(not_finite({**weights, **optimizer_tensors(model, optimizer)}))
-    names = list(dict.fromkeys(name for part in told for name in part))
+    gathered = world.gather(not_finite({**weights, **optimizer_tensors(model, optimizer)}))
+    names = list(dict.fromkeys(name for part in gathered for name in part))
     if not names:
         return
     # weights that are not finite spoil the moments, too

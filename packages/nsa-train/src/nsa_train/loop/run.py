@@ -79,7 +79,7 @@ def settled_resume(out: Path, resume: int | None) -> int | None:
     return NEWEST if RunDirectory(out).holds_run() else None
 
 
-def check_place(out: Path) -> None:
+def check_free(out: Path) -> None:
     """Let a run pass into whose directory no other process writes, and in which no .HALT lies. Looks at neither machine nor data.
 
     Raises:
@@ -99,7 +99,7 @@ def check_start(
     Raises:
         ConfigError: a line for each that does not.
     """
-    check_place(out)
+    check_free(out)
     findings = run_preflight(config, out, resuming=resuming, world_sizes=world_sizes)
     findings.require()
     for line in findings.warned:

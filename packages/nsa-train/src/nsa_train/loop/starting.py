@@ -30,7 +30,7 @@ class GoingOn:
         return f"{program} {shlex.join(words)}"
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def spelled_out(self) -> Iterator[None]:
         """Replace `--resume` by the whole command in the message of an error that stops the block on request."""
         try:
             yield
@@ -51,7 +51,7 @@ def start(config: RunConfig, out: Path, words: list[str], meeting: Meeting, resu
     from nsa_train.loop.run import check_start, settled_resume, train
     from nsa_train.preflight.judge import unequal_shares
 
-    with again.told():
+    with again.spelled_out():
         if not must_launch(config, meeting):
             train(config, out, resume=resume)
             return 0

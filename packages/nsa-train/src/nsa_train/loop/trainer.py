@@ -120,7 +120,9 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type) if train.precision == "fp16" else None
         self.guard, self.patience = StepGuard(train), Patience(train.early_stop_patience)
         if resume:
-            self._restore(resume)
+            restore(resume, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
+            for name, owner in (("guard", self.guard), ("watch", self.watch), ("patience", self.patience)):
+                owner.load_state_dict(resume.state["counters"][name])
             self.writer.go_on_from(self.start)
         self.feed = Feed(self.stream, train.accumulate)
         self.stops = StopRequests(self.recorder.paths, world, quitting=partial(_quit, display, self.recorder))
@@ -314,12 +316,12 @@ class Trainer:
         described = [f"rank {self.world.rank}, {fetched.describe(at)}" for at in mine]
         # a loss spoils them all: later, its batch says more
         is_named = skip.cause is Cause.GRADIENT or self.watch.num_observed == 0
-        told = self.world.gather((described, not_finite(gradients_of(self.model)) if is_named else []))
-        names = list(dict.fromkeys(name for _, part in told for name in part))
-        return skip.reason + (f", in {some(names)}" if names else ""), "; ".join(text for part, _ in told for text in part)
+        gathered = self.world.gather((described, not_finite(gradients_of(self.model)) if is_named else []))
+        names = list(dict.fromkeys(name for _, part in gathered for name in part))
+        return skip.reason + (f", in {some(names)}" if names else ""), "; ".join(text for part, _ in gathered for text in part)
 
     def _is_overflow(self, cause: Cause) -> bool:
-        """Make the scaler ready for the next step; return True where float16 ran over: that is how the scale finds its place."""
+        """Make the scaler ready for the next step; return True where float16 ran over: that is how the scale is found."""
         if self.scaler is None:
             return False
         scale = self.scaler.get_scale()
@@ -384,12 +386,6 @@ class Trainer:
             raise refusal
         if any(refused):
             raise PeerError("another rank refused the data (not those of the checkpoint); see its message", exit_code=DataError.exit_code)
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        restore(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
-        counters = checkpoint.state["counters"]
-        for name, owner in (("guard", self.guard), ("watch", self.watch), ("patience", self.patience)):
-            owner.load_state_dict(counters[name])
 
     def _write_samples(self, name: str) -> None:
         """Let all ranks draw the same text, which shards need, and rank 0 write it, unless train.samples is off."""

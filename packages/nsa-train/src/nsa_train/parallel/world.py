@@ -58,7 +58,7 @@ def _cause(error: RuntimeError) -> str:
 
 @frozen(kw_only=True, eq=False)
 class World:
-    """This process and its peers, and the one way in which they tell each other something. The default stands alone.
+    """This process and its peers, and the one way in which they tell each other something. The default has no peers.
 
     JSON alone travels between ranks, as uint8 tensors of the CPU, and weights: torch's object collectives, which unpickle what they
     receive, are banned by lint. A tuple comes back as a list, but for `exchange`.
@@ -105,11 +105,11 @@ class World:
                 result = job()
             except TrainError as error:
                 failure = error
-        told = self.from_main([str(failure), failure.exit_code] if failure else None)
+        failed = self.from_main([str(failure), failure.exit_code] if failure else None)
         if failure:
             raise failure
-        if told:
-            raise PeerError(told[0], exit_code=told[1])
+        if failed:
+            raise PeerError(failed[0], exit_code=failed[1])
         return result
 
     def broadcast(self, value: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def local_device(wanted: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
-    """Join the processes that torchrun started, or stand alone, on `device` (train.device); leave them at the end.
+    """Join the processes that torchrun started, or run alone, on `device` (train.device); leave them at the end.
 
     Raises:
         ConfigError: for `strategy` "single" among several processes.
@@ -208,13 +208,13 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
             )
         yield World(device=local_device(device, 0), **_starts(environment))
         return
-    place = local_device(device, int(environment.get("LOCAL_RANK", "0")))
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    own_device = local_device(device, int(environment.get("LOCAL_RANK", "0")))
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     rank, store = _rendezvous(alone=not environment)
     with contact_kept(rank):
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo",
             store=PrefixStore("run", store),
             rank=rank,
             world_size=world_size,
@@ -223,7 +223,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
     try:
         with contact_kept(rank):
             yield World(
-                device=place,
+                device=own_device,
                 rank=rank,
                 world_size=world_size,
                 store=PrefixStore("stops", store),
@@ -234,7 +234,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
 
 
 def _starts(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what torchrun says of this start, as fields of a `World`."""
+    """Return the start that torchrun counts, as fields of a `World`."""
     count, most = (int(environment.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return {"is_restart": count > 0, "restarts_left": max(0, most - count)}
 

@@ -61,7 +61,8 @@ def _warnings(dataset: Dataset) -> list[str]:
 
 def needs_of(data: DataTable) -> tuple[str, ...]:
     """Return a line for each thing that `data` takes and that does not come with nsa-train. Opens nothing."""
-    lines = (_corpus(data), _tokenizer(data), _packages(data))
+    packages = listed(f"{name} ({_state(name)})" for name in packages_of(data))
+    lines = (_corpus(data), _tokenizer(data), f"packages: {packages}" if packages else None)
     return tuple(line for line in lines if line is not None)
 
 
@@ -99,11 +100,6 @@ def _tokenizer(data: DataTable) -> str | None:
     if data.tokenizer == "byte" or data.source in IDS:
         return None
     return f"tokenizer: {data.tokenizer}, from tiktoken's cache or download; or a file, data.tokenizer_path"
-
-
-def _packages(data: DataTable) -> str | None:
-    names = packages_of(data)
-    return f"packages: {listed(f'{name} ({_state(name)})' for name in names)}" if names else None
 
 
 def _state(name: str) -> str:

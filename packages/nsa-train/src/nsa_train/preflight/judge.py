@@ -1,4 +1,4 @@
-"""All rules in their order; those about the data and about the weights that a run begins with stand here."""
+"""All rules in their order; this file also holds those about the schedule, and about the weights that a run begins with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +9,10 @@ from nsa_train.host.environment import missing_report
 from nsa_train.host.machine import Machine, processes_of, target_machine
 from nsa_train.model.decoder import count_parameters, introduced
 from nsa_train.preflight.data import check_data
+from nsa_train.preflight.directories import check_disk, check_out_dir
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.machine import check_machine, check_memory, check_routes
 from nsa_train.preflight.memory import MemoryFixes, estimate_memory
-from nsa_train.preflight.places import check_disk, check_out_dir
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.rules import undivided_rows
 
@@ -31,7 +31,7 @@ def run_preflight(
     machine: Machine | None = None,
     world_sizes: Sequence[int] | None = None,
 ) -> Preflight:
-    """Return what stands for and against running `config` into `out_dir`. Writes nothing, touches no GPU's memory.
+    """Return the findings on running `config` into `out_dir`. Writes nothing, touches no GPU's memory.
 
     `resuming`: the directory holds the run that goes on. `machine`: judged in place of the one at hand. `world_sizes`: how
     many processes the run may have on all hosts together; by default those of one host.
@@ -87,7 +87,7 @@ def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, par
 
 
 def unequal_shares(config: RunConfig, world_sizes: Sequence[int]) -> list[str]:
-    """Return what stands against sharing a micro-batch among each of `world_sizes` processes, of all hosts together."""
+    """Return the problems of sharing a micro-batch among each of `world_sizes` processes, of all hosts together."""
     train = config.train
     if train.strategy == "single" and max(world_sizes) > 1:
         return [

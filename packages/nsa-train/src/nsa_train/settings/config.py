@@ -77,7 +77,7 @@ class ModelTable(Table):
     """Rows of the embedding; 0: as many as the tokenizer has ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
 
     def broken_pairs(self) -> list[str]:
-        """Return what stands against n_heads / n_kv_heads and head_dim_qk."""
+        """Return the problems of n_heads / n_kv_heads and head_dim_qk."""
         found: list[str] = []
         if self.n_heads % self.n_kv_heads:
             divisors = [count for count in range(1, self.n_heads + 1) if self.n_heads % count == 0]
@@ -109,7 +109,7 @@ class ModelTable(Table):
 
 
 def _broken_layer(key: str, layer: Any) -> list[str]:
-    """Return what stands against an entry of `model.layers`, its values apart."""
+    """Return the problems of an entry of `model.layers`, its values apart."""
     if isinstance(layer, str) and layer in ATTENTIONS:
         return []
     if not isinstance(layer, Mapping):
@@ -202,7 +202,7 @@ class NSATable(Table):
     """RMSNorm of every head of q and k before RoPE; the dense twin has it too."""
 
     def broken_pairs(self) -> list[str]:
-        """Return what stands against rope_scaling that nsa-core does not say."""
+        """Return the problems of rope_scaling that nsa-core does not find."""
         if self.rope_scaling is None:
             return []
         if not isinstance(self.rope_scaling, Mapping):
@@ -274,7 +274,7 @@ class TrainTable(Table):
     """"nvtx": ranges for a profiler; "branches": the time of each attention branch on logged steps."""
 
     def broken_pairs(self) -> list[str]:
-        """Return what stands against warmup_steps with steps, and processes with their strategy."""
+        """Return the conflicts of warmup_steps with steps, and processes with their strategy."""
         found = []
         if self.warmup_steps >= self.steps:
             found.append(
@@ -383,7 +383,7 @@ def _of_layer(index: int, layer: Any, error: ConfigError) -> ConfigError:
 
 
 def _in_toml(message: str) -> str:
-    """Return what nsa-core says of a value, with the key that a recipe has and advice that it can take."""
+    """Return the message of nsa-core about a value, with the key that a recipe has and advice that it can take."""
     text, semicolon, advice = message.rpartition("; ")
     key = "nsa.rope_scaling" if message.partition("=")[0] in {item.name for item in fields(RopeScaling)} else "nsa"
     return f"{key}.{text}{semicolon}{_IN_TOML.get(advice, advice)}"

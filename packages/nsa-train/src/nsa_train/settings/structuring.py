@@ -73,7 +73,7 @@ def anything() -> Any:
 
 
 def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
-    """Return whether at most `levels` tables and lists stand inside one another in `value`; a deeper value could not be written again."""
+    """Return whether at most `levels` tables and lists are nested in `value`; a deeper value could not be written again."""
     if not isinstance(value, dict | list):
         return True
     inside = value.values() if isinstance(value, dict) else value

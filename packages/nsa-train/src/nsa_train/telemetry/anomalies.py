@@ -137,7 +137,7 @@ class RankWatch:
         self.last, self.heard_s, self.age_s = event, heard_s, age_s
 
     def findings(self, now: float, *, grace_s: float = 0.0, is_gone: bool = False) -> list[Finding]:
-        """Return what is wrong after `now` seconds of watching.
+        """Return the anomalies after `now` seconds of watching.
 
         A stall begins `grace_s` later; sooner where the process `is_gone` and will not be started again.
         """
@@ -227,7 +227,7 @@ class RankWatch:
 
 
 def rising(totals: list[float], *, seen: float | None = None) -> str | None:
-    """Return what stands against the last of `totals`, counts of fallbacks; None where it is no more than what was `seen`, or the one before."""
+    """Return by how much the last of `totals`, counts of fallbacks, rose; None where it is no more than `seen`, or the one before."""
     known = [total for total in totals if not math.isnan(total)]
     if seen is not None:
         known = [seen, *known[-1:]]

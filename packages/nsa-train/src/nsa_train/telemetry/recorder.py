@@ -7,6 +7,7 @@ tables after the resumed step are cut off, the heartbeat keeps everything that h
 import contextlib
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -56,7 +57,7 @@ from nsa_train.telemetry.records import (
     write_json,
 )
 from nsa_train.telemetry.report import write_report
-from nsa_train.telemetry.tensorboard import Board, bucket_lengths
+from nsa_train.telemetry.tensorboard import Board
 
 
 class Observed(NamedTuple):
@@ -80,7 +81,7 @@ class _Tables:
     board: Board
     selection: CsvTable | None = None
     fallbacks: CsvTable | None = None
-    lengths: dict[int, int] = field(factory=dict)
+    lengths: Counter[int] = field(factory=Counter)
     clipped_steps: int = 0
 
 
@@ -306,8 +307,8 @@ class Recorder:
                 "data_synthetic": int(self._is_synthetic),
             }
         )
-        for limit, count in bucket_lengths(figures.lengths).items():
-            tables.lengths[limit] = tables.lengths.get(limit, 0) + count
+        # the bucket of a length is the next power of two, itself included
+        tables.lengths.update(1 << max(length - 1, 0).bit_length() for length in figures.lengths)
         tables.board.scalars(step, "loss", {"training": figures.loss})
         tables.board.scalars(
             step,
@@ -322,7 +323,7 @@ class Recorder:
             tables.board.scalars(step, "nsa", summary)
         if step % self.config.train.log_every == 0 or step == self.config.train.steps or summary:
             tables.board.lengths(step, tables.lengths)
-            tables.lengths = {}
+            tables.lengths.clear()
         if summary and tables.selection is not None and "k_mean" in summary:
             tables.selection.append({"step": step, **{name: summary[name] for name in SELECTION_COLUMNS[1:]}})
         if summary and tables.fallbacks is not None:

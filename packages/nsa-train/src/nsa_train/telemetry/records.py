@@ -186,7 +186,7 @@ class Heartbeat:
     def __init__(self, folder: Path, rank: int = 0, *, marks: Mapping[str, Any] | None = None) -> None:
         """Go on at the end of the file in `folder`; a line that a killed process left unfinished is closed first.
 
-        `marks` stand in every event.
+        Every event has `marks`.
 
         Raises:
             ConfigError: when the path exists and is not a file that can be read.

@@ -101,7 +101,7 @@ def write_report(paths: RunDirectory) -> None:
         has_metrics=paths.metrics.exists(),
         halt=history.newest if history.newest.get("msg") == "halt" else {},
         drawn_to=(int(history.training["step"][-1]), moment(history.newest)),
-        starts=told(history.starts, environment),
+        starts=described_starts(history.starts, environment),
         resumed=resumes_in_words(history.resumed),
         cards=_figures(CARDS, metrics),
         curves=base64.b64encode(paths.curves.read_bytes()).decode(),
@@ -131,14 +131,9 @@ def write_report(paths: RunDirectory) -> None:
 
 def _gate_rows(event: dict[str, Any]) -> list[dict[str, Any]]:
     """Return per branch its gate's share, mean and spread, and its contribution."""
+    names = {"mean": "gate_mean", "std": "gate_std", "contribution": "contribution"}
     return [
-        {
-            "branch": branch,
-            "share": share,
-            "mean": event.get(f"gate_mean_{branch}"),
-            "std": event.get(f"gate_std_{branch}"),
-            "contribution": event.get(f"contribution_{branch}"),
-        }
+        {"branch": branch, "share": share, **{key: event.get(f"{name}_{branch}") for key, name in names.items()}}
         for branch, share in (event.get("gate_branch_shares") or {}).items()
     ]
 
@@ -194,7 +189,7 @@ def _table(environment: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def told(starts: Sequence[Start], environment: Mapping[str, Any]) -> list[str]:
+def described_starts(starts: Sequence[Start], environment: Mapping[str, Any]) -> list[str]:
     """Return a paragraph per start, in order; `environment`: the content of env.json."""
     later = environment.get("resumed")
     entries = [entry for entry in later if isinstance(entry, dict)] if isinstance(later, list) else []

@@ -164,7 +164,7 @@ def watch(
 
 
 def content(watcher: Watcher, found: list[Finding]) -> dict[str, Any]:
-    """Return the object that `watch --once --json` prints: where the run stands, and the anomalies `found`."""
+    """Return the object that `watch --once --json` prints: the state of the run, and the anomalies `found`."""
     members = watcher.members
     return {
         "step": max((rank.step for rank in members), default=None),
@@ -192,7 +192,7 @@ def request_stack_dump(rank: RankWatch) -> str:
 
 
 def _conclude(watcher: Watcher, now: float, say: Callable[[str], None]) -> int:
-    """Tell how a run without anomalies stands, and return 4 where its own guards stopped it, 1 where an error did."""
+    """Report the state of a run without anomalies, and return 4 where its own guards stopped it, 1 where an error did."""
     for check in watcher.unhealthy():
         say(f"watch: {check.name} is {check.found} (healthy: {check.band})")
     halts = [(rank.rank, rank.last) for rank in watcher.members if rank.last.get("msg") == "halt"]
@@ -256,7 +256,7 @@ def is_gone(rank: RankWatch) -> bool:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Return what Linux says of a process; nothing elsewhere, and of one that is gone."""
+    """Return the fields of `/proc/PID/status`; none where there is no such file."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -120,7 +120,7 @@ def document_of(name: str, where: str, text: object, *, of: str = "") -> Record:
 
 
 def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
-    """Return what stands against `text` as UTF-8, with the byte, and of a file the line; None if nothing does."""
+    """Return why `text` is not UTF-8, with the byte, and the line of a file; None where it is."""
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -162,7 +162,7 @@ class FileBlocks:
         return self.hashes
 
     def where(self, block: int) -> str:
-        """Return words that name file and place of `block`."""
+        """Return words that name the file of `block` and its part."""
         raise NotImplementedError
 
     def content(self, block: int) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Rules about directories: where the results go."""
+"""Rules about the directory of a run: whether it is free, and whether its disk holds the checkpoints."""
 
 import os
 import shutil
@@ -18,8 +18,8 @@ BYTES_PER_PARAMETER = 12
 
 
 def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:
-    """Judge that `out_dir` is a run's own, can be written, is no running one's, and was not told to halt."""
-    existing, other = existing_place(out_dir), _run_around(out_dir)
+    """Judge that `out_dir` is a run's own, can be written, is no running one's, and holds no .HALT."""
+    existing, other = nearest_existing(out_dir), _run_around(out_dir)
     if not is_utf_8(str(out_dir)):
         findings.failed.append(f"--out={str(out_dir)!r} is not UTF-8 (no record could name it); name another directory")
     elif claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
@@ -29,7 +29,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
             f"--out={str(out_dir)!r} is not empty (a run never mixes with another); name a new directory, leave --out away, "
             "or go on with that run by --resume"
         )
-    elif link := next((place for place in (out_dir, *out_dir.absolute().parents) if place.is_symlink() and not place.exists()), None):
+    elif link := next((folder for folder in (out_dir, *out_dir.absolute().parents) if folder.is_symlink() and not folder.exists()), None):
         findings.failed.append(
             f"--out={str(out_dir)!r} cannot be written ({link} is a link to {str(link.readlink())!r}, which is not there); "
             "make that, or name another directory"
@@ -50,9 +50,9 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         )
 
 
-def existing_place(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return `path` where it is there, else the nearest directory above that is."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def _is_untouched(paths: RunDirectory) -> bool:
@@ -62,7 +62,7 @@ def _is_untouched(paths: RunDirectory) -> bool:
 
 
 def _run_around(out_dir: Path) -> Path | None:
-    """Return the run's directory that `out_dir` lies inside, None where it stands alone."""
+    """Return the run's directory that `out_dir` lies inside, None where it lies in none."""
     for parent in out_dir.absolute().parents:
         if RunDirectory(parent).config.is_file() and RunDirectory(parent).heartbeat.is_file():
             return parent
@@ -75,9 +75,9 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
     Those of this run that lie there already take room that is theirs, or that the run gets back.
     """
     root = RunDirectory(out_dir).checkpoints
-    place, folders = existing_place(root), step_folders(root)
+    folder, folders = nearest_existing(root), step_folders(root)
     size, count = BYTES_PER_PARAMETER * parameters, kept_checkpoints(config, tuple(folders)) + 1
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(folder).free
     # a start removes what a killed save left; older checkpoints go only once its first save is written
     at_once = free + sum(map(_bytes_below, root.glob(f"{ASIDE}*")))
     # in a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
@@ -89,10 +89,10 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
     if size * count > room:
         fitting = room // size - 1
         fix = f"use --set train.keep_last={fitting}, or another disk" if fitting >= 1 else "name a directory on another disk"
-        findings.failed.append(f"disk: {text} do not fit in the {there} at {place}; {fix}")
+        findings.failed.append(f"disk: {text} do not fit in the {there} at {folder}; {fix}")
     elif size > at_once:
         findings.failed.append(
-            f"disk: the next checkpoint, of {in_units(size)}, does not fit in the {in_units(at_once)} free at {place} "
+            f"disk: the next checkpoint, of {in_units(size)}, does not fit in the {in_units(at_once)} free at {folder} "
             "(older ones are removed only after it is written); make room there, or move the run to another disk"
         )
     else:
@@ -100,7 +100,7 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
 
 
 def kept_checkpoints(config: RunConfig, held: tuple[int, ...] = ()) -> int:
-    """Return how many checkpoints stand at the end of a run that finds those of the steps `held`, and goes on from one of them."""
+    """Return how many checkpoints there are at the end of a run that finds those of the steps `held`, and goes on from one of them."""
     train = config.train
     # those of a branch that was left go with keep_last, others stay
     staying = [step for step in held if not train.keep_last or step <= train.steps]
