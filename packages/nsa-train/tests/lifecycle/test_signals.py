@@ -112,7 +112,7 @@ def test_a_signal_in_the_loop_saves_and_says_the_whole_command_to_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The command holds what was asked for, and goes on from there as it stands, whatever the names have in them."""
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     original, calls = Trainer._backward, 0
 

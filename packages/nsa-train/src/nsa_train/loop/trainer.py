@@ -42,9 +42,8 @@ from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.telemetry.layers import of_layers
 from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
-from nsa_train.telemetry.recorder import Observed, Recorder
+from nsa_train.telemetry.recorder import Observed, Recorder, write_samples
 from nsa_train.telemetry.records import Cause
-from nsa_train.telemetry.samples import write_samples
 
 FAILED = -1
 """Value in place of a `Stop` with which a rank tells the others that its data could not be had."""

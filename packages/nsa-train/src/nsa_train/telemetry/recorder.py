@@ -16,15 +16,18 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 from attrs import field, mutable
+from torch import Tensor
 
 from nsa_core import NativeSparseAttention, default_registry
+from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.errors import ConfigError
 from nsa_train.files import written_whole
 from nsa_train.host.chips import chip_of
 from nsa_train.host.environment import describe_environment
 from nsa_train.host.machine import gpu_memory
 from nsa_train.host.routing import chosen_of, routing_decisions
-from nsa_train.model.decoder import count_parameters
+from nsa_train.model.decoder import Decoder, count_parameters
+from nsa_train.model.generate import generate
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import to_toml
@@ -58,6 +61,14 @@ from nsa_train.telemetry.records import (
 )
 from nsa_train.telemetry.report import write_report
 from nsa_train.telemetry.tensorboard import Board
+
+SAMPLE_TOKENS = 160
+SYNTHETIC_TOKENS = 8
+"""Random ids cannot be read, and a deep model draws each in many small launches."""
+SAMPLE_TEMPERATURE = 0.8
+SAMPLE_SEED = 0
+SYNTHETIC_NOTE = "--- synthetic data: random ids, for throughput alone ---"
+CUT_NOTE = "--- ends here: the model's logits are not finite ---\n"
 
 
 class Observed(NamedTuple):
@@ -328,3 +339,26 @@ class Recorder:
             tables.selection.append({"step": step, **{name: summary[name] for name in SELECTION_COLUMNS[1:]}})
         if summary and tables.fallbacks is not None:
             tables.fallbacks.append({"step": step, **self.fallbacks.row()})
+
+
+def write_samples(
+    path: Path | None, model: Decoder, tokenizer: Tokenizer, prompts: Sequence[Tensor], *, is_synthetic: bool = False
+) -> None:
+    """Write each prompt and its seeded continuation, drawn through cached decode, to `path`; None: draw alone.
+
+    `is_synthetic`: the prompts are random ids, which the file says.
+    """
+    num_tokens = SYNTHETIC_TOKENS if is_synthetic else SAMPLE_TOKENS
+    drawn = generate(model, prompts, tokenizer=tokenizer, num_tokens=num_tokens, temperature=SAMPLE_TEMPERATURE, seed=SAMPLE_SEED)
+    drawing = f"(temperature {SAMPLE_TEMPERATURE}, seed {SAMPLE_SEED})"
+    texts = [
+        f"--- prompt ---\n{tokenizer.decode(prompt)}\n"
+        f"--- continuation {drawing} ---\n{tokenizer.decode(found.ids)}\n{CUT_NOTE if found.is_cut else ''}"
+        for prompt, found in zip(prompts, drawn, strict=True)
+    ]
+    if path is None:
+        return
+    path.parent.mkdir(exist_ok=True)
+    head = f"{SYNTHETIC_NOTE}\n\n" if is_synthetic else ""
+    with written_whole(path) as aside:
+        aside.write_text(head + "\n".join(texts), encoding="utf-8")
