@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nsa_train.data.sources import Document
+from nsa_train.data.sources.base import Document
 from nsa_train.data.sources.split import split
 from tools import corpus
 from tools.corpus import Project

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from nsa_bench.backends import CallShape, Device, find_device, make_report, make_request, parse_capability, tables_of, to_json, to_rows
+from nsa_bench.backends import CallShape, Device, find_device, make_report, make_request, parse_capability, tables_of, to_rows
 from nsa_bench.errors import BenchError, OptionError
 from nsa_core import BranchRequest, Layout, Operation
 
@@ -106,7 +106,7 @@ def test_append_is_asked_for_as_the_step_of_a_cache(layout, expected):
 
 
 def test_append_and_choose_are_listed_with_the_reference():
-    chosen = {operation["operation"]: operation["chosen"] for operation in to_json(make_report(CPU, CallShape()))["operations"]}
+    chosen = {operation["operation"]: operation["chosen"] for operation in make_report(CPU, CallShape())["operations"]}
     assert (chosen["append"], chosen["choose"]) == ("sdpa", "sdpa")
 
 
@@ -118,7 +118,7 @@ def test_the_dtype_goes_by_the_device_unless_given(device, expected):
 
 def test_the_json_holds_choice_and_reasons_of_every_operation(install):
     install("hopper_kernels")
-    content = to_json(make_report(ADA, CallShape()))
+    content = make_report(ADA, CallShape())
     assert [operation["operation"] for operation in content["operations"]] == ["cmp", "select", "slc", "win", "nsa", "append", "choose"]
     candidates = {candidate["name"]: candidate for candidate in window(content)["candidates"]}
     assert candidates["hopper"] == {
@@ -136,7 +136,7 @@ def test_the_json_holds_choice_and_reasons_of_every_operation(install):
 
 def test_the_choice_follows_the_device(install):
     install("hopper_kernels")
-    on_cpu = window(to_json(make_report(CPU, CallShape())))
+    on_cpu = window(make_report(CPU, CallShape()))
     [hopper] = [candidate for candidate in on_cpu["candidates"] if candidate["name"] == "hopper"]
     assert [reason["message"] for reason in hopper["reasons"]] == [
         "device cpu (needs cuda)",
@@ -144,12 +144,12 @@ def test_the_choice_follows_the_device(install):
     ]
     assert not hopper["is_capable"]
     hopper_gpu = Device(type="cuda", compute_capability=(9, 0), is_simulated=True)
-    [first, *_] = [c for c in window(to_json(make_report(hopper_gpu, CallShape())))["candidates"] if c["is_eligible"]]
-    assert window(to_json(make_report(hopper_gpu, CallShape())))["chosen"] == first["name"]
+    [first, *_] = [c for c in window(make_report(hopper_gpu, CallShape()))["candidates"] if c["is_eligible"]]
+    assert window(make_report(hopper_gpu, CallShape()))["chosen"] == first["name"]
 
 
 def test_the_json_says_with_what_it_was_made_and_survives_a_round_trip():
-    content = to_json(make_report(ADA, CallShape(dtype="bf16", layout="packed")))
+    content = make_report(ADA, CallShape(dtype="bf16", layout="packed"))
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     assert {"time", "cpu", "gpu", "torch", "triton", "commit", "packages"} <= set(content["environment"])
     request = content["request"]
@@ -159,7 +159,7 @@ def test_the_json_says_with_what_it_was_made_and_survives_a_round_trip():
 def test_plug_ins_are_listed_and_broken_ones_with_their_error(install):
     install("hopper_kernels")
     install("rotten_kernels", "raise OSError('driver too old')")
-    plugins = to_json(make_report(CPU, CallShape()))["plugins"]
+    plugins = make_report(CPU, CallShape())["plugins"]
     loaded = {plugin["name"]: plugin for plugin in plugins["loaded"]}
     assert loaded["hopper_kernels"] == {
         "name": "hopper_kernels",

@@ -4,8 +4,7 @@ import io
 
 from rich.console import Console
 
-from nsa_bench.env import environment_table, flatten
-from nsa_bench.results import describe
+from nsa_bench.results import describe, environment_table, flatten
 
 
 def test_the_environment_names_what_a_result_depends_on():

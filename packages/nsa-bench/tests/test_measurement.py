@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from nsa_bench.cases import SHAPES, Case
-from nsa_bench.measurement import Direction, Measurement, common_columns, to_row
+from nsa_bench.measurement import Direction, Measurement, Timing, common_columns, to_row
 from nsa_bench.results import describe, write_csv, write_json
-from nsa_bench.timing import Timing
 from nsa_core.testing.sampled import Check
 
 CASE = Case(shape=SHAPES["M"], seq_len=1000, dtype=torch.bfloat16, lengths=(400, 600))

@@ -13,12 +13,11 @@ from nsa_bench.attention.plan import Plan
 from nsa_bench.attention.run import run_plan
 from nsa_bench.attention.targets import Target, target_jobs
 from nsa_bench.cases import SHAPES, Case, head_shape, parse_geometry
-from nsa_bench.measurement import Direction, Measurement, Setup
+from nsa_bench.measurement import Direction, Measurement, Setup, Timing
 from nsa_bench.options import ResultFiles
 from nsa_bench.reporting import collect
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder
-from nsa_bench.timing import Timing
 
 CASE = Case(shape=SHAPES["S"], seq_len=64, dtype=torch.float32)
 ONE = Measurement(

@@ -9,9 +9,8 @@ from rich.console import Console
 from nsa_bench.attention.sweep import SweepPoint, judge_sweep, sweep_table
 from nsa_bench.attention.targets import all_targets, judge_targets, targets_table
 from nsa_bench.cases import SHAPES, Case, Selection
-from nsa_bench.measurement import Direction, Measurement
+from nsa_bench.measurement import Direction, Measurement, Timing
 from nsa_bench.reporting import attention_tables, best_dense, progress_line
-from nsa_bench.timing import Timing
 from nsa_core.testing.sampled import Check
 
 FWD, BOTH = Direction

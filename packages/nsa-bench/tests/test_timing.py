@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nsa_bench import timing
-from nsa_bench.timing import Timing, held_bytes, peak_bytes, replay_of, time_call
+from nsa_bench import measurement
+from nsa_bench.measurement import Timing, held_bytes, peak_bytes, replay_of, time_call
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ class Clock:
 def timed(monkeypatch):
     def timed(seconds, **options):
         clock = Clock(seconds)
-        monkeypatch.setattr(timing, "time", clock)
+        monkeypatch.setattr(measurement, "time", clock)
         return time_call(clock.call, CPU, **options), clock.calls
 
     return timed
@@ -66,7 +66,7 @@ def test_peak_memory_counts_inputs_and_what_a_call_holds():
     assert 3 * 2**20 <= peak <= 3.1 * 2**20
     timed = time_call(lambda: x.add(1), device)
     assert 0 < timed.min_ms <= timed.median_ms <= timed.max_ms
-    assert timed.count == timing.MAX_COUNT
+    assert timed.count == measurement.MAX_COUNT
 
 
 @pytest.mark.hardware

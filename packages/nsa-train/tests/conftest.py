@@ -160,7 +160,7 @@ def train(tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     Samples are short and the report is not drawn: `tiny_run` has both.
     """
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     count = 0
 

@@ -34,7 +34,9 @@ def _arguments(command: App) -> dict[str, str]:
         if name.startswith("-"):
             continue
         if all(word.startswith("-") for word in command[name]):
-            found |= {f"{name} {one.name}": one.parameter.help or "" for one in command[name].assemble_argument_collection()}
+            # a group of options has a name of its own, which no help shows
+            arguments = (one for one in command[name].assemble_argument_collection() if one.name != "*")
+            found |= {f"{name} {one.name}": one.parameter.help or "" for one in arguments}
         else:
             found |= _arguments(command[name])
     return found

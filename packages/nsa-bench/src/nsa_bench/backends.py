@@ -28,10 +28,9 @@ from rich.text import Text
 from nsa_bench.cases import dtype_of
 from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.options import CallShape
-from nsa_bench.results import Output, describe
+from nsa_bench.results import Output, describe, facts_of
 from nsa_core import BranchRequest, DuplicateBackendError, Layout, Operation, RoutingDecision, load_plugins
 from nsa_core.environment import dotted
-from nsa_core.plugins.manager import Plugins
 
 
 @frozen(kw_only=True)
@@ -41,22 +40,6 @@ class Device:
     type: str
     compute_capability: tuple[int, int] | None
     is_simulated: bool
-
-
-@frozen(kw_only=True)
-class RoutingReport:
-    """The routing of a call, the plug-ins and the machine."""
-
-    environment: dict[str, Any]
-    device: Device
-    decisions: tuple[RoutingDecision, ...]
-    """One per operation, in the order of `Operation`."""
-    plugins: Plugins
-
-    @property
-    def request(self) -> BranchRequest:
-        """Return the first operation's request, which all share but for what the module's docstring says of `append`."""
-        return next(decision.request for decision in self.decisions)
 
 
 def find_device(kind: str | None, capability: str | None, here: tuple[int, int] | None) -> Device:
@@ -80,11 +63,6 @@ def find_device(kind: str | None, capability: str | None, here: tuple[int, int] 
     return Device(type="cuda", compute_capability=asked or here, is_simulated=asked is not None and asked != here)
 
 
-def local_capability() -> tuple[int, int] | None:
-    """Return the compute capability of this machine's first GPU; None where there is none."""
-    return torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
-
-
 def parse_capability(text: str) -> tuple[int, int]:
     """Return (8, 9) for "8.9".
 
@@ -97,26 +75,49 @@ def parse_capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def run_backends(device: Device, shape: CallShape, output: Output) -> None:
-    """Print and write the routing of the call `shape` on `device`."""
-    report = make_report(device, shape, output.environment)
+def run_backends(kind: str | None, capability: str | None, shape: CallShape, output: Output) -> None:
+    """Print and write the routing of the call `shape` on the device of `--device` and `--compute-capability`."""
+    here = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+    report = make_report(find_device(kind, capability, here), shape, output.environment)
     output.show(*tables_of(report))
-    output.write(to_json(report), to_rows(report))
+    output.write(report, to_rows(report))
 
 
-def make_report(device: Device, shape: CallShape, environment: dict[str, Any] | None = None) -> RoutingReport:
-    """Return the routing of every operation of the call `shape` on `device`, with the plug-ins of this environment.
+def make_report(device: Device, shape: CallShape, environment: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the routing of every operation of the call `shape` on `device`, and the plug-ins, in the schema of this module's docstring.
 
     Raises:
         BenchError: when two plug-ins offer one backend.
     """
-    plugins = load_plugins()
+    plugins, capability = load_plugins(), device.compute_capability
     try:
         registry = plugins.registry()
     except DuplicateBackendError as error:
         raise BenchError(str(error)) from error
-    decisions = tuple(registry.explain(make_request(operation, device, shape)) for operation in Operation)
-    return RoutingReport(environment=environment or describe(), device=device, decisions=decisions, plugins=plugins)
+    decisions = [registry.explain(make_request(operation, device, shape)) for operation in Operation]
+    request = decisions[0].request
+    return {
+        "environment": environment or describe(),
+        "device": {**attrs.asdict(device), "compute_capability": None if capability is None else dotted(capability)},
+        "request": {
+            "geometry": attrs.asdict(request.geometry),
+            **{name: str(getattr(request, name)).removeprefix("torch.") for name in ("dtype", "kv_dtype")},
+            **{name: getattr(request, name) for name in _SHARED},
+            "layout": request.layout.value,
+        },
+        "operations": [_decision_to_json(decision) for decision in decisions],
+        "plugins": {
+            "loaded": [
+                {
+                    "name": plugin.name,
+                    "origin": plugin.origin,
+                    "backends": [{"operation": str(b.operation), "name": b.name} for b in plugin.backends],
+                }
+                for plugin in plugins.loaded
+            ],
+            "broken": [attrs.asdict(plugin) for plugin in plugins.broken],
+        },
+    }
 
 
 def make_request(operation: Operation, device: Device, shape: CallShape) -> BranchRequest:
@@ -145,39 +146,6 @@ def make_request(operation: Operation, device: Device, shape: CallShape) -> Bran
     )
 
 
-def to_json(report: RoutingReport) -> dict[str, Any]:
-    """Return the report in the schema of this module's docstring."""
-    request = report.request
-    capability = report.device.compute_capability
-    return {
-        "environment": report.environment,
-        "device": {
-            "type": report.device.type,
-            "compute_capability": None if capability is None else dotted(capability),
-            "is_simulated": report.device.is_simulated,
-        },
-        "request": {
-            "geometry": attrs.asdict(request.geometry),
-            "dtype": str(request.dtype).removeprefix("torch."),
-            "kv_dtype": str(request.kv_dtype).removeprefix("torch."),
-            **{name: getattr(request, name) for name in _SHARED},
-            "layout": request.layout.value,
-        },
-        "operations": [_decision_to_json(decision) for decision in report.decisions],
-        "plugins": {
-            "loaded": [
-                {
-                    "name": plugin.name,
-                    "origin": plugin.origin,
-                    "backends": [{"operation": str(b.operation), "name": b.name} for b in plugin.backends],
-                }
-                for plugin in report.plugins.loaded
-            ],
-            "broken": [attrs.asdict(plugin) for plugin in report.plugins.broken],
-        },
-    }
-
-
 _SHARED = (
     "batch", "num_sequences", "num_queries", "num_keys", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "deterministic",
 )  # fmt: skip
@@ -202,14 +170,12 @@ def _decision_to_json(decision: RoutingDecision) -> dict[str, Any]:
     }
 
 
-def to_rows(report: RoutingReport) -> list[dict[str, Any]]:
+def to_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the CSV's rows: every candidate of every operation, with the machine; one empty candidate where there is none."""
-    content = to_json(report)
-    environment, request = content["environment"], content["request"]
     common = {
-        **{f"device_{name}": value for name, value in content["device"].items()},
-        **{name: request[name] for name in ("dtype", "layout", "num_queries", "num_keys")},
-        **{name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")},
+        **{f"device_{name}": value for name, value in report["device"].items()},
+        **{name: report["request"][name] for name in ("dtype", "layout", "num_queries", "num_keys")},
+        **facts_of(report["environment"]),
     }
     nothing: dict[str, Any] = {"name": None, "preference": None, "is_eligible": False, "is_capable": False, "reasons": [], "notes": []}
     return [
@@ -217,28 +183,29 @@ def to_rows(report: RoutingReport) -> list[dict[str, Any]]:
             "operation": operation["operation"],
             "backend": candidate["name"],
             "is_chosen": candidate["name"] is not None and candidate["name"] == operation["chosen"],
-            "preference": candidate["preference"],
-            "is_eligible": candidate["is_eligible"],
-            "is_capable": candidate["is_capable"],
-            "reasons": "; ".join(f"{reason['kind']}: {reason['message']}" for reason in candidate["reasons"]),
+            **{name: candidate[name] for name in ("preference", "is_eligible", "is_capable")},
+            "reasons": "; ".join(_reasons(candidate)),
             "notes": "; ".join(candidate["notes"]),
             "needs_grad": operation["needs_grad"],
             **common,
         }
-        for operation in content["operations"]
+        for operation in report["operations"]
         for candidate in operation["candidates"] or [nothing]
     ]
 
 
-def tables_of(report: RoutingReport) -> tuple[Table, Table, Table]:
+def _reasons(candidate: dict[str, Any]) -> list[str]:
+    return [f"{reason['kind']}: {reason['message']}" for reason in candidate["reasons"]]
+
+
+def tables_of(report: dict[str, Any]) -> tuple[Table, Table, Table]:
     """Return device, versions and request; the backends of each operation; the plug-ins, broken ones with their errors."""
-    return _facts(report), _operations(report.decisions), _plugins(report.plugins)
+    return _facts(report), _operations(report["operations"]), _plugins(report["plugins"])
 
 
-def _facts(report: RoutingReport) -> Table:
+def _facts(report: dict[str, Any]) -> Table:
     # foreign text goes in as `Text`, so that brackets in it are no markup
-    content = to_json(report)
-    device, request, environment = content["device"], content["request"], content["environment"]
+    device, request, environment = report["device"], report["request"], report["environment"]
     capability = f", compute capability {device['compute_capability']}" if device["compute_capability"] else ""
     whose = " (simulated: not this machine's)" if device["is_simulated"] else f" ({environment['gpu' if capability else 'cpu']})"
     table = Table(show_header=False, box=None)
@@ -246,38 +213,32 @@ def _facts(report: RoutingReport) -> Table:
     versions = {"nsa-core": environment["packages"]["nsa-core"]}
     versions |= {name: environment[name] for name in ("python", "torch", "triton", "cuda", "commit")}
     table.add_row("versions", Text(", ".join(f"{name} {version or 'none'}" for name, version in versions.items())))
-    table.add_row(
-        "request",
-        Text(
-            f"{request['layout']}, {request['num_queries']} queries over {request['num_keys']} tokens, {request['dtype']}, "
-            f"H={request['num_heads']} G={request['num_kv_heads']} D_k={request['head_dim_qk']} D_v={request['head_dim_v']}, "
-            f"{'forward and backward' if report.request.needs_grad else 'forward only'}"
-        ),
-    )
+    passes = "forward and backward" if report["operations"][0]["needs_grad"] else "forward only"
+    heads = f"H={request['num_heads']} G={request['num_kv_heads']} D_k={request['head_dim_qk']} D_v={request['head_dim_v']}"
+    call = f"{request['layout']}, {request['num_queries']} queries over {request['num_keys']} tokens"
+    table.add_row("request", Text(f"{call}, {request['dtype']}, {heads}, {passes}"))
     return table
 
 
-def _operations(decisions: tuple[RoutingDecision, ...]) -> Table:
+def _operations(operations: list[dict[str, Any]]) -> Table:
     table = Table("operation", "choice", "backend", "preference", "standing", title="routing by auto", show_lines=True)
-    for decision in decisions:
-        operation = decision.request.operation
-        choice = Text(decision.chosen or "none", style="bold" if decision.chosen else "")
-        if not decision.candidates:
-            fused = operation is Operation.NSA
-            table.add_row(operation.value, choice, "", "", "none installed" + (": the branches run one by one" if fused else ""))
-        for rank, candidate in enumerate(decision.candidates):
-            verdict = "\n".join(str(reason) for reason in candidate.reasons) or "eligible"
-            verdict = "\n".join((verdict, *(f"note: {note}" for note in candidate.notes)))
-            first = (Text(operation.value), choice) if rank == 0 else (Text(), Text())
-            table.add_row(*first, Text(candidate.name), str(candidate.preference), Text(verdict))
+    for found in operations:
+        operation, candidates = found["operation"], found["candidates"]
+        choice = Text(found["chosen"] or "none", style="bold" if found["chosen"] else "")
+        if not candidates:
+            table.add_row(operation, choice, "", "", "none installed" + (": the branches run one by one" if operation == "nsa" else ""))
+        for rank, candidate in enumerate(candidates):
+            standing = "\n".join([*(_reasons(candidate) or ["eligible"]), *(f"note: {note}" for note in candidate["notes"])])
+            first = (Text(operation), choice) if rank == 0 else (Text(), Text())
+            table.add_row(*first, Text(candidate["name"]), str(candidate["preference"]), Text(standing))
     return table
 
 
-def _plugins(plugins: Plugins) -> Table:
+def _plugins(plugins: dict[str, Any]) -> Table:
     table = Table("plug-in", "from", "backends", title="plug-ins", show_lines=True)
-    for plugin in plugins.loaded:
-        names = ", ".join(f"{backend.operation}: {backend.name}" for backend in plugin.backends) or "none"
-        table.add_row(Text(plugin.name), Text(plugin.origin), Text(names))
-    for broken in plugins.broken:
-        table.add_row(Text(broken.name), Text(broken.origin), Text(f"broken: {broken.error}", style="red"))
+    for plugin in plugins["loaded"]:
+        names = ", ".join(f"{backend['operation']}: {backend['name']}" for backend in plugin["backends"]) or "none"
+        table.add_row(Text(plugin["name"]), Text(plugin["origin"]), Text(names))
+    for broken in plugins["broken"]:
+        table.add_row(Text(broken["name"]), Text(broken["origin"]), Text(f"broken: {broken['error']}", style="red"))
     return table

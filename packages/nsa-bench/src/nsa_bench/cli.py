@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from nsa_bench.ablate import shipped_plans
-from nsa_bench.errors import BenchError, OptionError, exit_code_of, in_one_line, shipped_recipes, trainer_for
+from nsa_bench.errors import BenchError, OptionError, shipped_recipes, trainer_for
 from nsa_bench.options import AttentionOptions, CallShape, Commit, CompareOptions, ResultFiles, Settings
 from nsa_bench.results import Output
 from nsa_core.environment import version_lines
@@ -38,13 +38,13 @@ def backends(
     *,
     files: ResultFiles = NO_FILES,
     device: Annotated[Literal["cpu", "cuda"] | None, Parameter(help="This machine's by default.")] = None,
-    compute_capability: Annotated[str | None, Parameter(help="Of the CUDA device, for example 8.9; it need not be here.")] = None,
+    compute_capability: Annotated[str | None, Parameter(help="That of the CUDA device, for example 8.9; it need not be here.")] = None,
     shape: CallShape = CallShape(),  # noqa: B008 - a frozen value
 ) -> int:
     """Show which backend serves each operation, every reason against the others, and the plug-ins, broken ones too."""
-    from nsa_bench.backends import find_device, local_capability, run_backends
+    from nsa_bench.backends import run_backends
 
-    run_backends(find_device(device, compute_capability, local_capability()), shape, Output(files, screen=Console()))
+    run_backends(device, compute_capability, shape, Output(files, screen=Console()))
     return 0
 
 
@@ -55,7 +55,7 @@ def attention(
     options: AttentionOptions = AttentionOptions(),  # noqa: B008 - a frozen value
     commit: Commit = None,
 ) -> int:
-    """Time the operations, forward and backward, beside the best dense attention; what is wrong gets no time."""
+    """Time the operations, forward and backward, and the best dense attention; a wrong result gets no time."""
     from nsa_bench.attention.run import run_attention
 
     return _exit_code(run_attention(options, Output(files, commit)))
@@ -68,7 +68,7 @@ def compare(
     options: CompareOptions = CompareOptions(),  # noqa: B008 - a frozen value
     commit: Commit = None,
 ) -> int:
-    """Time the whole operation beside other packages that are installed, with everybody's error."""
+    """Time the whole operation and other packages that are installed, each with its error."""
     from nsa_bench.compare import run_compare
 
     return _exit_code(run_compare(options, Output(files, commit)))
@@ -145,7 +145,7 @@ def smoke(
 @app.command
 def env(*, files: ResultFiles = NO_FILES) -> int:
     """Show what a result would be made with: time, machine, versions, commit."""
-    from nsa_bench.env import run_env
+    from nsa_bench.results import run_env
 
     run_env(Output(files, screen=Console()))
     return 0
@@ -175,10 +175,10 @@ def run_command(tokens: Iterable[str]) -> int:
         print(f"nsa-bench: {error}", file=sys.stderr)
         return error.exit_code
     except NSAError as error:
-        print(f"nsa-bench: {in_one_line(error)}", file=sys.stderr)
-        return exit_code_of(error)
+        print(f"nsa-bench: {error.in_one_line()}", file=sys.stderr)
+        return (OptionError if error.is_refusal else BenchError).exit_code
     except BrokenPipeError:
-        # whoever read the output has seen enough; a flush at the end of the process would fail otherwise
+        # the reader of the output has seen enough; a flush at the end of the process would fail otherwise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BenchError.exit_code
     except OSError as error:

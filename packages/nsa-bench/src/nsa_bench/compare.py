@@ -1,4 +1,4 @@
-"""`nsa-bench compare`: our whole operation beside other packages that pip installs, on inputs that all of them take.
+"""`nsa-bench compare`: our whole operation and other packages that pip installs, on inputs that all of them take.
 
 One K and V for every branch, compressed by the mean over blocks of l = d = l' tokens, which is what the peers share. Our
 time includes the compression, as theirs does. A peer that is not installed, or cannot take a case, says why. Peers are
@@ -16,12 +16,22 @@ from torch import Tensor, nn
 
 from nsa_bench.cases import Case, dtype_of, find_device, lengths_of, parse_geometry, parse_shapes
 from nsa_bench.inputs import make_tensors
-from nsa_bench.measurement import Direction, Extent, Implementation, Job, Measurement, Setup, check_all, describe_failure, measure
+from nsa_bench.measurement import (
+    Direction,
+    Implementation,
+    Job,
+    Measurement,
+    Setup,
+    check_all,
+    describe_failure,
+    free_cached_memory,
+    held_bytes,
+    measure,
+)
 from nsa_bench.options import CompareOptions
 from nsa_bench.reporting import attention_tables, collect
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder, check_backend
-from nsa_bench.timing import free_cached_memory, held_bytes
 from nsa_core import BlockGeometry, nsa_attention
 from nsa_core.compression import block_windows
 from nsa_core.testing.sampled import Expected, attend_sample, choices, expectation
@@ -80,7 +90,10 @@ class FlashLinearAttention:
             (device.type != "cuda", "runs on a GPU only"),
             (size < 16 or size & (size - 1) != 0, f"H/G = {size} (takes powers of 2 of at least 16)"),
             ((geometry.num_initial_blocks, geometry.num_local_blocks) != (1, 2), "forces 1 initial and 2 local blocks"),
-            (not _is_power_of_2(geometry.num_selected_blocks), f"n = {geometry.num_selected_blocks} (takes powers of 2)"),
+            (
+                geometry.num_selected_blocks & (geometry.num_selected_blocks - 1) != 0,
+                f"n = {geometry.num_selected_blocks} (takes powers of 2)",
+            ),
         ]
         return [reason for is_so, reason in found if is_so]
 
@@ -153,10 +166,6 @@ def _shared_blocks(geometry: BlockGeometry) -> list[tuple[bool, str]]:
     """Return whether the blocks are others than the peers share, and what to say then."""
     sizes = geometry.as_tuple()[:3]
     return [(len(set(sizes)) > 1, f"l/d/l' = {'/'.join(map(str, sizes))} (takes l = d = l')")]
-
-
-def _is_power_of_2(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _bare_layer(package: Any, case: Case) -> Any:
@@ -286,11 +295,11 @@ def _measured(tried: Implementation, job: Job, setup: Setup, held_before: int, *
     expected = expect_shared(tried.operands, tried.case, has_window=has_window)
     checked = check_all(tried, expected, job.directions, setup.registry)
     del expected
-    yield from measure(tried, checked, Extent(held_before=held_before), setup.device)
+    yield from measure(tried, checked, job, setup.device, held_before=held_before)
 
 
 def expect_shared(operands: dict[str, Tensor], case: Case, *, has_window: bool) -> Expected:
-    """Return what attention over one shared K and V should give; without the window where a peer has none."""
+    """Return the expected attention over one shared K and V; without the window where a peer has none."""
     sample = sample_rows(case.sequence_lengths, case.geometry, operands["q"].device)
     # scores are taken of the compressed keys as everybody holds them, rounded to the inputs' dtype
     compressed = {"q": operands["q"], "k_cmp": _means(operands["k"][0].detach(), case).unsqueeze(0)}

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from nsa_core.errors import BackendUnavailableError, ConfigError, DuplicateBackendError, NSAError
-
 
 class BenchError(Exception):
     """Base of them all: what was found (with the value), why it is refused, what to do."""
@@ -62,14 +60,3 @@ def shipped_recipes() -> Iterable[str]:
     from nsa_train.settings.recipe import shipped_recipes
 
     return shipped_recipes()
-
-
-def exit_code_of(error: NSAError) -> int:
-    """Return 2 where nsa-core refuses a configuration, else 1."""
-    is_refused = isinstance(error, ConfigError | BackendUnavailableError | DuplicateBackendError)
-    return OptionError.exit_code if is_refused else BenchError.exit_code
-
-
-def in_one_line(error: NSAError) -> str:
-    """Return the message of `error` as one line; nsa-core lists a backend's reasons on lines of their own."""
-    return "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")

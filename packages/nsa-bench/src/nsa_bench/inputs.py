@@ -43,14 +43,8 @@ def make_tensors(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     else:
         q = normal(tokens, shape.num_heads, shape.head_dim_qk)
     gates = torch.rand(1, tokens, shape.num_heads, 3, device=device, dtype=case.dtype, generator=generator)
-    return Inputs.of((x.requires_grad_() for x in (q, k_cmp, v_cmp, *others, gates)), cu_seqlens_of(case, device))
-
-
-def cu_seqlens_of(case: Case, device: torch.device) -> Tensor | None:
-    """Return int32 `(N + 1,)` of a packed case, None of a dense one."""
-    if case.lengths is None:
-        return None
-    return torch.tensor([0, *case.lengths], device=device).cumsum(0).int()
+    cu_seqlens = None if case.lengths is None else torch.tensor([0, *case.lengths], device=device).cumsum(0).int()
+    return Inputs.of((x.requires_grad_() for x in (q, k_cmp, v_cmp, *others, gates)), cu_seqlens)
 
 
 def drifting_queries(tokens: int, case: Case, correlation: float, generator: torch.Generator) -> Tensor:
@@ -128,7 +122,10 @@ def make_block_indices(case: Case, device: torch.device, seed: int = 0) -> Tenso
     # an initial block that is local as well, or lies in the future, would be named twice or wrongly
     initial = torch.where(initial <= own - geometry.num_local_blocks, initial, -1)
     forced = torch.cat([initial, local.clamp(min=-1)], -1).expand(-1, case.shape.num_kv_heads, -1)
-    return _ascending(torch.cat([free, forced], -1), geometry).unsqueeze(0)
+    blocks, most = torch.cat([free, forced], -1), torch.iinfo(torch.int64).max
+    # ascending, -1 (none) last
+    ordered = torch.where(blocks < 0, most, blocks).sort(-1).values
+    return torch.where(ordered == most, -1, ordered).int()[..., : geometry.num_selected_blocks].unsqueeze(0)
 
 
 def free_overlap(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> float | None:
@@ -173,10 +170,3 @@ def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.
     rows = torch.arange(len(positions), device=device).view(-1, 1, 1)
     last_draw = torch.where(anew, rows, 0).cummax(0).values
     return block.gather(0, last_draw)
-
-
-def _ascending(blocks: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return int32 `(S, G, n)` of `blocks`: ascending, -1 (none) last."""
-    most = torch.iinfo(torch.int64).max
-    ordered = torch.where(blocks < 0, most, blocks).sort(-1).values
-    return torch.where(ordered == most, -1, ordered).int()[..., : geometry.num_selected_blocks]

@@ -1,19 +1,115 @@
 """One line of a result, and how it is made: an implementation is compared first, then its memory is measured, then its time."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
+from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from nsa_bench.cases import Case, geometry_text, visible_pairs
 from nsa_bench.routes import RouteRecorder
-from nsa_bench.timing import Timing, peak_bytes, replay_of, time_call
 from nsa_core import BackendUnavailableError
 from nsa_core.testing.sampled import Check, Expected, backward_values, compare, forward_values
+
+BUDGET_MS = 1500.0
+"""Time spent on the repetitions of one measurement."""
+MIN_COUNT, MAX_COUNT = 3, 50
+"""Repetitions, whatever the budget is: at least 10 of what takes up to a tenth of it, few of what takes longer."""
+WARM_UPS = 2
+FLUSH_BYTES = 256 * 2**20
+"""Written before every repetition: several times the L2 of any GPU so far."""
+
+
+@frozen(kw_only=True)
+class Timing:
+    """The times of one measurement."""
+
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    count: int
+
+    @classmethod
+    def of(cls, times_ms: list[float]) -> "Timing":
+        """Return the summary of at least one time."""
+        return cls(median_ms=median(times_ms), min_ms=min(times_ms), max_ms=max(times_ms), count=len(times_ms))
+
+
+def time_call(call: Callable[[], object], device: torch.device, patience_ms: float = float("inf")) -> Timing:
+    """Return the times of `call` after a warm-up; a single one where that already exceeds `patience_ms`."""
+    flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    for _ in range(WARM_UPS if device.type == "cuda" else 1):
+        call()
+    first = _times_ms(call, 1, flushed)
+    if first[0] > patience_ms:
+        return Timing.of(first)
+    count = int(BUDGET_MS / max(first[0], 1e-3))
+    return Timing.of(_times_ms(call, min(max(count, MIN_COUNT), MAX_COUNT), flushed))
+
+
+def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return a function that replays the kernels of `call`, captured in a CUDA graph: no launch of them waits for Python.
+
+    Raises:
+        RuntimeError: when something in `call` cannot be captured, such as reading a value from the GPU.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # kernels are compiled before the capture
+        call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _times_ms(call: Callable[[], object], count: int, flushed: Tensor | None) -> list[float]:
+    """Return the times of `count` calls: by CUDA events, each after a write to all of `flushed`, or by the clock without it."""
+    if flushed is None:
+        stamps = []
+        for _ in range(count):
+            start = time.perf_counter()
+            call()
+            stamps.append(1e3 * (time.perf_counter() - start))
+        return stamps
+    spans = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for first, last in spans:
+        flushed.zero_()
+        first.record()
+        call()
+        last.record()
+    torch.cuda.synchronize(flushed.device)
+    return [first.elapsed_time(last) for first, last in spans]
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give back what a GPU's allocator keeps for later, so that one case's leftovers do not crowd the next."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the bytes of live tensors on a GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device, held_before: int) -> int | None:
+    """Return the most bytes held during `call`, its inputs included, beyond `held_before`; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - held_before
 
 
 class Direction(StrEnum):
@@ -50,7 +146,7 @@ class Measurement:
     """One of OURS, or DENSE."""
     direction: Direction
     implementation: str
-    """Who ran: backends of nsa_core by name, a dense kernel, a peer."""
+    """The backends of nsa_core that ran, by name, or a dense kernel, or a peer."""
     is_ours: bool = True
     """False for dense kernels and peers."""
     check: Check | None = None
@@ -152,9 +248,9 @@ class Implementation:
     run: Callable[..., Tensor]
     operands: dict[str, Tensor]
     name: str | None = None
-    """Who runs; None: the backends that the registry chooses."""
+    """The name of a kernel or a peer; None: the backends that the registry chooses."""
     is_judged: bool = True
-    """False: a wrong result is timed all the same, its error beside it."""
+    """False: a wrong result is timed all the same, and its error is reported."""
 
     def check(self, direction: Direction, expected: Expected) -> Check:
         """Return how far the result of one run in `direction` lies from what is expected."""
@@ -175,42 +271,53 @@ class Implementation:
         return forward if direction is Direction.FORWARD else both
 
 
-@frozen(kw_only=True)
-class Extent:
-    """Which figures of a right result are measured."""
-
-    is_timed: bool = True
-    held_before: int | None = None
-    """Bytes held before the inputs were made, where the peak of forward and backward is measured."""
-    is_replayed: bool = False
-    """On a GPU, time a CUDA graph of the call, which leaves the launches from Python out."""
-    patience_ms: Mapping[Direction, float] = field(factory=dict)
-    """A call that takes longer is timed once."""
-
-
 def check_all(tried: Implementation, expected: Expected, directions: tuple[Direction, ...], registry: RouteRecorder) -> list[Measurement]:
     """Return a measurement without time per direction: right, or with the reason why it will get none."""
     return [_check(tried, expected, direction, registry) for direction in directions]
 
 
-def measure(tried: Implementation, checked: list[Measurement], extent: Extent, device: torch.device) -> Iterator[Measurement]:
-    """Yield `checked` with memory and time. Where memory is measured, the expected values must be gone by now."""
+def measure(
+    tried: Implementation,
+    checked: list[Measurement],
+    job: Job,
+    device: torch.device,
+    *,
+    held_before: int | None = None,
+    patience_ms: Mapping[Direction, float] = MappingProxyType({}),
+) -> Iterator[Measurement]:
+    """Yield `checked` with memory and time, as `finish`. Where memory is measured, the expected values must be gone by now."""
     case = tried.case
     dout = torch.randn(1, case.seq_len, case.shape.num_heads, case.shape.head_dim_v, device=device, dtype=case.dtype)
     total = 2 * (sum(x.nbytes for x in tried.operands.values()) + dout.nbytes)
     for one in checked:
-        yield one if one.reason else finish(evolve(one, tensor_bytes=total), tried.call(one.direction, dout), extent, device)
+        patience = patience_ms.get(one.direction, float("inf"))
+        yield (
+            one
+            if one.reason
+            else finish(evolve(one, tensor_bytes=total), tried.call(one.direction, dout), job, device, held_before, patience)
+        )
 
 
-def finish(one: Measurement, call: Callable[[], object], extent: Extent, device: torch.device) -> Measurement:
-    """Return `one` with the memory and the time of `call`, or with the reason why it has none."""
+def finish(
+    one: Measurement,
+    call: Callable[[], object],
+    job: Job,
+    device: torch.device,
+    held_before: int | None = None,
+    patience_ms: float = float("inf"),
+) -> Measurement:
+    """Return `one` with the memory and the time of `call`, or with the reason why it has none.
+
+    `held_before`: bytes held before the inputs were made, where the peak of forward and backward is measured. A call that takes
+    longer than `patience_ms` is timed once.
+    """
     try:
-        if extent.held_before is not None and one.direction is Direction.BOTH:
-            one = evolve(one, peak_bytes=peak_bytes(call, device, extent.held_before))
-        if extent.is_timed:
-            if extent.is_replayed and device.type == "cuda":
+        if held_before is not None and one.direction is Direction.BOTH:
+            one = evolve(one, peak_bytes=peak_bytes(call, device, held_before))
+        if job.is_timed:
+            if job.is_replayed and device.type == "cuda":
                 call = replay_of(call, device)
-            one = evolve(one, timing=time_call(call, device, extent.patience_ms.get(one.direction, float("inf"))))
+            one = evolve(one, timing=time_call(call, device, patience_ms))
     except Exception as error:  # noqa: BLE001 - one kernel's failure is a result, not the end of the others
         return evolve(one, reason=describe_failure(error))
     return one

@@ -18,7 +18,7 @@ from nsa_bench.results import Output
 
 GIB = 2**30
 FEW = 10
-"""Fewer repetitions than this are stated beside a median."""
+"""Fewer repetitions than this are stated with a median."""
 DenseTimes = dict[tuple[HeadShape, int, Direction], Measurement]
 
 
@@ -46,7 +46,7 @@ def collect(
 
 
 def attention_tables(measurements: list[Measurement]) -> Iterator[RenderableType]:
-    """Yield a table per case: a line per operation and implementation, both directions beside each other, then notes."""
+    """Yield a table per case: a line per operation and implementation, both directions in columns, then notes."""
     best = best_dense(measurements)
     for case in dict.fromkeys(one.case for one in measurements):
         yield _case_table(case, [one for one in measurements if one.case == case], best)
@@ -72,11 +72,13 @@ def _case_table(case: Case, measurements: list[Measurement], best: DenseTimes) -
         lines.setdefault((one.operation, one.implementation), []).append(one)
     for (operation, implementation), line in lines.items():
         if all(one.check is None and not one.is_ours for one in line):
-            # an absent implementation stands in the notes
+            # the notes name an absent implementation
             continue
         by_direction = {one.direction: one for one in line}
         times = [_time(by_direction.get(direction), best) for direction in Direction]
-        table.add_row(operation, Text(implementation), *times, _peak(line), *_error(line))
+        # with its ratio to the tensors that nothing can do without
+        peak = "".join(f"{one.peak_bytes / GIB:.2f} {one.peak_ratio:.2f}x" for one in line if one.peak_bytes is not None)
+        table.add_row(operation, Text(implementation), *times, Text(peak), *_error(line))
     return table
 
 
@@ -122,11 +124,6 @@ def _time(one: Measurement | None, best: DenseTimes) -> Text:
         return Text(f"{number(one.timing.median_ms)}{count} best", style="bold")
     ratio = f" {median_of(dense) / one.timing.median_ms:.2f}x" if dense is not None and one.operation == "nsa" else ""
     return Text(f"{number(one.timing.median_ms)}{count}{ratio}")
-
-
-def _peak(line: list[Measurement]) -> Text:
-    """Return the peak, and its ratio to the tensors that nothing can do without."""
-    return Text("".join(f"{one.peak_bytes / GIB:.2f} {one.peak_ratio:.2f}x" for one in line if one.peak_bytes is not None))
 
 
 def _error(line: list[Measurement]) -> tuple[Text, Text]:

@@ -3,11 +3,14 @@
 import csv
 import json
 import sys
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from nsa_bench.options import ResultFiles
 from nsa_core.environment import describe_environment
@@ -25,13 +28,18 @@ def describe() -> dict[str, Any]:
     return describe_environment(PACKAGES, Path(__file__).parent)
 
 
+def facts_of(environment: dict[str, Any]) -> dict[str, Any]:
+    """Return machine, versions and commit, for the row of a file."""
+    return {name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
+
+
 class Output:
     """The screen, the progress and the files of one call of a verb."""
 
     def __init__(
         self, files: ResultFiles, commit: str | None = None, *, screen: Console | None = None, progress: Console | None = None
     ) -> None:
-        """Open nothing yet; `commit` stands for the checkout's. Output that is no terminal has room for a table's columns all the same."""
+        """Open nothing yet; `commit` replaces the checkout's. Output that is no terminal is wide enough for a table."""
         self.files, self.commit = files, commit
         self.screen = screen or Console(width=None if sys.stdout and sys.stdout.isatty() else TABLE_WIDTH)
         self.progress = progress or Console(stderr=True)
@@ -80,3 +88,27 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def run_env(output: Output) -> None:
+    """Print and write the environment."""
+    output.show(environment_table(output.environment))
+    output.write(output.environment, [{"name": name, "value": value} for name, value in flatten(output.environment)])
+
+
+def environment_table(environment: dict[str, Any]) -> Table:
+    """Return names and values, one package a line."""
+    table = Table(show_header=False, box=None)
+    for name, value in flatten(environment):
+        # foreign text goes in as `Text`, so that brackets in it are no markup
+        table.add_row(name, Text("none" if value is None else str(value)))
+    return table
+
+
+def flatten(environment: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and plain values; those of a table inside are named `packages.torch`."""
+    for name, value in environment.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", item) for inner, item in value.items())
+        else:
+            yield name, value

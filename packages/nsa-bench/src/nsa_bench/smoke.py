@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa_bench.results import Output
-from nsa_train.smoke import judge_run
-from nsa_train.smoke.records import Verdict
+from nsa_train.smoke import Verdict, judge_run
 
 WORDS = {True: "ok", False: "FAIL", None: "n/a"}
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa_bench.errors import BenchError, OptionError
-from nsa_bench.results import Output
+from nsa_bench.results import Output, facts_of
 from nsa_train.errors import ConfigError
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
@@ -154,11 +154,12 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
     }
     if failure is not None:
         return TrainingResult(**common, failure=failure)
+    shares = [row["mfu"] for row in steady if not math.isnan(row["mfu"])]
     return TrainingResult(
         **common,
         toks_per_s=statistics.median(row["toks_per_s"] for row in steady),
         step_ms=statistics.median(row["step_ms"] for row in steady),
-        mfu=_median_or_none([row["mfu"] for row in steady]),
+        mfu=statistics.median(shares) if shares else None,
         peak_memory_gib=metrics["peak_memory_gib"],
         fetch_p95_ms=sorted(row["fetch_ms"] for row in steady)[int(0.95 * (len(steady) - 1))],
     )
@@ -176,11 +177,6 @@ def wrong_losses(losses: Sequence[float], config: RunConfig) -> str | None:
     if config.data.source == "synthetic" and min(losses) < uniform - LEAK_NATS:
         return f"the loss on random ids fell to {min(losses):.3f}, below ln V = {uniform:.3f}: the future leaks"
     return None
-
-
-def _median_or_none(values: list[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else None
 
 
 def training_table(recipe: str, results: Sequence[TrainingResult]) -> Table:
@@ -209,5 +205,4 @@ def progress_line(one: TrainingResult) -> str:
 
 
 def _row(one: TrainingResult, results: Sequence[TrainingResult], recipe: str, environment: dict[str, Any]) -> dict[str, Any]:
-    facts = {name: environment[name] for name in ("time", "gpu", "cpu", "torch", "triton", "commit")}
-    return {"recipe": recipe, **attrs.asdict(one), "of_dense": ratio_to_dense(one, results), **facts}
+    return {"recipe": recipe, **attrs.asdict(one), "of_dense": ratio_to_dense(one, results), **facts_of(environment)}

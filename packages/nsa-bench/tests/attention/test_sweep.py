@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from nsa_bench.attention.sweep import LENGTH, judge_sweep, short_lengths, sweep_jobs, sweep_points
 from nsa_bench.cases import Selection, visible_pairs
-from nsa_bench.measurement import Direction, Measurement
-from nsa_bench.timing import Timing
+from nsa_bench.measurement import Direction, Measurement, Timing
 from nsa_core import BlockGeometry
 
 POINTS = sweep_points(LENGTH, BlockGeometry(), torch.bfloat16, Selection.RANDOM)

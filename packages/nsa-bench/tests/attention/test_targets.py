@@ -6,8 +6,7 @@ from attrs import evolve
 
 from nsa_bench.attention.targets import all_targets, judge_targets, target_jobs
 from nsa_bench.cases import SHAPES, Case, Selection
-from nsa_bench.measurement import Direction, Measurement
-from nsa_bench.timing import Timing
+from nsa_bench.measurement import Direction, Measurement, Timing
 from nsa_core.testing.sampled import OPERANDS
 
 FWD, BOTH = Direction

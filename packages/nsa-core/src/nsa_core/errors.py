@@ -7,9 +7,18 @@ class NSAError(Exception):
     A message says what was found (with the value), why it is refused (the rule) and what to do (a value that works).
     """
 
+    is_refusal = False
+    """True where a configuration asks for what cannot be had: a command line ends with 2 then."""
+
+    def in_one_line(self) -> str:
+        """Return the message as one line; the reasons against a backend stand on lines of their own."""
+        return "; ".join(line.strip() for line in str(self).splitlines()).replace(":; ", ": ")
+
 
 class ConfigError(NSAError, ValueError):
     """A configuration value breaks a rule of the method."""
+
+    is_refusal = True
 
 
 class InputError(NSAError, ValueError):
@@ -23,6 +32,10 @@ class CacheOverflowError(NSAError, RuntimeError):
 class BackendUnavailableError(NSAError, RuntimeError):
     """A backend asked for by name cannot serve the request; the message lists every reason."""
 
+    is_refusal = True
+
 
 class DuplicateBackendError(NSAError, ValueError):
     """Two backends claim one name for one operation."""
+
+    is_refusal = True

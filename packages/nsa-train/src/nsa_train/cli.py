@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import datetime
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,12 +17,12 @@ from cyclopts import App, CycloptsError, Parameter
 
 from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
-from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of, in_one_line
+from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of
 from nsa_train.host.environment import RUNS_ON
-from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, settle_streams, warn
-from nsa_train.lifecycle.outcomes import Ending, ending_of, heed_launcher, note_worker, reported
-from nsa_train.lifecycle.signals import ending_by_signals, last_words
-from nsa_train.loop.starting import RDZV_ID, GoingOn, Meeting, as_sets, start
+from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, warn
+from nsa_train.lifecycle.launch import ALONE, Meeting
+from nsa_train.lifecycle.outcomes import Ending, ending_by_signals, ending_of, heed_launcher, last_words, note_worker, reported
+from nsa_train.loop.starting import GoingOn, as_sets, start
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig, listed
 from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
@@ -46,13 +46,6 @@ Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", hel
 SyntheticOnFail = Annotated[
     bool, Parameter(negative="", help="Use random ids where the data cannot be had; the run is renamed and every record says so.")
 ]
-
-
-Nproc = Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")]
-Nnodes = Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")]
-RdzvEndpoint = Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")]
-RdzvId = Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")]
-MaxRestarts = Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")]
 DryRun = Annotated[bool, Parameter(negative="", help="Judge the run as `preflight` does, and stop.")]
 
 
@@ -73,11 +66,7 @@ def run(
             "auto: the same where a run is there, else start one."
         ),
     ] = None,
-    nproc: Nproc = None,
-    nnodes: Nnodes = None,
-    rdzv_endpoint: RdzvEndpoint = "",
-    rdzv_id: RdzvId = RDZV_ID,
-    max_restarts: MaxRestarts = 0,
+    meeting: Meeting = ALONE,
     synthetic_on_fail: SyntheticOnFail = False,
 ) -> int | Answer:
     """Train what RECIPE describes."""
@@ -85,7 +74,6 @@ def run(
     if step not in (None, AUTO) and out is not None and not out.exists() and not print_config:
         # a mistyped path is refused before torch is loaded
         raise ConfigError(RunDirectory(out).why_not_resumable())
-    meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
     config = _checked_config(recipe, overrides)
     if print_config:
@@ -93,27 +81,27 @@ def run(
         return 0
     if step is not None and out is None:
         raise ConfigError("--resume does not say which run; use --out DIR with the directory that `nsa-train run` printed")
-    place = out or _default_out(recipe)
-    check_path("--out", place)
+    folder = out or _default_out(recipe)
+    check_path("--out", folder)
     flags = ["--synthetic-on-fail"] if synthetic_on_fail else []
-    typed = ["run", recipe, "--out", str(place), *as_sets(overrides), *meeting.words(), *flags]
+    typed = ["run", recipe, "--out", str(folder), *as_sets(overrides), *meeting.words(), *flags]
     again = GoingOn(saved=[*typed, "--resume"], begun=[*typed, "--resume", "auto"])
     if synthetic_on_fail:
         from nsa_train.data.fallback import Start, or_synthetic
-        from nsa_train.loop.run import check_place, settled_resume
+        from nsa_train.loop.run import check_free, settled_resume
 
         if not dry_run:
             # opening the data may take long, and what does not open moves the run to another directory
-            check_place(place)
-        is_resuming = settled_resume(place, step) is not None
-        config, recipe, overrides, place, note = or_synthetic(Start(config, recipe, overrides, place), resuming=is_resuming)
+            check_free(folder)
+        is_resuming = settled_resume(folder, step) is not None
+        config, recipe, overrides, folder, note = or_synthetic(Start(config, recipe, overrides, folder), resuming=is_resuming)
         print(note, end="\n" if note else "", file=sys.stderr)
         if note:
             # the run has another directory, and keeps its random ids even if the data can be read again
-            again = evolve(again, saved=["resume", str(place), *meeting.words()])
+            again = evolve(again, saved=["resume", str(folder), *meeting.words()])
     if dry_run:
-        return _judge_start(config, place, meeting, step)
-    return start(config, place, ["run", recipe, "--out", str(place), *as_sets(overrides)], meeting, step, again)
+        return _judge_start(config, folder, meeting, step)
+    return start(config, folder, ["run", recipe, "--out", str(folder), *as_sets(overrides)], meeting, step, again)
 
 
 @app.command
@@ -124,11 +112,7 @@ def resume(
     *,
     set_: Overrides = None,
     dry_run: DryRun = False,
-    nproc: Nproc = None,
-    nnodes: Nnodes = None,
-    rdzv_endpoint: RdzvEndpoint = "",
-    rdzv_id: RdzvId = RDZV_ID,
-    max_restarts: MaxRestarts = 0,
+    meeting: Meeting = ALONE,
 ) -> int | Answer:
     """Go on with the run in DIR, from its newest whole checkpoint, by the config.toml that lies there."""
     check_path("DIR", directory)
@@ -136,7 +120,6 @@ def resume(
     if not (paths.config.is_file() and paths.checkpoints.is_dir()):
         found = "holds no run (config.toml and checkpoints/)" if directory.is_dir() else "is no directory"
         raise ConfigError(f"DIR={str(directory)!r} {found}; name the directory that `nsa-train run` printed")
-    meeting = Meeting(nproc, nnodes, rdzv_endpoint, rdzv_id, max_restarts)
     overrides = settled([*(set_ or ()), *meeting.overrides()], say=warn)
     config = _checked_config(str(paths.config), overrides)
     if dry_run:
@@ -171,7 +154,7 @@ def _judged(judge: Callable[[], Answer]) -> Answer:
         if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
             raise
         # an error of ours has a line for each problem
-        lines = [in_one_line(error)] if isinstance(error, NSAError) else str(error).splitlines()
+        lines = [error.in_one_line()] if isinstance(error, NSAError) else str(error).splitlines()
         for line in lines:
             print(f"FAIL  {line}", file=sys.stderr)
         return Answer(ConfigError.exit_code if isinstance(error, OSError) else exit_code_of(error), {"errors": lines})
@@ -182,7 +165,7 @@ def _judge_start(config: RunConfig, out: Path, meeting: Meeting, step: int | Non
     from nsa_train.loop.run import settled_resume
 
     def judge() -> Answer:
-        meeting.hosts().check()
+        meeting.check()
         return _judge(config, out, nnodes=meeting.nnodes, resume=settled_resume(out, step))
 
     return _judged(judge)
@@ -192,33 +175,22 @@ def _judge(config: RunConfig, out: Path, *, machine: str | None = None, nnodes: 
     """Print the findings of preflight on running `config` into `out`, or resuming there from step `resume`, and return them."""
     check_path("--out", out)
     from nsa_train.host.machine import described_machine, target_machine
-    from nsa_train.lifecycle.launch import Hosts
     from nsa_train.parallel.world import asked_world_size
     from nsa_train.preflight.judge import run_preflight
 
     where = None if machine is None else described_machine(machine, max(1, config.train.nproc_per_node))
     asked = asked_world_size() if nnodes is None else None
-    sizes = [asked] if asked else Hosts(nnodes="1" if nnodes is None else nnodes).world_sizes(config, where or target_machine(config))
+    sizes = [asked] if asked else Meeting(nnodes=nnodes).world_sizes(config, where or target_machine(config))
     findings = run_preflight(config, out, resuming=resume is not None, machine=where, world_sizes=sizes)
     for line in findings.lines():
         print(line, file=sys.stderr if line.startswith("FAIL") else sys.stdout)
     if not findings.failed and resume is not None:
-        _judge_resume(config, out, resume)
+        from nsa_train.loop.run import nothing_left, resume_from
+
+        found = resume_from(config, out, resume, say=print)
+        if found and (reason := nothing_left(found, config, RunDirectory(out))):
+            print(f"resume: {reason}")
     return Answer(ConfigError.exit_code if findings.failed else 0, {"out": str(out), **findings.content()})
-
-
-def _judge_resume(config: RunConfig, out: Path, step: int) -> None:
-    """Print from which checkpoint a run would go on.
-
-    Raises:
-        TrainError: where it would be refused.
-    """
-    from nsa_train.loop.run import nothing_left, resume_from
-    from nsa_train.run_dir import RunDirectory
-
-    found = resume_from(config, out, step, say=print)
-    if found and (reason := nothing_left(found, config, RunDirectory(out))):
-        print(f"resume: {reason}")
 
 
 @app.command(name="loader-check")
@@ -257,7 +229,6 @@ def watch(
     json_: AsJSON = False,
 ) -> Answer:
     """Look at the heartbeats of the run in DIR until it ends (0; by an error: 1) or something is wrong (4)."""
-    from nsa_train.run_dir import RunDirectory
     from nsa_train.telemetry.watch import content
     from nsa_train.telemetry.watch import watch as look
 
@@ -325,8 +296,7 @@ def sample(
 @app.command
 def report(directory: RunFolder, /) -> int:
     """Draw curves.png and report.html of the run in DIR anew, from its records."""
-    from nsa_train.run_dir import RunDirectory
-    from nsa_train.telemetry.damage import damaged_records
+    from nsa_train.telemetry.records import damaged_records
     from nsa_train.telemetry.report import write_report
 
     paths = RunDirectory(directory)
@@ -392,7 +362,9 @@ def export(
 
 def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
-    settle_streams()
+    if isinstance(sys.stdout, TextIOWrapper):
+        # a question mark for what its encoding lacks; stderr spells it out by itself
+        sys.stdout.reconfigure(errors="replace")
     with last_words():
         heed_launcher()
         if not note_worker():

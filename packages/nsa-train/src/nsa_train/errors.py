@@ -1,7 +1,6 @@
 """The errors that end a command on purpose; each knows the exit code that the command line returns for it. Imports no torch."""
 
-from nsa_core.errors import BackendUnavailableError, DuplicateBackendError
-from nsa_core.errors import ConfigError as CoreConfigError
+from nsa_core.errors import NSAError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, by the shells' custom: 128 and the number of SIGINT."""
@@ -99,10 +98,4 @@ def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a command that ends with `error`: its own, 2 where nsa-core refuses a configuration, else 1."""
     if isinstance(error, TrainError | SignalledError):
         return error.exit_code
-    is_configured = isinstance(error, CoreConfigError | BackendUnavailableError | DuplicateBackendError)
-    return ConfigError.exit_code if is_configured else TrainError.exit_code
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return the message of `error` as one line; nsa-core lists a backend's reasons on lines of their own."""
-    return "; ".join(line.strip() for line in str(error).splitlines()).replace(":; ", ": ")
+    return ConfigError.exit_code if isinstance(error, NSAError) and error.is_refusal else TrainError.exit_code

@@ -29,7 +29,7 @@ from nsa_train.cli import run_command
 from nsa_train.errors import TrainError
 from nsa_train.model.decoder import build_model
 from nsa_train.settings.recipe import load_config
-from nsa_train.telemetry import samples
+from nsa_train.telemetry import recorder
 
 
 def start(words: list[str], world: int, log: Path) -> list[int]:
@@ -128,7 +128,7 @@ def _differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # the time goes to steps and saves, which are to be interrupted
-    samples.SAMPLE_TOKENS = 8
+    recorder.SAMPLE_TOKENS = 8
     # loads in this process, and not in every fork, what the first model and the first optimizer load
     torch.optim.AdamW(build_model(load_config(sys.argv[4])).parameters())
     print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])))

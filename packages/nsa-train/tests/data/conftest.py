@@ -10,10 +10,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nsa_train.preflight.data import check_data
+from nsa_train.preflight.findings import Preflight
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import load_config
 
 NUM_DOCUMENTS = 120
+
+
+@pytest.fixture
+def probe() -> Callable[[RunConfig], Preflight]:
+    """Return a function that gives the findings of preflight on the data of a configuration."""
+
+    def judge(config: RunConfig) -> Preflight:
+        findings = Preflight()
+        check_data(findings, config)
+        return findings
+
+    return judge
 
 
 def _texts_of(seed: int, count: int = NUM_DOCUMENTS) -> list[str]:

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from nsa_train.cli import run_command
-from nsa_train.data.dataset import open_dataset
+from nsa_train.data.dataset import FILE_BLOCKS, open_dataset
 from nsa_train.data.lanes import BlockLane, BlockSequence, Entry
-from nsa_train.data.sources import Bad, Document, Reading, open_files
+from nsa_train.data.sources.base import Bad, Document, Reading
 from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import DataError
 from nsa_train.settings.config import RunConfig
@@ -149,7 +149,7 @@ def test_the_count_of_a_streamed_corpus_goes_on_after_a_resume(tmp_path: Path, d
 
 def test_an_empty_text_is_a_document_and_a_byte_order_mark_is_none(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", [b'\xef\xbb\xbf{"text": ""}', b'{"text": "b"}\r'])
-    blocks = open_files("jsonl", [path], Reading())
+    blocks = FILE_BLOCKS["jsonl"]([path], Reading())
     assert [record.text for record in blocks.read(0) if isinstance(record, Document)] == [b"", b"b"]
 
 
@@ -165,7 +165,7 @@ def test_an_empty_text_is_a_document_and_a_byte_order_mark_is_none(tmp_path: Pat
 )
 def test_a_wrong_parquet_schema_names_file_and_column(tmp_path: Path, table: pa.Table, why: str) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
-    blocks = open_files("parquet", [tmp_path / "a.parquet"], Reading())
+    blocks = FILE_BLOCKS["parquet"]([tmp_path / "a.parquet"], Reading())
     [record] = [record for block in range(len(blocks)) for record in blocks.read(block)]
     assert isinstance(record, Bad)
     assert str(record).startswith(f"data.path: {tmp_path}/a.parquet ")
@@ -175,7 +175,7 @@ def test_a_wrong_parquet_schema_names_file_and_column(tmp_path: Path, table: pa.
 def test_rows_of_parquet_without_a_value_or_utf8_are_named(tmp_path: Path) -> None:
     raw = pa.Array.from_buffers(pa.string(), 3, pa.array([b"good", None, b"\xff"]).buffers())
     pq.write_table(pa.table({"text": raw}), tmp_path / "a.parquet")
-    blocks = open_files("parquet", [tmp_path / "a.parquet"], Reading())
+    blocks = FILE_BLOCKS["parquet"]([tmp_path / "a.parquet"], Reading())
     good, *bad = blocks.read(0)
     assert good.text == b"good"
     assert [str(record).split(";")[0] for record in bad] == [
@@ -191,7 +191,7 @@ def test_a_damaged_row_group_counts_every_row_that_is_lost(tmp_path: Path) -> No
     damaged = bytearray(path.read_bytes())
     damaged[start : start + 40] = bytes(40)
     path.write_bytes(damaged)
-    blocks = open_files("parquet", [path], Reading())
+    blocks = FILE_BLOCKS["parquet"]([path], Reading())
     records = [record for block in range(len(blocks)) for record in blocks.read(block)]
     [bad] = [record for record in records if isinstance(record, Bad)]
     assert (len(records), bad.lost) == (31, 10)
@@ -203,7 +203,7 @@ def test_a_damaged_row_group_counts_every_row_that_is_lost(tmp_path: Path) -> No
 )
 def test_a_text_file_that_is_not_utf8_is_named_with_its_line(tmp_path: Path, content: bytes, line: int) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    [record] = open_files("text", [tmp_path / "a.txt"], Reading()).read(0)
+    [record] = FILE_BLOCKS["text"]([tmp_path / "a.txt"], Reading()).read(0)
     assert re.match(rf"data\.path: {tmp_path}/a\.txt is not UTF-8 \(byte 0x\w\w at offset \d+, line {line}\)", str(record))
 
 
@@ -239,7 +239,7 @@ def _check_fuzzed(folder: Path, count: int, seed: int) -> None:
     """Every record of a fuzzed file is a document or a bad one that is named; an independent reading agrees on each."""
     draw = random.Random(seed)
     for kind, path in _fuzzed(folder, draw, count):
-        blocks = open_files(kind, [path], Reading())
+        blocks = FILE_BLOCKS[kind]([path], Reading())
         records = [record for block in range(len(blocks)) for record in blocks.read(block)]
         assert records
         for record in records:

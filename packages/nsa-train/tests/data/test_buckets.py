@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_train.data.buckets import BucketedRows, buckets_up_to
 from nsa_train.data.dataset import open_dataset
-from nsa_train.data.packing import IGNORED, PackedRows
-from nsa_train.data.sources import Document
+from nsa_train.data.packing import IGNORED, BucketedRows, PackedRows, buckets_up_to
+from nsa_train.data.sources.base import Document
 from nsa_train.data.stream import open_training_stream
 from nsa_train.data.tokenizer import PAD, SEPARATOR, ByteTokenizer
 from nsa_train.errors import ConfigError, DataError

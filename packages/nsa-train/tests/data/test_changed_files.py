@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nsa_train.data.dataset import open_dataset
+from nsa_train.data.dataset import FILE_BLOCKS, open_dataset
 from nsa_train.data.opened import KEY
-from nsa_train.data.sources import Bad, Document, FileBlocks, Reading, StripedBlocks, open_files
+from nsa_train.data.sources.base import Bad, Document, Reading, StripedBlocks
+from nsa_train.data.sources.files import FileBlocks
 from nsa_train.data.sources.jsonl import LINES_PER_BLOCK
 from nsa_train.data.sources.split import rank_of
 from nsa_train.data.stream import TrainingStream, merge_states, open_training_stream
@@ -136,7 +137,7 @@ def test_a_file_that_changes_under_a_run_ends_it_by_name(
 
 def test_the_message_says_how_the_file_changed(tmp_path: Path) -> None:
     path = _jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    blocks = open_files("jsonl", [path], Reading())
+    blocks = FILE_BLOCKS["jsonl"]([path], Reading())
     size = path.stat().st_size
     _grow(path)
     assert f"a.jsonl line 1 is lost: the file changed after it was opened, its size was {size} bytes and is {size + 21} " in str(

@@ -11,9 +11,9 @@ import pytest
 
 from nsa_train.checkpoint import CheckpointWriter
 from nsa_train.cli import run_command
-from nsa_train.data.dataset import open_dataset
+from nsa_train.data.dataset import FILE_BLOCKS, open_dataset
 from nsa_train.data.fallback import Start, or_synthetic
-from nsa_train.data.sources import Bad, Document, Reading, open_files
+from nsa_train.data.sources.base import Bad, Document, Reading
 from nsa_train.data.sources.hub import open_hub
 from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import DataError
@@ -112,7 +112,7 @@ def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text":\r"one"}\n{"text": "two"}\r\n\r{"text": "\xc2\x85\xe2\x80\xa8three"}\r')
     records = _records(path)
-    assert records == list(open_files("jsonl", [path], Reading()).read(0))
+    assert records == list(FILE_BLOCKS["jsonl"]([path], Reading()).read(0))
     assert [record.text.decode() for record in records if isinstance(record, Document)] == ["one", "two", "\x85\u2028three"]
 
 

@@ -14,8 +14,8 @@ from nsa_train.data.dataset import Dataset, open_dataset
 from nsa_train.data.lanes import RowLane
 from nsa_train.data.loader_check import check_loader
 from nsa_train.data.packing import Batch, Row
-from nsa_train.data.probe import probe
-from nsa_train.data.sources import Reading, Record, TextBlocks
+from nsa_train.data.sources.base import Reading, Record
+from nsa_train.data.sources.text import TextBlocks
 from nsa_train.data.stream import TrainingStream, open_training_stream
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.errors import DataError
@@ -186,23 +186,20 @@ def test_an_error_of_any_kind_in_a_thread_ends_the_wait(
             next(stream)
 
 
-def test_probe_says_what_there_is(corpora, data_config: Callable[..., RunConfig]) -> None:
+def test_preflight_says_what_there_is(corpora, data_config: Callable[..., RunConfig], probe) -> None:
     found = probe(data_config(*corpora.walks["rows"]))
-    assert found.failed == found.warned == ()
+    assert found.failed == found.warned == []
     assert re.fullmatch(r"data: train has \d+ documents, [\d,]+ tokens", found.passed[0])
-    assert found.dataset is not None
     assert "blocks to read" in probe(data_config(*corpora.walks["blocks"])).passed[0]
 
 
-def test_probe_names_a_side_that_fills_no_row(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
+def test_preflight_names_a_side_that_fills_no_row(tmp_path: Path, data_config: Callable[..., RunConfig], probe) -> None:
     (tmp_path / "short.txt").write_text("x" * 200)
     found = probe(data_config("data.source=text", f"data.path={tmp_path}/short.txt"))
-    assert found.failed == (
-        "train.seq_len=48 is longer than the val split (21 tokens; it must fill one row); use 21 or less, or more text",
-    )
+    assert found.failed == ["train.seq_len=48 is longer than the val split (21 tokens; it must fill one row); use 21 or less, or more text"]
 
 
-def test_probe_warns_of_what_is_skipped_and_of_noise(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
+def test_preflight_warns_of_what_is_skipped_and_of_noise(tmp_path: Path, data_config: Callable[..., RunConfig], probe) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("oops\n" + "".join(f'{{"text": "document {number} and more of it, a row at least, or so"}}\n' for number in range(90)))
     [warning] = probe(data_config("data.source=jsonl", f"data.path={path}", "data.on_bad_record=skip")).warned
@@ -211,9 +208,9 @@ def test_probe_warns_of_what_is_skipped_and_of_noise(tmp_path: Path, data_config
     assert "synthetic ids" in warning
 
 
-def test_probe_reports_what_cannot_be_opened(data_config: Callable[..., RunConfig]) -> None:
+def test_preflight_reports_what_cannot_be_opened(data_config: Callable[..., RunConfig], probe) -> None:
     found = probe(data_config("data.source=text", "data.path=absent.txt"))
-    assert found.dataset is None
+    assert found.passed == []
     assert found.failed[0].startswith("data.path: absent.txt cannot be read")
 
 

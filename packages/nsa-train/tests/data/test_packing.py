@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_train.data.packing import IGNORED, PackedRows, collate
-from nsa_train.data.sources import Document
+from nsa_train.data.sources.base import Document
 from nsa_train.data.tokenizer import PAD, SEPARATOR, ByteTokenizer
 
 texts = st.lists(st.binary(max_size=40), min_size=1, max_size=12)

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_train.data.dataset import open_dataset
-from nsa_train.data.probe import probe
-from nsa_train.data.sources import Bad, Document, Reading, open_files
+from nsa_train.data.dataset import FILE_BLOCKS, open_dataset
+from nsa_train.data.sources.base import Bad, Document, Reading
 from nsa_train.data.sources.jsonl import BYTES_PER_BLOCK, LINES_PER_BLOCK, JsonlBlocks
 from nsa_train.data.sources.split import limit_of, rank_of, split
 from nsa_train.data.sources.text import StdlibBlocks
@@ -98,7 +97,7 @@ def _lines(word: str) -> str:
 @pytest.mark.parametrize("is_held_out", [False, True], ids=["trained", "held out"])
 @pytest.mark.parametrize("other", ["{}", "before\n{}after\n", "{}\n\n"], ids=["equal", "quoted", "longer"])
 def test_a_cut_file_with_a_copy_in_another_part_is_refused_by_name(
-    tmp_path: Path, data_config: Callable[..., RunConfig], other: str, is_held_out: bool
+    tmp_path: Path, data_config: Callable[..., RunConfig], probe, other: str, is_held_out: bool
 ) -> None:
     lines = (_lines(f"{number} bottles") for number in range(1000))
     share = limit_of([0, 2**32])
@@ -118,7 +117,7 @@ def test_a_cut_file_with_a_copy_in_another_part_is_refused_by_name(
     assert not fixed.failed
 
 
-def test_a_short_end_that_other_files_have_too_is_no_copy(tmp_path: Path, data_config: Callable[..., RunConfig]) -> None:
+def test_a_short_end_that_other_files_have_too_is_no_copy(tmp_path: Path, data_config: Callable[..., RunConfig], probe) -> None:
     end = "\n\nif __name__ == '__main__':\n    main()\n"
     for name in ("one", "d1", "d2", "d3"):
         (tmp_path / f"{name}.txt").write_text(f"{name} says {name}, " * 20 + end)
@@ -273,7 +272,7 @@ def test_jsonl_blocks_hold_every_line_once_wherever_they_are_cut(tmp_path: Path,
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_block_is_read_from_any_record_on(corpora, kind: str) -> None:
     path = corpora.folder / ("a-0.jsonl" if kind == "jsonl" else "b.parquet")
-    blocks = open_files(kind, [path], Reading())
+    blocks = FILE_BLOCKS[kind]([path], Reading())
     whole = list(blocks.read(0))
     assert len(whole) > 8
     assert all(list(blocks.read(0, start)) == whole[start:] for start in range(len(whole) + 2))

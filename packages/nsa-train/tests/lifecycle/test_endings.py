@@ -116,7 +116,7 @@ def test_a_finished_run_whose_records_were_deleted_says_so_and_has_not_failed(
             (tmp_path / "run" / record).unlink()
 
     monkeypatch.setattr(Trainer, "_write_samples", deleting)
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr()
     [line] = [line for line in said.out.splitlines() if line.startswith("report: ")]
@@ -133,7 +133,7 @@ def test_a_run_resumed_to_record_its_end_needs_no_rows(
     tiny_run: RunDirectory, tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDirectory(Path(shutil.copytree(tiny_run.root, tmp_path / "run", symlinks=True)))
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     run.metrics.unlink()
     run.training.unlink()
     assert run_command(["run", str(tiny_recipe), "--out", str(run.root), "--resume"]) == 0

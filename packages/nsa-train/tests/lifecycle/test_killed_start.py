@@ -39,7 +39,7 @@ def _kill_in(place: str, words: list[str]) -> None:
 def test_a_run_killed_before_its_first_record_starts_again(
     tmp_path: Path, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: list[str]
 ) -> None:
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     out = tmp_path / "run"
     command = ["run", str(tiny_recipe), "--out", str(out), "--set", "train.steps=2"]

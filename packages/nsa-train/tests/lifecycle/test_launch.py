@@ -20,7 +20,7 @@ import pytest
 from nsa_train.checkpoint.claim import claimed_by_another
 from nsa_train.cli import run_command
 from nsa_train.errors import ConfigError
-from nsa_train.lifecycle.launch import Hosts, must_launch, num_processes
+from nsa_train.lifecycle.launch import Meeting, must_launch, num_processes
 from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, STOP, has_lost_launcher, joint_code, note_worker, reported, worker_pids
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.anomalies import RankWatch
@@ -281,20 +281,20 @@ def test_a_worker_without_a_launcher_ends_before_it_trains(tiny_recipe: Path, tm
 def test_one_process_needs_no_launch(tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     single, two = tiny_config(), tiny_config("train.strategy=ddp", "train.nproc_per_node=2")
     assert (num_processes(single), num_processes(two)) == (1, 2)
-    assert not must_launch(single, Hosts())
-    assert must_launch(two, Hosts())
+    assert not must_launch(single, Meeting())
+    assert must_launch(two, Meeting())
     # one per GPU, or one where there is none
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert num_processes(tiny_config("train.strategy=fsdp")) == 4
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not must_launch(two, Hosts())
+    assert not must_launch(two, Meeting())
 
 
 def test_several_hosts_must_say_where_they_meet(tiny_config: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"--nnodes=2 needs a place .* use --rdzv-endpoint HOST:29400"):
-        must_launch(tiny_config("train.strategy=ddp"), Hosts(nnodes="2"))
-    assert Hosts(nnodes="2", rdzv_endpoint="a:29400", max_restarts=3).words() == [
+        must_launch(tiny_config("train.strategy=ddp"), Meeting(nnodes="2"))
+    assert Meeting(nnodes="2", rdzv_endpoint="a:29400", max_restarts=3).torchrun_words() == [
         *("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:29400", "--rdzv-id", "nsa-train", "--max-restarts", "3"),
     ]
 
@@ -311,7 +311,7 @@ def test_several_hosts_must_say_where_they_meet(tiny_config: Callable[..., Any])
 )
 def test_hosts_that_cannot_meet_are_refused(tiny_config: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        must_launch(tiny_config("train.strategy=ddp"), Hosts(**options))
+        must_launch(tiny_config("train.strategy=ddp"), Meeting(**options))
 
 
 @pytest.mark.parametrize("nnodes", ["2", "1:2"])

@@ -16,8 +16,7 @@ import pytest
 from nsa_train import cli
 from nsa_train.cli import run_command
 from nsa_train.errors import LostContactError
-from nsa_train.lifecycle.outcomes import FOLDER, STOP, joint_code, reported
-from nsa_train.lifecycle.signals import ending_by_signals
+from nsa_train.lifecycle.outcomes import FOLDER, STOP, ending_by_signals, joint_code, reported
 from nsa_train.loop.trainer import Trainer
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.recorder import Recorder
@@ -113,7 +112,7 @@ def test_a_signal_in_the_loop_saves_and_says_the_whole_command_to_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The command holds what was asked for, and goes on from there as it stands, whatever the names have in them."""
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     original, calls = Trainer._backward, 0
 

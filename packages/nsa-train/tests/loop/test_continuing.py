@@ -31,7 +31,7 @@ def run(tiny_run: RunDirectory, tmp_path: Path) -> RunDirectory:
 @pytest.fixture
 def start(tiny_recipe: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Start:
     """A function that starts the recipe in the directory of `run` with words, and returns the exit code."""
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     return lambda *words: run_command(["run", str(tiny_recipe), "--out", str(run.root), *words])
 
@@ -216,7 +216,7 @@ def test_resume_auto_mixes_with_nothing_else(start: Start, run: RunDirectory, ca
 def test_resume_auto_goes_on_with_random_ids_where_the_data_are_gone(
     tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     words = [
         "run",
@@ -283,10 +283,10 @@ def test_resume_hands_the_meeting_of_several_processes_on(
     seen: list[Any] = []
 
     def launch(words: list[str], **how: Any) -> int:
-        seen.append((words, how["num_processes"], how["hosts"].max_restarts))
+        seen.append((words, how["num_processes"], how["meeting"].max_restarts))
         return 75
 
-    monkeypatch.setattr("nsa_train.lifecycle.launch.launch", launch)
+    monkeypatch.setattr("nsa_train.loop.starting.launch", launch)
     sets = ["--set", "train.strategy=ddp", "--set", "train.nproc_per_node=2"]
     assert run_command(["resume", str(run.root), *sets[:2], "--nproc", "2", "--max-restarts", "3"]) == 75
     assert seen == [(["run", str(run.config), "--out", str(run.root), *sets, "--max-restarts", "3", "--resume"], 2, 3)]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from nsa_train.data.dataset import open_dataset
-from nsa_train.data.sources import Record, TextBlocks
+from nsa_train.data.sources.base import Record
+from nsa_train.data.sources.text import TextBlocks
 from nsa_train.data.stream import open_training_stream
 from nsa_train.errors import DataError
 from nsa_train.loop.feed import Feed

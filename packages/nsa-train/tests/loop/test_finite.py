@@ -8,7 +8,7 @@ from torch import nn
 
 from nsa_train.checkpoint.tensors import model_tensors
 from nsa_train.errors import GuardError
-from nsa_train.loop.finite import gradients_of, not_finite, require_finite_state
+from nsa_train.loop.guards import gradients_of, not_finite, require_finite_state
 from nsa_train.parallel.world import World
 
 ALONE = World(device=torch.device("cpu"))

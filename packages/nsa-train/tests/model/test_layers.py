@@ -23,7 +23,7 @@ from nsa_train.settings.config import structure, unstructure
 from nsa_train.settings.recipe import load_config, to_toml
 from nsa_train.telemetry import health
 from nsa_train.telemetry.flops import model_flops
-from nsa_train.telemetry.layers import of_layers, watched
+from nsa_train.telemetry.layers import RunTelemetry, of_layers, watched
 
 MIXED = ("model.n_layers=4", 'model.layers=["dense", "nsa", {branches=["win"], window_size=4}, {num_selected_blocks=6}]')
 
@@ -244,7 +244,7 @@ def test_preflight_judges_a_named_backend_for_every_kind_of_layer(tiny_config, t
 
 def test_gates_of_a_lone_branch_are_no_collapse(mixed) -> None:
     model = model_of(mixed)
-    with watched(model.sparse_layers) as collected:
+    with watched(model.sparse_layers, RunTelemetry) as collected:
         model(torch.randint(0, 256, (1, 40)))
     layers = of_layers(collected)
     assert layers[1]["gate_entropy_mean"] == 0

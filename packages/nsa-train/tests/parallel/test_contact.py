@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import DistStoreError
 
 from nsa_train.errors import LostContactError
-from nsa_train.parallel.contact import contact_kept
+from nsa_train.parallel.world import contact_kept
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:48559. This is typically caused by"
 NCCL = "NCCL error in: /pytorch/NCCLUtils.cpp:94, remote process exited or there was a network error, NCCL version 2.27.5\nncclRemoteError: A call"

@@ -9,7 +9,7 @@ import pytest
 
 from nsa_train.cli import run_command
 from nsa_train.model.decoder import count_parameters
-from nsa_train.preflight.disk import in_units
+from nsa_train.preflight.directories import in_units
 from nsa_train.preflight.judge import run_preflight
 from nsa_train.settings.config import RunConfig
 

@@ -8,8 +8,7 @@ from nsa_train.cli import run_command
 from nsa_train.data.stream import lanes_of
 from nsa_train.errors import ConfigError
 from nsa_train.host.machine import described_machine
-from nsa_train.preflight.judge import run_preflight
-from nsa_train.preflight.schedule import unequal_shares
+from nsa_train.preflight.judge import run_preflight, unequal_shares
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import load_config
 

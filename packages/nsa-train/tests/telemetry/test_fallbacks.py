@@ -5,8 +5,7 @@ import torch
 
 from nsa_core import BranchRequest, NativeSparseAttention, default_registry
 from nsa_core.backends.base import Reason
-from nsa_train.telemetry.fallbacks import FallbackCounts, attach, counting_registry
-from nsa_train.telemetry.timing import MarkedBackend
+from nsa_train.telemetry.layers import FallbackCounts, MarkedBackend, attach, counting_registry
 
 
 class Unwilling(MarkedBackend):

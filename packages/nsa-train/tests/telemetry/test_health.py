@@ -8,12 +8,12 @@ import torch
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.model.decoder import build_model
 from nsa_train.telemetry.health import combine, heartbeat_fields, judge, merged, steadiness
-from nsa_train.telemetry.layers import of_layers, routes_of, watched
+from nsa_train.telemetry.layers import RunTelemetry, of_layers, routes_of, watched
 
 
 def test_telemetry_is_attached_only_while_watched(tiny_config) -> None:
     model = build_model(tiny_config())
-    with watched(model.sparse_layers) as collected:
+    with watched(model.sparse_layers, RunTelemetry) as collected:
         model(torch.zeros(1, 9, dtype=torch.int64))
     assert all(layer.telemetry is None for layer in model.sparse_layers)
     before = of_layers(collected)
@@ -23,7 +23,7 @@ def test_telemetry_is_attached_only_while_watched(tiny_config) -> None:
 
 def test_counts_add_up_and_extremes_stay_extreme(tiny_config) -> None:
     model = build_model(tiny_config())
-    with watched(model.sparse_layers) as collected:
+    with watched(model.sparse_layers, RunTelemetry) as collected:
         model(torch.randint(0, 256, (1, 30)))
     layers = of_layers(collected)
     together = combine(layers)
@@ -36,15 +36,15 @@ def test_counts_add_up_and_extremes_stay_extreme(tiny_config) -> None:
 @pytest.mark.parametrize("is_on_ranks", [False, True])
 def test_passes_amount_to_one_over_all_their_rows(tiny_config, is_on_ranks: bool) -> None:
     model, ids = build_model(tiny_config()), torch.randint(0, 256, (3, 30))
-    with watched(model.sparse_layers) as whole:
+    with watched(model.sparse_layers, RunTelemetry) as whole:
         model(ids)
-    with watched(model.sparse_layers) as first:
+    with watched(model.sparse_layers, RunTelemetry) as first:
         model(ids[:1])
         if not is_on_ranks:
             for telemetry in first:
                 telemetry.end_pass()
             model(ids[1:])
-    with watched(model.sparse_layers) as other:
+    with watched(model.sparse_layers, RunTelemetry) as other:
         model(ids[1:])
     rest = [telemetry.passes() for telemetry in other]
     found = of_layers(first, gather=lambda mine: [mine, rest]) if is_on_ranks else of_layers(first)
@@ -55,9 +55,9 @@ def test_passes_amount_to_one_over_all_their_rows(tiny_config, is_on_ranks: bool
 def test_a_pass_that_is_computed_again_counts_once(tiny_config) -> None:
     """Activation checkpointing runs the forward pass again in the backward pass."""
     model, ids = build_model(tiny_config()), torch.randint(0, 256, (2, 30))
-    with watched(model.sparse_layers) as once:
+    with watched(model.sparse_layers, RunTelemetry) as once:
         model(ids)
-    with watched(model.sparse_layers) as again:
+    with watched(model.sparse_layers, RunTelemetry) as again:
         model(ids)
         model(ids)
         for telemetry in again:
@@ -155,7 +155,7 @@ def test_the_last_tenth_is_compared_with_all_steps() -> None:
 
 def test_k_mean_is_compared_with_what_it_must_be(tiny_config) -> None:
     model = build_model(tiny_config())
-    with watched(model.sparse_layers) as collected:
+    with watched(model.sparse_layers, RunTelemetry) as collected:
         model(torch.randint(0, 256, (1, 30)))
     together = combine(of_layers(collected))
     # blocks of 4 tokens, at most 4: two last queries in block 7

@@ -220,7 +220,7 @@ def test_a_histogram_of_lengths_is_of_the_steps_since_the_one_before(session) ->
 
 
 def test_branch_times_are_summed_over_the_calls() -> None:
-    from nsa_train.telemetry.timing import BranchTimes
+    from nsa_train.telemetry.layers import BranchTimes
 
     times = BranchTimes()
     for _ in range(3):
@@ -251,7 +251,7 @@ def test_ranges_come_on_request(session, monkeypatch: pytest.MonkeyPatch) -> Non
             names.append(name)
         return nullcontext()
 
-    monkeypatch.setattr("nsa_train.telemetry.timing.marked_range", note)
+    monkeypatch.setattr("nsa_train.telemetry.layers.marked_range", note)
     monkeypatch.setattr("nsa_train.telemetry.recorder.marked_range", note)
     run = session("train.profile=nvtx")
     with run.recorder.phase("forward"):

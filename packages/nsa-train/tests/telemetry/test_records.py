@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from nsa_train.run_dir import RunDirectory
-from nsa_train.telemetry.damage import damaged_records
 from nsa_train.telemetry.records import (
     TRAINING_COLUMNS,
     CsvTable,
     Heartbeat,
     as_event,
+    damaged_records,
     perplexity,
     read_events,
     read_json,

@@ -13,8 +13,7 @@ from nsa_train.cli import run_command
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.health import judge
 from nsa_train.telemetry.records import read_events
-from nsa_train.telemetry.report import write_report
-from nsa_train.telemetry.starts import moment, resumes_in_words
+from nsa_train.telemetry.report import moment, resumes_in_words, write_report
 
 
 @pytest.fixture
@@ -194,7 +193,7 @@ def resumed_run(tiny_run: RunDirectory, tiny_recipe: Path, tmp_path_factory: pyt
     shutil.copytree(tiny_run.root, out, symlinks=True)
     words = ["run", str(tiny_recipe), "--out", str(out), "--set", "train.save_every=6"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 8)
+        patch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 8)
         assert run_command([*words, "--resume", "--set", "train.steps=7"]) == 0
         assert run_command([*words, "--resume", "6", "--set", "train.steps=8"]) == 0
     return RunDirectory(out)

@@ -8,10 +8,10 @@ import torch
 
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.model.generate import Continuation
-from nsa_train.telemetry import samples
+from nsa_train.telemetry import recorder
 
 
-@pytest.mark.parametrize(("is_synthetic", "drawn"), [(False, samples.SAMPLE_TOKENS), (True, samples.SYNTHETIC_TOKENS)])
+@pytest.mark.parametrize(("is_synthetic", "drawn"), [(False, recorder.SAMPLE_TOKENS), (True, recorder.SYNTHETIC_TOKENS)])
 def test_random_ids_are_continued_by_a_few(is_synthetic: bool, drawn: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
@@ -19,21 +19,21 @@ def test_random_ids_are_continued_by_a_few(is_synthetic: bool, drawn: int, tmp_p
         asked.append(num_tokens)
         return [Continuation(torch.tensor(list(b"and so on"))) for _ in prompts]
 
-    monkeypatch.setattr(samples, "generate", generate)
+    monkeypatch.setattr(recorder, "generate", generate)
     path = tmp_path / "samples" / "before.txt"
-    samples.write_samples(path, None, ByteTokenizer(), [torch.tensor(list(b"once"))], is_synthetic=is_synthetic)  # type: ignore[arg-type]
+    recorder.write_samples(path, None, ByteTokenizer(), [torch.tensor(list(b"once"))], is_synthetic=is_synthetic)  # type: ignore[arg-type]
     assert asked == [drawn]
     text = path.read_text()
-    assert text.startswith(samples.SYNTHETIC_NOTE) == is_synthetic
+    assert text.startswith(recorder.SYNTHETIC_NOTE) == is_synthetic
     assert "once" in text
     assert "and so on" in text
 
 
 def test_a_text_that_broke_off_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Continuation(torch.tensor(list(b"and s")), is_cut=True), Continuation(torch.tensor(list(b"whole")))]
-    monkeypatch.setattr(samples, "generate", lambda *args, **options: found)
+    monkeypatch.setattr(recorder, "generate", lambda *args, **options: found)
     path = tmp_path / "samples" / "after.txt"
-    samples.write_samples(path, None, ByteTokenizer(), [torch.tensor(list(b"once"))] * 2)  # type: ignore[arg-type]
+    recorder.write_samples(path, None, ByteTokenizer(), [torch.tensor(list(b"once"))] * 2)  # type: ignore[arg-type]
     broken, whole = path.read_text().split("--- prompt ---")[1:]
-    assert f"and s\n{samples.CUT_NOTE}" in broken
-    assert samples.CUT_NOTE not in whole
+    assert f"and s\n{recorder.CUT_NOTE}" in broken
+    assert recorder.CUT_NOTE not in whole

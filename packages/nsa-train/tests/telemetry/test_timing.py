@@ -3,7 +3,7 @@
 import torch
 
 from nsa_core import BackendRegistry, NativeSparseAttention, Operation, default_registry
-from nsa_train.telemetry.timing import BranchTimes, MarkedBackend
+from nsa_train.telemetry.layers import BranchTimes, MarkedBackend
 
 
 def test_every_operation_of_a_cached_step_is_timed_under_its_own_name(tiny_config) -> None:

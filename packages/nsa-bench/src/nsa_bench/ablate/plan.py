@@ -1,6 +1,6 @@
 """The trials that PLAN.toml describes. Imports no torch.
 
-recipe = "demo"                      # a shipped recipe, or a TOML file beside the plan
+recipe = "demo"                      # a shipped recipe, or a TOML file in the folder of the plan
 baseline = "dense"                   # the arm that the others are compared with; may be left away
 seeds = [0, 1, 2]                    # of train.seed: initial weights; the data keep their order
 
@@ -90,8 +90,8 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
         problems = [*_problems(content)]
         if problems:
             raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
-        beside = path.parent / content["recipe"]
-        base = read_toml(beside if beside.is_file() else find_recipe(content["recipe"]))
+        nearby = path.parent / content["recipe"]
+        base = read_toml(nearby if nearby.is_file() else find_recipe(content["recipe"]))
         common: dict[str, Any] = {}
         for override in overrides:
             apply_override(common, override)
@@ -149,13 +149,10 @@ def _trials(content: Mapping[str, Any], base: Mapping[str, Any], overrides: Mapp
         for point in points:
             for arm, keys in content["arms"].items():
                 settings = {**common, **_keys(keys), **dict(point), "train.seed": seed}
-                variant = Variant(arm, tuple((key, _plain(value)) for key, value in point))
+                # as parts of a key of a dictionary
+                plain = tuple((key, value if isinstance(value, int | float | str | bool) else str(value)) for key, value in point)
+                variant = Variant(arm, plain)
                 yield Trial(variant, seed, _config(base, settings, f"{source}: {variant}"))
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as a part of a key of a dictionary."""
-    return value if isinstance(value, int | float | str | bool) else str(value)
 
 
 def _config(base: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> RunConfig:

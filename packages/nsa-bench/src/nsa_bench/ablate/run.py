@@ -4,10 +4,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
 
@@ -77,22 +76,6 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
     return folders
 
 
-class _Stop(Exception):  # noqa: N818 - a request, not an error
-    """SIGTERM came."""
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    def stop(number: int, frame: Any) -> None:
-        raise _Stop
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def run_trials(folders: list[TrialFolder], *, side_by_side: int, minutes: float | None, say: Callable[[str], None]) -> bool:
     """Run the trials that are not finished, at most `side_by_side` at a time; return whether all were started and ended by themselves.
 
@@ -104,23 +87,25 @@ def run_trials(folders: list[TrialFolder], *, side_by_side: int, minutes: float 
     if len(folders) > len(waiting):
         say(f"{len(folders) - len(waiting)} of {len(folders)} trials are finished already")
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    # SIGTERM is Ctrl-C here
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _stopped_by_signals():
-            while waiting or running:
-                while waiting and len(running) < side_by_side:
-                    folder = waiting.pop(0)
-                    say(f"started {folder.trial.name}")
-                    running[folder] = _started(folder)
-                for folder in [folder for folder, process in running.items() if process.poll() is not None]:
-                    say(_ended(folder, running.pop(folder).returncode))
-                if deadline is not None and time.monotonic() > deadline and (waiting or running):
-                    say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
-                    return False
-                time.sleep(POLL_S)
-    except (KeyboardInterrupt, _Stop):
+        while waiting or running:
+            while waiting and len(running) < side_by_side:
+                folder = waiting.pop(0)
+                say(f"started {folder.trial.name}")
+                running[folder] = _started(folder)
+            for folder in [folder for folder, process in running.items() if process.poll() is not None]:
+                say(_ended(folder, running.pop(folder).returncode))
+            if deadline is not None and time.monotonic() > deadline and (waiting or running):
+                say(f"{minutes:g} minutes are over: {len(waiting) + len(running)} trials are left for the next call")
+                return False
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
         say(f"stopped: {len(waiting) + len(running)} trials are left for the next call")
         return False
     finally:
+        signal.signal(signal.SIGTERM, before)
         _end(running, say)
     return True
 

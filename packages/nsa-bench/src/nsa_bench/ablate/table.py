@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from rich.text import Text
 from nsa_bench.ablate.plan import Plan, Trial, Variant, load_plan
 from nsa_bench.ablate.run import TrialFolder, prepare, run_trials
 from nsa_bench.errors import OptionError
-from nsa_bench.results import Output
+from nsa_bench.results import Output, facts_of
 from nsa_train.telemetry.records import load_json, read_rows
 
+AVERAGED = ("val_loss", "best_val_loss", "right", "toks_per_s")
+"""The figures of a trial of which a line of the table has the mean."""
 COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
 
 
@@ -50,7 +52,7 @@ def run_ablation(
     if known:
         output.say(f"{len(known)} of {len(plan.trials)} trials come from earlier results")
     run_trials(folders, side_by_side=side_by_side, minutes=minutes, say=output.say)
-    results = [*known.values(), *read_results(folders)]
+    results = [*known.values(), *(_result(folder) for folder in folders if folder.judged.is_file())]
     output.show(ablation_table(plan, results))
     if results:
         output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
@@ -112,12 +114,7 @@ class Summary:
     difference: Mean | None
     """Difference of val_loss to the baseline's at the same point of the grid, seed by seed; None for the baseline itself."""
     is_best: bool
-    """Whether no other point of the grid has a lower mean val_loss for this arm."""
-
-
-def read_results(folders: Sequence[TrialFolder]) -> list[TrialResult]:
-    """Return the figures of the trials that are finished."""
-    return [_result(folder) for folder in folders if folder.judged.is_file()]
+    """True where no other point of the grid has a lower mean val_loss for this arm."""
 
 
 def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:
@@ -174,37 +171,31 @@ def _result(folder: TrialFolder) -> TrialResult:
 
 def summarize(plan: Plan, results: Sequence[TrialResult]) -> list[Summary]:
     """Return a line for each variant of `plan`, also where none of its trials is finished."""
-    of = {variant: [result for result in results if result.variant == variant] for variant in plan.variants}
-    means = {variant: Mean.of([one.val_loss for one in found]) for variant, found in of.items()}
-
-    def is_best(variant: Variant) -> bool:
-        rivals = [mean.mean for other, mean in means.items() if other.arm == variant.arm and mean is not None]
-        mine = means[variant]
-        return mine is not None and mine.mean == min(rivals)
-
-    def mean(found: Sequence[TrialResult], figure: Callable[[TrialResult], float]) -> Mean | None:
-        return Mean.of([figure(one) for one in found])
-
+    found = {variant: [result for result in results if result.variant == variant] for variant in plan.variants}
+    means = {variant: {name: Mean.of([getattr(one, name) for one in own]) for name in AVERAGED} for variant, own in found.items()}
+    best = {
+        arm: min((own["val_loss"].mean for variant, own in means.items() if variant.arm == arm and own["val_loss"]), default=math.inf)
+        for arm in {variant.arm for variant in found}
+    }
     return [
         Summary(
             variant=variant,
-            parameters=found[0].parameters if found else None,
-            tokens=found[0].tokens if found else None,
-            val_loss=means[variant],
-            best_val_loss=mean(found, lambda one: one.best_val_loss),
-            right=mean(found, lambda one: one.right),
-            toks_per_s=mean(found, lambda one: one.toks_per_s),
-            difference=_difference(found, of.get(Variant(plan.baseline or "", variant.point), []), variant.arm == plan.baseline),
-            is_best=is_best(variant),
+            parameters=own[0].parameters if own else None,
+            tokens=own[0].tokens if own else None,
+            **means[variant],
+            difference=None
+            if variant.arm == plan.baseline
+            else _difference(own, found.get(Variant(plan.baseline or "", variant.point), [])),
+            is_best=(loss := means[variant]["val_loss"]) is not None and loss.mean == best[variant.arm],
         )
-        for variant, found in of.items()
+        for variant, own in found.items()
     ]
 
 
-def _difference(found: Sequence[TrialResult], baseline: Sequence[TrialResult], is_baseline: bool) -> Mean | None:
+def _difference(found: Sequence[TrialResult], baseline: Sequence[TrialResult]) -> Mean | None:
     """Return the mean difference over the seeds that both have: what a seed does to both alike falls out."""
     by_seed = {one.seed: one.val_loss for one in baseline}
-    return None if is_baseline else Mean.of([one.val_loss - by_seed[one.seed] for one in found if one.seed in by_seed])
+    return Mean.of([one.val_loss - by_seed[one.seed] for one in found if one.seed in by_seed])
 
 
 def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> dict[str, Any]:
@@ -222,14 +213,13 @@ def to_json(plan: Plan, results: Sequence[TrialResult], environment: dict[str, A
 
 def to_rows(plan: Plan, results: Sequence[TrialResult], environment: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each variant, for CSV."""
-    common = {name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
-    return [{**_summary_row(summary), **common} for summary in summarize(plan, results)]
+    return [{**_summary_row(summary), **facts_of(environment)} for summary in summarize(plan, results)]
 
 
 def _summary_row(summary: Summary) -> dict[str, Any]:
     row: dict[str, Any] = {"variant": str(summary.variant), "arm": summary.variant.arm, **dict(summary.variant.point)}
     for name, value in attrs.asdict(summary, recurse=False).items():
-        if isinstance(value, Mean) or name in ("val_loss", "best_val_loss", "right", "toks_per_s", "difference"):
+        if name in (*AVERAGED, "difference"):
             row[name], row[f"{name}_error"] = (value.mean, value.error) if value else (None, None)
         elif name != "variant":
             row[name] = value

@@ -78,16 +78,13 @@ def _add(sums: Tensor, logits: Tensor, batch: Batch) -> None:
     labels = batch.labels[0]
     starts = torch.repeat_interleave(batch.cu_seqlens[:-1].long(), batch.cu_seqlens.long().diff(), output_size=len(labels))
     # 0, 1 .. 2, 3 .. 6, ...: exact, where a logarithm would be rounded
-    buckets = torch.bucketize(torch.arange(len(labels), device=labels.device) - starts + 1, _edges(sums), right=True) - 1
+    edges = 2 ** torch.arange(sums.shape[1], device=sums.device)
+    buckets = torch.bucketize(torch.arange(len(labels), device=labels.device) - starts + 1, edges, right=True) - 1
     for at in range(0, len(labels), CHUNK):
         part, expected = logits[at : at + CHUNK].float(), labels[at : at + CHUNK]
         loss = torch.nn.functional.cross_entropy(part, expected, ignore_index=IGNORED, reduction="none")
         found = torch.stack([expected != IGNORED, loss, part.argmax(-1) == expected]).double()
         sums.index_add_(1, buckets[at : at + CHUNK], found)
-
-
-def _edges(sums: Tensor) -> Tensor:
-    return 2 ** torch.arange(sums.shape[1], device=sums.device)
 
 
 if __name__ == "__main__":

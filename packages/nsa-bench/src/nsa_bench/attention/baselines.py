@@ -1,6 +1,6 @@
 """Dense causal attention by the fastest kernels at hand, which sparse attention must beat.
 
-Each takes q (B, S, H, D), k, v (B, S, G, D) and gives (B, S, H, D_v). Those that need D_k = D_v get zeros beside the
+Each takes q (B, S, H, D), k, v (B, S, G, D) and gives (B, S, H, D_v). Those that need D_k = D_v get zeros after the
 shorter one, and that copy is in their time.
 """
 

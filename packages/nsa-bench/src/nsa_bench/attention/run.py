@@ -1,4 +1,4 @@
-"""`nsa-bench attention`: times, memory and errors of the operations, beside the best dense attention.
+"""`nsa-bench attention`: times, memory and errors of the operations and of the best dense attention.
 
 For every case: the inputs are made, each operation is compared with the reference in each direction, and only right
 results are timed. Peak memory is that of the whole operation, forward and backward, with its inputs.
@@ -18,12 +18,23 @@ from nsa_bench.attention.sweep import judge_sweep, sweep_rows, sweep_table
 from nsa_bench.attention.targets import judge_targets, target_rows, targets_table
 from nsa_bench.cases import DENSE, Case
 from nsa_bench.inputs import free_overlap, make_block_indices, make_tensors, positions_of
-from nsa_bench.measurement import Direction, Extent, Implementation, Job, Measurement, Setup, check_all, describe_failure, finish, measure
+from nsa_bench.measurement import (
+    Direction,
+    Implementation,
+    Job,
+    Measurement,
+    Setup,
+    check_all,
+    describe_failure,
+    finish,
+    free_cached_memory,
+    held_bytes,
+    measure,
+)
 from nsa_bench.options import AttentionOptions
 from nsa_bench.reporting import attention_tables, collect
 from nsa_bench.results import Output
 from nsa_bench.routes import RouteRecorder, check_backend
-from nsa_bench.timing import free_cached_memory, held_bytes
 from nsa_core import compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_window_attention
 from nsa_core.testing.inputs import Inputs
 from nsa_core.testing.sampled import choices, compare_selection, expect, operands_of
@@ -99,10 +110,6 @@ def _not_run(operation: str, job: Job, error: RuntimeError) -> Iterator[Measurem
         yield evolve(one, is_ours=operation != DENSE)
 
 
-def _extent(job: Job) -> Extent:
-    return Extent(is_timed=job.is_timed, is_replayed=job.is_replayed)
-
-
 def _options(case: Case, inputs: Inputs, setup: Setup) -> dict[str, Any]:
     packed = {} if case.lengths is None else {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": max(case.lengths)}
     return {"geometry": case.geometry, "backend": setup.backend, "registry": setup.registry, **packed}
@@ -118,8 +125,7 @@ def _measure_whole(job: Job, inputs: Inputs, setup: Setup, held_before: int) -> 
     tried = Implementation(operation="nsa", case=case, run=run, operands=operands_of("nsa", inputs))
     # the expected values live no longer than this line, so that they are no part of the peak
     checked = check_all(tried, expect("nsa", inputs, case.geometry, case.lengths), job.directions, setup.registry)
-    extent = evolve(_extent(job), held_before=held_before)
-    for one in measure(tried, checked, extent, setup.device):
+    for one in measure(tried, checked, job, setup.device, held_before=held_before):
         yield evolve(one, overlap=overlap)
 
 
@@ -139,7 +145,7 @@ def _measure_branch(operation: str, job: Job, inputs: Inputs, setup: Setup) -> I
 
     tried = Implementation(operation=operation, case=case, run=run, operands=operands_of(operation, inputs))
     checked = check_all(tried, expect(operation, inputs, case.geometry, case.lengths, block_indices), job.directions, setup.registry)
-    for one in measure(tried, checked, _extent(job), setup.device):
+    for one in measure(tried, checked, job, setup.device):
         yield evolve(one, overlap=overlap)
 
 
@@ -168,7 +174,7 @@ def _measure_selection(job: Job, inputs: Inputs, setup: Setup) -> Iterator[Measu
     def call() -> Tensor:
         return select_blocks(q, k_cmp, lse, **options)
 
-    yield one if reason else finish(one, call, _extent(job), setup.device)
+    yield one if reason else finish(one, call, job, setup.device)
 
 
 def _measure_baselines(job: Job, inputs: Inputs, setup: Setup) -> Iterator[Measurement]:
@@ -184,7 +190,7 @@ def _measure_baselines(job: Job, inputs: Inputs, setup: Setup) -> Iterator[Measu
         tried = Implementation(operation=DENSE, case=job.case, run=baseline.run, operands=operands_of(DENSE, inputs), name=baseline.name)
         checked = check_all(tried, expected, job.directions, setup.registry)
         patience = {direction: BASELINE_PATIENCE * time_ms for direction, time_ms in best.items()}
-        for one in measure(tried, checked, evolve(_extent(job), patience_ms=patience), setup.device):
+        for one in measure(tried, checked, job, setup.device, patience_ms=patience):
             if one.timing is not None:
                 best[one.direction] = min(best.get(one.direction, float("inf")), one.timing.median_ms)
             yield one

@@ -1,4 +1,4 @@
-"""`nsa-bench attention --sweep`: whether some shape falls off a cliff beside its neighbours.
+"""`nsa-bench attention --sweep`: whether some shape costs much more than its neighbours.
 
 One variable changes at a time; every case is compared with the cases before and after it, by time per visible pair and
 element of D_k + D_v.
@@ -40,7 +40,7 @@ class SweepPoint:
 
 @frozen(kw_only=True)
 class SweepVerdict:
-    """The cost of a point beside its neighbours."""
+    """The cost of a point, compared with its neighbours."""
 
     point: SweepPoint
     measurement: Measurement
@@ -82,7 +82,7 @@ def short_lengths(total: int, count: int) -> tuple[int, ...]:
 
 
 def sweep_jobs(points: tuple[SweepPoint, ...], operations: tuple[str, ...], directions: tuple[Direction, ...]) -> tuple[Job, ...]:
-    """Return one job per case; a case that stands in several variables is measured once.
+    """Return one job per case; a case of several variables is measured once.
 
     On a GPU CUDA graphs are timed: where a part takes less than its launches from Python do, those are what would be compared.
     """
@@ -100,14 +100,14 @@ def judge_sweep(points: tuple[SweepPoint, ...], measurements: list[Measurement])
         ]
         for (case, operation, direction), one in found.items():
             if case == point.case:
-                beside = [found.get((other.case, operation, direction)) for other in neighbours]
-                verdicts.append(SweepVerdict(point=point, measurement=one, ratio=cost_ratio(one, beside)))
+                nearby = [found.get((other.case, operation, direction)) for other in neighbours]
+                verdicts.append(SweepVerdict(point=point, measurement=one, ratio=cost_ratio(one, nearby)))
     return verdicts
 
 
-def cost_ratio(one: Measurement, beside: list[Measurement | None]) -> float | None:
+def cost_ratio(one: Measurement, nearby: list[Measurement | None]) -> float | None:
     """Return the cost of `one` over the lowest of its neighbours; None where a cost is missing."""
-    costs = [None if other is None else other.pair_cost_ps for other in beside]
+    costs = [None if other is None else other.pair_cost_ps for other in nearby]
     known = [cost for cost in costs if cost is not None]
     own = one.pair_cost_ps
     return None if own is None or not known or len(known) < len(costs) else own / min(known)

@@ -1,6 +1,6 @@
 """`nsa-bench attention --preset targets`: the figures that the kernels must reach on one H200, in bf16, with B = 1, and their aims.
 
-Times are medians of the whole operation but where "slc" stands. Memory is the peak of forward and backward over the
+Times are medians of the whole operation, or of "slc" alone. Memory is the peak of forward and backward over the
 bytes of q, all k and v, gates, out and their gradients.
 """
 
@@ -113,50 +113,33 @@ def all_targets() -> tuple[Target, ...]:
 
 def target_jobs(targets: tuple[Target, ...], baselines: tuple[str, ...] = BASELINES) -> tuple[Job, ...]:
     """Return the jobs that give every target its figure: one per shape, length, selection and operation."""
-    jobs = {}
+    jobs, served = list[Job](), dict[tuple[Case, str], list[Target]]()
     for target in targets:
         case = Case(shape=target.shape, seq_len=target.seq_len, selection=target.selection)
-        here = [other for other in targets if _is_beside(other, target)]
+        served.setdefault((case, target.operation), []).append(target)
+    for (case, operation), here in served.items():
         directions = tuple(direction for direction in Direction if any(other.direction is direction for other in here))
         is_timed = any(not other.is_memory for other in here)
-        has_baselines = is_timed and target.operation == "nsa" and target.selection is RANDOM
-        jobs[case, target.operation] = Job(
-            case=case,
-            operations=(target.operation,),
-            directions=directions,
-            baselines=baselines if has_baselines else (),
-            is_timed=is_timed,
-        )
-    return tuple(jobs.values())
-
-
-def _is_beside(one: Target, other: Target) -> bool:
-    """Return True where one job serves both."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("shape", "seq_len", "selection", "operation"))
+        has_baselines = is_timed and operation == "nsa" and case.selection is RANDOM
+        dense = baselines if has_baselines else ()
+        jobs.append(Job(case=case, operations=(operation,), directions=directions, baselines=dense, is_timed=is_timed))
+    return tuple(jobs)
 
 
 def judge_targets(targets: tuple[Target, ...], measurements: list[Measurement]) -> list[Judgement]:
     """Return every target with its figure, or with the reason why it has none."""
     found = {(one.case.shape, one.case.seq_len, one.case.selection, one.operation, one.direction): one for one in measurements}
-    judgements = []
-    for target in targets:
-        one = found.get((target.shape, target.seq_len, target.selection, target.operation, target.direction))
-        judgements.append(Judgement(target=target, measured=_figure(target, one), reason=_reason(target, one)))
-    return judgements
+    keys = [(target.shape, target.seq_len, target.selection, target.operation, target.direction) for target in targets]
+    return [_judged(target, found.get(key)) for target, key in zip(targets, keys, strict=True)]
 
 
-def _figure(target: Target, one: Measurement | None) -> float | None:
+def _judged(target: Target, one: Measurement | None) -> Judgement:
     if one is None:
-        return None
+        return Judgement(target=target, measured=None, reason="not measured")
     if target.is_memory:
-        return one.peak_ratio
-    return None if one.timing is None else one.timing.median_ms
-
-
-def _reason(target: Target, one: Measurement | None) -> str:
-    if one is None:
-        return "not measured"
-    return one.reason or ("memory is measured on CUDA devices only" if target.is_memory and one.peak_bytes is None else "")
+        absent = "memory is measured on CUDA devices only" if one.peak_bytes is None else ""
+        return Judgement(target=target, measured=one.peak_ratio, reason=one.reason or absent)
+    return Judgement(target=target, measured=None if one.timing is None else one.timing.median_ms, reason=one.reason)
 
 
 def target_rows(judgements: list[Judgement]) -> list[dict[str, Any]]:
@@ -179,7 +162,7 @@ def target_rows(judgements: list[Judgement]) -> list[dict[str, Any]]:
 
 
 def targets_table(judgements: list[Judgement], measurements: list[Measurement]) -> Table:
-    """Return a line per target: what was measured, beside must, aim and the best dense attention; ms, or x the tensors' bytes."""
+    """Return a line per target: the measured figure, must, aim and the best dense attention; ms, or x the tensors' bytes."""
     table = Table(title="targets on one H200", box=box.SIMPLE, pad_edge=False)
     for name in ("case", "", "figure", "must", "aim", "best dense ms", "verdict"):
         table.add_column(name, no_wrap=True)

@@ -7,8 +7,8 @@ import numpy as np
 
 from nsa_train.data.lanes import Entry
 from nsa_train.data.order import generator
-from nsa_train.data.packing import IGNORED, Row
-from nsa_train.data.sources import Bad, Blocks, Document
+from nsa_train.data.packing import IGNORED, DrawnRows, Row
+from nsa_train.data.sources.base import Bad, Blocks, Document
 from nsa_train.data.sources.split import limit_of, rank_of
 from nsa_train.data.tokenizer import Ids, Tokenizer
 from nsa_train.errors import DataError
@@ -148,32 +148,17 @@ class SyntheticBlocks:
         if start == 0:
             yield Entry(0, self.document(f"train {block}"))
 
-    def held_out(self, rows: int) -> "SyntheticRows":
+    def held_out(self, rows: int) -> DrawnRows:
         """Return `rows` rows that are no training rows."""
-        return SyntheticRows(self, count=rows, seq_len=self._seq_len, pad=self._tokenizer.pad)
+
+        def draw(number: int) -> Row:
+            ids = self.document(f"val {number}")
+            return Row(ids, np.append(ids[1:], np.int32(IGNORED)), [self._seq_len], 1)
+
+        return DrawnRows(draw, count=rows, seq_len=self._seq_len, pad=self._tokenizer.pad)
 
     def document(self, name: str) -> Ids:
         """Return the ids of the document `name`."""
         ids = generator(self._seed, 0, name).integers(0, self._num_ids, self._seq_len, np.int32)
         ids[-1] = self._tokenizer.separator
         return ids
-
-
-class SyntheticRows:
-    """Rows of synthetic ids, each drawn when it is asked for; they stand for `PackedRows` in a validation split."""
-
-    def __init__(self, blocks: SyntheticBlocks, *, count: int, seq_len: int, pad: int) -> None:
-        self._blocks, self._count = blocks, count
-        self.seq_len, self.pad = seq_len, pad
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of all rows."""
-        return self._count * self.seq_len
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Row:
-        ids = self._blocks.document(f"val {index}")
-        return Row(ids, np.append(ids[1:], np.int32(IGNORED)), [self.seq_len], 1)

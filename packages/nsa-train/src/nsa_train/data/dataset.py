@@ -17,34 +17,26 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from nsa_train.data.blocks import SyntheticBlocks, SyntheticRows, TextTokenBlocks, scan_held_out
-from nsa_train.data.buckets import BucketedRows
+from nsa_train.data.blocks import SyntheticBlocks, TextTokenBlocks, scan_held_out
 from nsa_train.data.lanes import BlockLane, BlockSequence, Lane, MixedRows, RowLane, RowSequence, ShuffledRows, TokenBlocks
 from nsa_train.data.opened import Walk
-from nsa_train.data.packing import IGNORED, Batch, PackedRows, Row, collate
+from nsa_train.data.packing import IGNORED, Batch, BucketedRows, DrawnRows, PackedRows, Row, collate
 from nsa_train.data.position import settings_of
-from nsa_train.data.retrieval import Retrieval, RetrievalRows
-from nsa_train.data.sources import (
-    Bad,
-    Blocks,
-    Document,
-    FileBlocks,
-    LostError,
-    Reading,
-    StripedBlocks,
-    TextBlocks,
-    files_of,
-    open_blocks,
-    open_files,
-    open_hub,
-)
+from nsa_train.data.retrieval import Retrieval, retrieval_rows
+from nsa_train.data.sources.base import Bad, Blocks, Document, Reading, StripedBlocks, within
+from nsa_train.data.sources.files import FileBlocks, LostError, files_of
+from nsa_train.data.sources.hub import open_hub
+from nsa_train.data.sources.jsonl import JsonlBlocks
+from nsa_train.data.sources.parquet import ParquetBlocks
 from nsa_train.data.sources.split import rank_of, shared, split
+from nsa_train.data.sources.text import StdlibBlocks, TextBlocks
 from nsa_train.data.tokenizer import Tokenizer, build_tokenizer
-from nsa_train.data.waiting import within
 from nsa_train.errors import DataError
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.data_table import IDS, DataTable
 
+FILE_BLOCKS: dict[str, Callable[[list[Path], Reading], Blocks]] = {"text": TextBlocks, "jsonl": JsonlBlocks, "parquet": ParquetBlocks}
+"""Kind of local files -> their blocks."""
 OPENINGS = 3
 """Held-out documents of which samples show how the model goes on."""
 OPENING_BYTES = 32
@@ -75,7 +67,7 @@ class Dataset:
     reading: Reading
     lane: Callable[[int], Lane]
     """Lane number -> a new lane at its start"""
-    held_out: PackedRows | SyntheticRows | RetrievalRows
+    held_out: PackedRows | DrawnRows
     """The validation rows, or the first of them where the corpus is streamed"""
     openings: tuple[bytes, ...] = ()
     """The beginnings of a few held-out documents, for samples"""
@@ -83,7 +75,7 @@ class Dataset:
     """Records that could not be read, of a corpus in memory; those of a streamed one are counted when they are met"""
     first_bad: Bad | None = None
     shared: tuple[tuple[str, str], ...] = ()
-    """Names of what is held out and of the training document that it stands in: none"""
+    """Names of what is held out and of the training document that holds it too: none"""
     sizes: dict[str, int] = field(factory=dict)
     """The known sizes: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
@@ -103,7 +95,8 @@ class Dataset:
         chosen = [index * len(rows) // count for index in range(count)]
         groups = [chosen[at : at + size][lanes.start : lanes.stop] for at in range(0, count, size)]
         # every rank takes part in every batch, also where the last one has too few rows
-        return [collate([rows[index] for index in group] or [_padding(rows)]) for group in groups]
+        padding = Row(np.full(rows.seq_len, rows.pad, np.int32), np.full(rows.seq_len, IGNORED, np.int32), [rows.seq_len])
+        return [collate([rows[index] for index in group] or [padding]) for group in groups]
 
     def prompts(self) -> list[Tensor]:
         """Return the int32 ids of the openings of a few held-out documents; at least one, none empty."""
@@ -157,7 +150,7 @@ def _require_texts(parts: list[Part], data: DataTable, lanes: int) -> None:
 
 
 def _tokenizer_and_parts(data: DataTable, reading: Reading) -> tuple[Tokenizer, list[Part]]:
-    """Return both, or say at once what stands against either, a line each."""
+    """Return both, or raise one error with the problems of both, a line each."""
     problems: list[str] = []
     tokenizer: Tokenizer | None = None
     parts: list[Part] = []
@@ -182,7 +175,9 @@ def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
     if data.source == "fineweb_edu":
         return [Part(open_hub(data, reading), 1)]
     if data.source != "mix":
-        return [Part(open_blocks(data, reading), 1)]
+        return [
+            Part(StdlibBlocks(reading) if data.source == "stdlib" else FILE_BLOCKS[data.source](files_of(data.paths, reading), reading), 1)
+        ]
     kinds = {".jsonl": "jsonl", ".parquet": "parquet"}
     found: list[Part] = []
     for pattern, weight in data.mix.items():
@@ -190,7 +185,7 @@ def _parts_of(data: DataTable, reading: Reading) -> list[Part]:
         suffixes = {kinds.get(Path(path).suffix, "text") for path in paths}
         if len(suffixes) > 1:
             raise DataError(f"data.mix: {pattern!r} matches files of several kinds ({', '.join(sorted(suffixes))}); use a glob for each")
-        found.append(Part(open_files(suffixes.pop(), paths, reading), weight, pattern))
+        found.append(Part(FILE_BLOCKS[suffixes.pop()](paths, reading), weight, pattern))
     return found
 
 
@@ -252,7 +247,9 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
         blocks.keep_hashes(is_salvaging=data.on_bad_record == "skip")
         if blocks.num_bytes <= HASHED_BYTES:
             _hash_all(blocks, reading)
-    whole, parts = parts, [_enough(part, train.batch_size) for part in parts]
+    # each lane reads blocks of its own
+    whole, lanes = parts, train.batch_size
+    parts = [part._replace(blocks=StripedBlocks(part.blocks, -(-lanes // len(part.blocks)))) for part in parts]
     batch_tokens = train.batch_size * train.seq_len
     found = scan_held_out(
         [part.blocks for part in parts], data, tokens=FIXED_BATCHES * batch_tokens, most_tokens=train.eval_batches * batch_tokens
@@ -289,12 +286,6 @@ def _hash_all(blocks: FileBlocks, reading: Reading) -> None:
         # reading names, or counts, a file that changed in this moment
         with suppress(LostError):
             blocks.record_hash(block)
-
-
-def _enough(part: Part, lanes: int) -> Part:
-    """Return `part` with as many blocks as there are lanes, at least: each lane reads its own."""
-    turns = -(-lanes // len(part.blocks))
-    return part._replace(blocks=StripedBlocks(part.blocks, turns)) if turns > 1 else part
 
 
 def _require_training(parts: list[Part], data: DataTable, limit: int) -> None:
@@ -342,13 +333,13 @@ def _synthetic(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dat
 def _needle(config: RunConfig, tokenizer: Tokenizer, reading: Reading) -> Dataset:
     train, seed = config.train, config.data.shuffle_seed
     task = Retrieval.of(config.data, train.seq_len)
-    rows = RetrievalRows(task, side="train", seed=seed, pad=tokenizer.pad)
+    rows = retrieval_rows(task, side="train", seed=seed, pad=tokenizer.pad)
     return Dataset(
         config=config,
         tokenizer=tokenizer,
         reading=reading,
         lane=lambda number: RowLane(rows, number=number, count=train.batch_size),
-        held_out=RetrievalRows(task, side="val", seed=seed, pad=tokenizer.pad, count=train.batch_size * train.eval_batches),
+        held_out=retrieval_rows(task, side="val", seed=seed, pad=tokenizer.pad, count=train.batch_size * train.eval_batches),
         sizes={"train_blocks": len(rows)},
         fingerprint={**_settings(config, tokenizer), "walk": "rows", "needle": list(attrs.astuple(task))},
     )
@@ -371,7 +362,3 @@ def _settings(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 def _openings(documents: Sequence[Document]) -> tuple[bytes, ...]:
     texts = [document.text[:OPENING_BYTES].decode("utf-8", errors="ignore").encode() for document in documents[:OPENINGS]]
     return tuple(text for text in texts if text)
-
-
-def _padding(rows: PackedRows | SyntheticRows | RetrievalRows) -> Row:
-    return Row(np.full(rows.seq_len, rows.pad, np.int32), np.full(rows.seq_len, IGNORED, np.int32), [rows.seq_len])

@@ -16,6 +16,8 @@ from nsa_train.settings.data_table import DataTable
 from nsa_train.settings.recipe import to_toml
 
 SUFFIX = "-synthetic"
+KEPT = ("tokenizer", "workers", "prefetch", "shuffle_seed", "timeout_s", "progress_every")
+"""Keys of table `data` that such a run keeps: the range of ids, speed and order."""
 
 
 class Start(NamedTuple):
@@ -38,34 +40,21 @@ def or_synthetic(start: Start, *, resuming: bool = False) -> Start:
     try:
         open_dataset(start.config)
     except DataError as error:
-        config, out = synthetic_instead(start.config), _renamed(start.out)
-        if resuming and (_is_run(start.out) or not _is_run(out)) and out.resolve() != start.out.resolve():
+        # "." and ".." are no names
+        named = start.out if start.out.name.strip(".") else start.out.resolve()
+        out = named.with_name(named.name.removesuffix(SUFFIX) + SUFFIX)
+        is_run, is_synthetic_run = (RunDirectory(place).config.is_file() for place in (start.out, out))
+        if resuming and (is_run or not is_synthetic_run) and out.resolve() != start.out.resolve():
             raise DataError(
                 f"{error}\n--synthetic-on-fail with --resume would change the data of {str(start.out)!r} (a run that goes on keeps its own); "
                 "bring them back, or start a new run in another --out"
             ) from None
+        # every record of such a run has data_source = "synthetic" and data_synthetic = 1
+        data = DataTable(source="synthetic", **{name: getattr(start.config.data, name) for name in KEPT})
+        config = attrs.evolve(start.config, data=data)
         note = f"SYNTHETIC IDS instead of data.source={start.config.data.source!r}: {error}"
         return Start(config, str(_written(config)), [], out, note)
     return start
-
-
-def _renamed(out: Path) -> Path:
-    # "." and ".." are no names
-    out = out if out.name.strip(".") else out.resolve()
-    return out.with_name(out.name.removesuffix(SUFFIX) + SUFFIX)
-
-
-def _is_run(out: Path) -> bool:
-    return RunDirectory(out).config.is_file()
-
-
-def synthetic_instead(config: RunConfig) -> RunConfig:
-    """Return `config` with synthetic data: ids of its tokenizer's range, and nothing else of its table `data` but speed and order.
-
-    Every record of such a run has `data_source = "synthetic"` and `data_synthetic = 1`.
-    """
-    kept = ("tokenizer", "workers", "prefetch", "shuffle_seed", "timeout_s", "progress_every")
-    return attrs.evolve(config, data=DataTable(source="synthetic", **{name: getattr(config.data, name) for name in kept}))
 
 
 def _written(config: RunConfig) -> Path:

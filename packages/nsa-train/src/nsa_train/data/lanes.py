@@ -128,17 +128,17 @@ class BlockSequence:
 
     def entries(self, number: int, start: int) -> Iterator[Entry]:
         """Yield the entries of block `number` of the order, from record `start` of it on."""
-        part, place = self.place(number)
-        return self.parts[part].entries(place.item, start, place.epoch)
+        part, located = self.locate(number)
+        return self.parts[part].entries(located.item, start, located.epoch)
 
-    def place(self, number: int) -> tuple[int, EpochItem]:
+    def locate(self, number: int) -> tuple[int, EpochItem]:
         """Return the part and the block of it that is block `number` of the order."""
         part, turn = self._turns.at(number)
         return part, self._orders[part].at(turn)
 
-    def is_first_loss(self, place: tuple[int, EpochItem], record: int) -> bool:
-        """Return whether `record` of the block at `place` was not lost to any lane of this process before."""
-        part, (_, block) = place
+    def is_first_loss(self, located: tuple[int, EpochItem], record: int) -> bool:
+        """Return whether `record` of the block at `located` was not lost to any lane of this process before."""
+        part, (_, block) = located
         is_first = self._losses.get((part, block), -1) < record
         if is_first:
             self._losses[part, block] = record
@@ -199,7 +199,7 @@ class BlockLane:
         self._consumed.load(state)
 
     def _current(self) -> Ids:
-        """Return the document that the position stands in, after passing over what is held out or bad."""
+        """Return the document at the position, after passing over what is held out or bad."""
         if self._document is None:
             self._document = self._next_document()
             if self._offset >= len(self._document):
@@ -217,25 +217,25 @@ class BlockLane:
             number = self._block * self._count + self._number
             if self._entries is None:
                 self._entries = self._blocks.entries(number, self._record)
-            place: tuple[int, EpochItem] | None = None
+            located: tuple[int, EpochItem] | None = None
             for entry in self._entries:
                 self._record = entry.number
                 if entry.ids is not None:
                     return entry.ids
                 self._record += 1
                 if entry.bad:
-                    place = place or self._blocks.place(number)
-                    self._refuse(entry.bad, place)
+                    located = located or self._blocks.locate(number)
+                    self._refuse(entry.bad, located)
                     reason = f"; the last: {entry.bad.where} {entry.bad.why}"
             self._block, self._record, self._entries = self._block + 1, 0, None
             empty += 1
         raise DataError(f"data: no block holds a document for training (all are held out or bad{reason}); name more files")
 
-    def _refuse(self, bad: Bad, place: tuple[int, EpochItem]) -> None:
+    def _refuse(self, bad: Bad, located: tuple[int, EpochItem]) -> None:
         if self._policy == "fail":
             raise DataError(str(bad))
         # every block is read once an epoch: what was met in the first one is counted
-        is_counted = self._blocks.is_first_loss(place, self._record) if bad.is_loss else bad.is_passing or place[1].epoch == 0
+        is_counted = self._blocks.is_first_loss(located, self._record) if bad.is_loss else bad.is_passing or located[1].epoch == 0
         if is_counted:
             self._consumed.bad_records += bad.lost
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import attrs
 
 from nsa_train.data.dataset import open_dataset
+from nsa_train.data.sources.base import LateError, within
 from nsa_train.data.stream import TrainingStream, lanes_of
-from nsa_train.data.waiting import LateError, within
 from nsa_train.settings.config import RunConfig
 
 MEASURED_BATCHES = 200
@@ -57,7 +57,7 @@ class LoaderFigures(NamedTuple):
 
 
 def check_loader(config: RunConfig, *, timeout_s: float) -> LoaderFigures:
-    """Return what the loader of `config` gives on this machine, as the only process.
+    """Return the figures of the loader of `config` on this machine, as the only process.
 
     Raises:
         DataError: with the cause, or with the shard that was being read after `timeout_s`.

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nsa_train.data.lanes import BlockSequence
-from nsa_train.data.sources import FileBlocks, Hashes, LostError, Reading, changed
-from nsa_train.data.waiting import within
+from nsa_train.data.sources.base import Reading, within
+from nsa_train.data.sources.files import FileBlocks, Hashes, LostError, changed
 from nsa_train.errors import DataError
 
 KEY = "block_hashes"
@@ -80,9 +80,9 @@ class OpenedBlocks:
             # nothing is open before the first row
             return
         while self._next[number] <= position["block"]:
-            part, place = self._walk.sequence.place(self._next[number] * self._walk.lanes + int(number))
+            part, located = self._walk.sequence.locate(self._next[number] * self._walk.lanes + int(number))
             found, hashes = self._walk.files[part].kept.found, self._hashes[part]
-            own = place.item % len(found)
+            own = located.item % len(found)
             if found[own] and not hashes[own]:
                 hashes[own] = found[own]
                 yield part, own // CHUNK

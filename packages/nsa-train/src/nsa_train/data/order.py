@@ -13,7 +13,7 @@ _ROUNDS = 6
 
 
 class EpochItem(NamedTuple):
-    """Where the n-th item of an endless order stands."""
+    """The epoch and the item at a position of an endless order."""
 
     epoch: int
     item: int
@@ -29,7 +29,7 @@ class SeededOrder:
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
 
     def at(self, position: int) -> EpochItem:
-        """Return what stands at `position` >= 0 of the endless order."""
+        """Return epoch and item at `position` >= 0."""
         epoch, offset = divmod(position, self.count)
         if self.count > _LISTED:
             return EpochItem(epoch, self._permuted(epoch, offset))

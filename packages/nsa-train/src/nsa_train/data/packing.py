@@ -3,10 +3,10 @@
 All documents, each followed by the separator, form one stream, which is cut every `seq_len` tokens: a long document goes
 on in the next row, nothing is truncated, and only the last row is padded. Where a document ends inside a row, the row
 holds several sequences, and `cu_seqlens` keeps attention inside each. The label of a token is the next token of its
-document, also where that one stands in the next row; a separator and padding have none.
+document, also where that one is in the next row; a separator and padding have none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nsa_train.data.order import generator
-from nsa_train.data.sources import Document
+from nsa_train.data.sources.base import Document
 from nsa_train.data.tokenizer import Ids, Tokenizer
 
 IGNORED = -100
 """The label of a token that has no next token in its document."""
+SMALLEST = 16
+"""Tokens of the smallest bucket; each next one is twice as long, the last is `seq_len`."""
 
 
 class Row(NamedTuple):
@@ -65,7 +67,7 @@ class Batch:
 
 
 class PackedRows:
-    """The rows of a list of documents, by index; documents stand in an order shuffled by `seed` (None: as given)."""
+    """The rows of a list of documents, by index; documents are in an order shuffled by `seed` (None: as given)."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: Tokenizer, seq_len: int, seed: int | None = None) -> None:
         order = range(len(documents)) if seed is None else generator(seed, 0, "documents").permutation(len(documents)).tolist()
@@ -109,6 +111,29 @@ class PackedRows:
         return Row(input_ids, labels, [*lengths, padding] if padding else lengths, len(cuts))
 
 
+class DrawnRows:
+    """Rows that are not kept: `draw` makes each from its number when it is asked for. They replace `PackedRows` in a validation split."""
+
+    def __init__(self, draw: Callable[[int], Row], *, count: int, seq_len: int, pad: int) -> None:
+        self.at, self._count = draw, count
+        self.seq_len, self.pad = seq_len, pad
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all rows."""
+        return self._count * self.seq_len
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Row:
+        return self.at(number)
+
+    def epoch(self, number: int) -> int:
+        """Return 0: no row comes twice."""
+        return 0
+
+
 def collate(rows: Sequence[Row]) -> Batch:
     """Return `rows` packed into one batch of `cu_seqlens` sequences."""
     # by numpy: torch would wake a thread per core for each of these, and let go of the interpreter's lock
@@ -117,7 +142,7 @@ def collate(rows: Sequence[Row]) -> Batch:
     loss_mask = labels != IGNORED
     cu_seqlens = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    # a sequence's labels stand at its start
+    # a sequence's labels are at its start
     labelled = np.add.reduceat(loss_mask[0], cu_seqlens[:-1], dtype=np.int32)
     return Batch(
         input_ids=torch.from_numpy(_joined([row.input_ids for row in rows])),
@@ -133,3 +158,66 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 def _joined(parts: list[Ids]) -> NDArray[np.int64]:
     return np.concatenate(parts, dtype=np.int64)[None]
+
+
+class BucketedRows:
+    """The pieces of a corpus, each once per epoch, `batch_size` of one length bucket after another; batches in a seeded order.
+
+    Pieces that are left over in a bucket go to the next longer one; the last batch of an epoch is filled with rows of padding.
+    """
+
+    def __init__(self, rows: PackedRows, *, batch_size: int, seed: int) -> None:
+        """Cut the documents of `rows` into pieces of at most its `seq_len` tokens."""
+        self._rows, self._batch_size, self._seed = rows, batch_size, seed
+        self._pieces = _pieces_of(rows)
+        lengths = self._pieces[:, 1] - self._pieces[:, 0]
+        self._buckets = buckets_up_to(rows.seq_len)
+        self._bucket_of = np.searchsorted(self._buckets, lengths)
+        self._drawn: tuple[int, list[tuple[int, list[int]]]] = (0, self._draw(0))
+        self.batches_per_epoch = len(self._drawn[1])
+
+    def at(self, number: int) -> Row:
+        """Return row `number`: the `number % batch_size`th of its batch."""
+        turn, slot = divmod(number, self._batch_size)
+        epoch, batch = divmod(turn, self.batches_per_epoch)
+        drawn = self._drawn
+        if drawn[0] != epoch:
+            drawn = self._drawn = (epoch, self._draw(epoch))
+        size, pieces = drawn[1][batch]
+        start, stop = self._pieces[pieces[slot]].tolist() if slot < len(pieces) else (0, 0)
+        return self._rows.piece(start, stop, size)
+
+    def epoch(self, number: int) -> int:
+        """Return the epoch of row `number`."""
+        return number // self._batch_size // self.batches_per_epoch
+
+    def _draw(self, epoch: int) -> list[tuple[int, list[int]]]:
+        """Return the batches of `epoch`: the length that they are padded to, and their pieces."""
+        draw = generator(self._seed, epoch, "buckets")
+        batches: list[tuple[int, list[int]]] = []
+        left: list[int] = []
+        for number, size in enumerate(self._buckets.tolist()):
+            members = [*left, *draw.permutation(np.flatnonzero(self._bucket_of == number)).tolist()]
+            whole = len(members) - len(members) % self._batch_size
+            batches += [(size, members[at : at + self._batch_size]) for at in range(0, whole, self._batch_size)]
+            left = members[whole:]
+        if left:
+            batches.append((int(self._buckets[self._bucket_of[left].max()]), left))
+        return [batches[index] for index in draw.permutation(len(batches)).tolist()]
+
+
+def buckets_up_to(seq_len: int) -> NDArray[np.int64]:
+    """Return the lengths that batches are padded to: 16, 32, ... and `seq_len`."""
+    sizes = [SMALLEST << step for step in range(seq_len.bit_length()) if SMALLEST << step < seq_len]
+    return np.array([*sizes, seq_len], np.int64)
+
+
+def _pieces_of(rows: PackedRows) -> NDArray[np.int64]:
+    """Return (start, stop) in the stream of every piece."""
+    starts = np.concatenate([np.zeros(1, np.int64), rows.ends[:-1]])
+    pieces = [
+        (at, min(at + rows.seq_len, stop))
+        for start, stop in zip(starts.tolist(), rows.ends.tolist(), strict=True)
+        for at in range(start, stop, rows.seq_len)
+    ]
+    return np.array(pieces, np.int64).reshape(-1, 2)

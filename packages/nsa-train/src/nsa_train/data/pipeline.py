@@ -13,8 +13,7 @@ from torchdata.nodes import BaseNode
 
 from nsa_train.data.lanes import Lane
 from nsa_train.data.packing import Batch, Row, collate
-from nsa_train.data.sources import Reading
-from nsa_train.data.waiting import LateError
+from nsa_train.data.sources.base import LateError, Reading
 
 _POLL_S = 0.05
 

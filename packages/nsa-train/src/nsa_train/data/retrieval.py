@@ -3,7 +3,7 @@
 Ids 0 .. symbols - 1 spell keys, symbols .. 2 symbols - 1 values, 2 symbols .. 3 symbols - 1 are noise. A row of `length` ids:
 
     noise, key value, noise, key value, noise, ...  |  noise, key value, key value, ...
-    haystack: `pairs` pairs at random places           tail: `queries` of them once more, in a random order
+    haystack: `pairs` pairs at random slots            tail: `queries` of them once more, in a random order
 
 Labels exist for the values in the tail alone, so that the loss is that of recall: log(symbols) nats a token where nothing is
 known of the pairs. Keys and values are drawn anew for every row. Pairs that are not asked for are distractors.
@@ -16,7 +16,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from nsa_train.data.order import generator
-from nsa_train.data.packing import IGNORED, Row
+from nsa_train.data.packing import IGNORED, DrawnRows, Row
 from nsa_train.settings.data_table import DataTable
 
 
@@ -49,7 +49,7 @@ class Retrieval:
 
     @property
     def tail(self) -> int:
-        """Ids behind the haystack: twice what the queries take, so that their places vary."""
+        """Ids behind the haystack: twice what the queries take, so that their slots vary."""
         return 2 * self.queries * self.pair_ids
 
     @property
@@ -65,9 +65,9 @@ class Retrieval:
         pairs = np.empty((self.pairs, size), np.int32)
         pairs[:, :tokens] = self._keys(random)
         pairs[:, tokens:] = random.integers(symbols, 2 * symbols, (self.pairs, tokens), np.int32)
-        places = random.permutation(self.slots)[: self.pairs] if slots is None else np.asarray(slots)
+        chosen = random.permutation(self.slots)[: self.pairs] if slots is None else np.asarray(slots)
         in_pair = np.arange(size)
-        ids[places[:, None] * size + in_pair] = pairs
+        ids[chosen[:, None] * size + in_pair] = pairs
         asked = pairs[random.permutation(self.queries)]
         starts = self.length - self.tail + np.sort(random.permutation(2 * self.queries)[: self.queries]) * size
         ids[starts[:, None] + in_pair] = asked
@@ -80,7 +80,7 @@ class Retrieval:
         count = self.symbols**self.tokens
         # a permutation of all keys would be gigabytes for a few long ones
         numbers = random.permutation(count)[: self.pairs] if count <= 2**20 else _distinct(random, count, self.pairs)
-        digits = [numbers // self.symbols**place % self.symbols for place in range(self.tokens)]
+        digits = [numbers // self.symbols**power % self.symbols for power in range(self.tokens)]
         return np.stack(digits, 1).astype(np.int32)
 
 
@@ -91,28 +91,10 @@ def _distinct(random: np.random.Generator, count: int, wanted: int) -> NDArray[n
     return np.array([*found][:wanted])
 
 
-class RetrievalRows:
-    """Rows of one side, "train" or "val", each drawn from (seed, side, number) when it is asked for. Training rows never repeat."""
+def retrieval_rows(task: Retrieval, *, side: str, seed: int, pad: int, count: int = 2**40) -> DrawnRows:
+    """Return rows of one side, "train" or "val", each drawn from (seed, side, number)."""
 
-    def __init__(self, task: Retrieval, *, side: str, seed: int, pad: int, count: int = 2**40) -> None:
-        self._task, self._side, self._seed, self._count = task, side, seed, count
-        self.seq_len, self.pad = task.length, pad
+    def draw(number: int) -> Row:
+        return task.draw(generator(seed, 0, f"needle {side} {number}"))
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of all rows."""
-        return self._count * self.seq_len
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> Row:
-        return self.at(number)
-
-    def at(self, number: int) -> Row:
-        """Return row `number`."""
-        return self._task.draw(generator(self._seed, 0, f"needle {self._side} {number}"))
-
-    def epoch(self, number: int) -> int:
-        """Return 0: no row comes twice."""
-        return 0
+    return DrawnRows(draw, count=count, seq_len=task.length, pad=pad)

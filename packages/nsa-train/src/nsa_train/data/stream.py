@@ -18,7 +18,7 @@ from nsa_train.settings.rules import undivided_rows
 def open_training_stream(
     config: RunConfig, *, rank: int = 0, world_size: int = 1, dataset: Dataset | None = None, announce: Callable[[str], None] | None = None
 ) -> "TrainingStream":
-    """Return the endless training batches of `rank`; `dataset`: what `open_dataset` or `probe` returned, if it is at hand.
+    """Return the endless training batches of `rank`; `dataset`: what `open_dataset` returned, if it is at hand.
 
     `announce` gets a line every `data.progress_every` documents.
 
@@ -59,9 +59,10 @@ class TrainingStream:
         self._dataset, self._announce = dataset, announce
         self._announced = 0
         workers = min(data.workers, len(lanes))
-        self._groups: Sequence[LaneGroup] | Sequence[ReadAhead]
-        groups = [LaneGroup({number: dataset.lane(number) for number in share}) for share in _shares(lanes, max(1, workers))]
-        self._groups = groups
+        count = max(1, workers)
+        cuts = [lanes.start + len(lanes) * number // count for number in range(count + 1)]
+        groups = [LaneGroup({number: dataset.lane(number) for number in range(*share)}) for share in pairwise(cuts)]
+        self._groups: Sequence[LaneGroup] | Sequence[ReadAhead] = groups
         if workers:
             self._groups = [ReadAhead(g, ahead=data.prefetch, timeout_s=data.timeout_s, reading=dataset.reading) for g in groups]
         self._batches = Batches(self._groups)
@@ -85,8 +86,11 @@ class TrainingStream:
         """
         batch: Batch = next(self._batches)
         self._taken += 1
-        if self._announce and self._dataset.config.data.progress_every:
-            self._announce_documents(self._announce, self._dataset.config.data.progress_every)
+        if self._announce and (every := self._dataset.config.data.progress_every):
+            documents = self._documents()
+            if documents // every > self._announced // every:
+                self._announce(f"data: {documents:,} documents, {self._taken:,} batches; reading {self._dataset.reading.shard}")
+            self._announced = documents
         return batch
 
     def ready(self, seconds: float) -> bool:
@@ -126,7 +130,7 @@ class TrainingStream:
         self._announced = self._documents()
 
     def figures(self) -> dict[str, float | int | str]:
-        """Return what was consumed, of this rank's lanes; `merge_states` has the run's."""
+        """Return the figures of what this rank's lanes consumed; `merge_states` has the run's."""
         lanes = self._batches.state_dict()
         # every rank reads a corpus in memory whole: its bad records are counted with the first row
         in_memory = self._dataset.bad_records if "0" in lanes else 0
@@ -149,18 +153,6 @@ class TrainingStream:
 
     def _documents(self) -> int:
         return sum(state["documents"] for state in self._batches.state_dict().values())
-
-    def _announce_documents(self, announce: Callable[[str], None], every: int) -> None:
-        documents = self._documents()
-        if documents // every > self._announced // every:
-            announce(f"data: {documents:,} documents, {self._taken:,} batches; reading {self._dataset.reading.shard}")
-        self._announced = documents
-
-
-def _shares(lanes: range, workers: int) -> list[range]:
-    """Return `lanes` cut into as many runs as there are workers."""
-    cuts = [lanes.start + len(lanes) * number // workers for number in range(workers + 1)]
-    return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
 def state_of(fingerprint: dict[str, Any], batches: int, lanes: dict[str, Any]) -> dict[str, Any]:

@@ -61,18 +61,11 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[Ids]:
         """Return the ids of each of `texts`, followed by the separator."""
-        return [_with_separator(np.frombuffer(text, np.uint8), SEPARATOR) for text in texts]
+        return [np.append(np.frombuffer(text, np.uint8), np.int32(SEPARATOR)) for text in texts]
 
     def decode(self, ids: Tensor) -> str:
         """Return the text of `ids`; separator and pad are left out."""
         return bytes(index for index in ids.tolist() if index < SEPARATOR).decode("utf-8", errors="replace")
-
-
-def _with_separator(ids: NDArray[np.uint8], separator: int) -> Ids:
-    found = np.empty(len(ids) + 1, np.int32)
-    found[:-1] = ids
-    found[-1] = separator
-    return found
 
 
 def build_tokenizer(data: DataTable) -> Tokenizer:
@@ -90,7 +83,7 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
 def num_ids_of(data: DataTable) -> int:
     """Return how many ids the tokenizer of `data` has, separator and pad included; reads its file where it has one of its own.
 
-    GPT-2's where that file is missing, which whoever opens the data says: preflight names all that is missing at once.
+    GPT-2's where that file is missing: opening the data reports it, with all else that is missing.
     """
     if data.tokenizer == "byte":
         return ByteTokenizer.vocab_size
@@ -140,14 +133,12 @@ def open_bpe(path: str | None) -> BytePairTokenizer:
 
 def unopened_gpt2() -> BytePairTokenizer:
     """Return a tokenizer with GPT-2's ids and no text: for synthetic ids, which need their range alone."""
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [list(text.encode()) for text in texts]
-
-    def decode(ids: list[int]) -> str:
-        return " ".join(map(str, ids))
-
-    return BytePairTokenizer(encode, decode, separator=GPT2_VOCAB_SIZE - 2, num_ids=GPT2_VOCAB_SIZE - 1)
+    return BytePairTokenizer(
+        lambda texts: [list(text.encode()) for text in texts],
+        lambda ids: " ".join(map(str, ids)),
+        separator=GPT2_VOCAB_SIZE - 2,
+        num_ids=GPT2_VOCAB_SIZE - 1,
+    )
 
 
 def _of_json(file: Path) -> BytePairTokenizer:
@@ -169,15 +160,12 @@ def _of_json(file: Path) -> BytePairTokenizer:
         raise DataError(
             f"data.tokenizer_path={str(file)!r} has no token {END_OF_TEXT!r} (it stands between documents); name GPT-2's tokenizer.json"
         )
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
-
-    num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    found = BytePairTokenizer(encode, decode, separator=separator, num_ids=num_ids)
+    found = BytePairTokenizer(
+        lambda texts: [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)],
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+        separator=separator,
+        num_ids=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+    )
     _require_lossless(found, file)
     return found
 
@@ -231,13 +219,12 @@ def _downloaded() -> BytePairTokenizer:
 
 
 def _of_encoding(encoding: Any) -> BytePairTokenizer:
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [encoding.encode_ordinary(text) for text in texts]
-
-    def decode(ids: list[int]) -> str:
-        return str(encoding.decode(ids))
-
-    return BytePairTokenizer(encode, decode, separator=encoding.eot_token, num_ids=encoding.n_vocab)
+    return BytePairTokenizer(
+        lambda texts: [encoding.encode_ordinary(text) for text in texts],
+        lambda ids: str(encoding.decode(ids)),
+        separator=encoding.eot_token,
+        num_ids=encoding.n_vocab,
+    )
 
 
 def _tiktoken() -> Any:

@@ -1,1 +1,1 @@
-"""The machine that a run stands on: its chips, its packages, and the backends that serve it."""
+"""The machine of a run: its chips, its packages, and the backends that serve it."""

@@ -26,8 +26,13 @@ RUNS_ON = ("nsa-train", "nsa-core", "nsa-kernels-triton", "torch", "triton")
 """Packages that `--version` names, its own first."""
 
 
+def is_under_torchrun() -> bool:
+    """Return True where the environment assigns this process a rank."""
+    return "RANK" in ENVIRONMENT and "WORLD_SIZE" in ENVIRONMENT
+
+
 def missing_report() -> str:
-    """Return what keeps runs from being drawn, and what to do; empty where the packages of the extra `report` are installed."""
+    """Return why runs are not drawn, and the command that helps; empty where the packages of the extra `report` are installed."""
     missing = [name for name in DRAWN_BY if version_of(name) is None]
     if not missing:
         return ""

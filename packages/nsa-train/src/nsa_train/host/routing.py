@@ -70,7 +70,8 @@ def refused_backends(config: RunConfig, uses: Callable[[Operation], Uses], *, ad
             decisions = [explain_routing(request, name) for request in requests]
             known = [candidate.name for candidate in decisions[0].candidates]
             if name not in known:
-                found[operation.value] = f"{key} is not installed (there is {listed(known) or 'none'}{_broken_plugins()}); {advice}"
+                broken = "".join(f"; plug-in {plugin.name!r} is broken: {plugin.error}" for plugin in default_plugins().broken)
+                found[operation.value] = f"{key} is not installed (there is {listed(known) or 'none'}{broken}); {advice}"
                 break
             reasons = _reasons_against(name, (decision for decision in decisions if decision.chosen is None))
             if reasons and operation in _used_operations(config):
@@ -161,10 +162,6 @@ def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
     """Return every reason against the backend `name` in `decisions`, each once; empty where there is none."""
     candidates = (candidate for decision in decisions for candidate in decision.candidates if candidate.name == name)
     return ", ".join(dict.fromkeys(str(reason) for candidate in candidates for reason in candidate.reasons))
-
-
-def _broken_plugins() -> str:
-    return "".join(f"; plug-in {plugin.name!r} is broken: {plugin.error}" for plugin in default_plugins().broken)
 
 
 def _training_requests(config: RunConfig, operation: Operation, machine: Machine) -> tuple[BranchRequest, ...]:

@@ -19,12 +19,6 @@ class Answer(NamedTuple):
     content: Mapping[str, Any]
 
 
-def settle_streams() -> None:
-    """Let stdout print a question mark for what its encoding lacks; stderr spells it out by itself."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
 def warn(line: str) -> None:
     """Print `line` to stderr; where nobody reads that, it is lost."""
     # there may be none

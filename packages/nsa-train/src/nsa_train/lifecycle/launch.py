@@ -1,7 +1,7 @@
 """`nsa-train run` starts torchrun where a recipe asks for several processes, and speaks for them.
 
 Torchrun's agent runs in this process. Signals go to the workers, which save and end by themselves; how they ended comes
-back through a directory, since torchrun knows but success and failure.
+back through a directory, since torchrun knows but success and failure. Imports no torch until then.
 """
 
 import os
@@ -14,38 +14,44 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from attrs import frozen
+from cyclopts import Parameter
 
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError
-from nsa_train.host.environment import ENVIRONMENT
-from nsa_train.host.machine import Machine, processes_of
+from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
 from nsa_train.lifecycle.outcomes import FOLDER, LAUNCHER, STOP, joint_code, worker_pids
 from nsa_train.lifecycle.stopping import SIGNALS, TERMINATING
-from nsa_train.parallel.world import is_under_torchrun
 from nsa_train.settings.config import RunConfig
+
+if TYPE_CHECKING:
+    from nsa_train.host.machine import Machine
 
 CODES: dict[int, int] = {**dict.fromkeys(TERMINATING, TerminatedError.exit_code), signal.SIGINT: INTERRUPTED}
 """Signal that ends a run -> its exit code."""
 PATIENCE_S = 2
 """Seconds from a second Ctrl-C until processes that have not ended are killed."""
+RDZV_ID = "nsa-train"
 MOST_HOSTS = 1024
 MOST_RESTARTS = 1000
 
 
+@Parameter(name="*")
 @frozen(kw_only=True)
-class Hosts:
-    """Where the processes of a run stand; the default is this host alone."""
+class Meeting:
+    """How many processes a run has, and where they meet: options of a command. The default is this host alone."""
 
-    nnodes: str = "1"
-    """Hosts, or least:most."""
-    rdzv_endpoint: str = ""
-    """host:port where the hosts meet."""
-    rdzv_id: str = "nsa-train"
-    """Equal on all hosts of a run."""
-    max_restarts: int = 0
-    """How often the processes are started anew, from the newest checkpoint, after one of them failed."""
+    nproc: Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")] = None
+    nnodes: Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")] = None
+    rdzv_endpoint: Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")] = ""
+    rdzv_id: Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")] = RDZV_ID
+    max_restarts: Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")] = 0
+
+    @property
+    def hosts(self) -> str:
+        """Hosts, or least:most."""
+        return "1" if self.nnodes is None else self.nnodes
 
     def counts(self) -> range:
         """Return the numbers of hosts that the run may have.
@@ -53,11 +59,11 @@ class Hosts:
         Raises:
             ConfigError: when `nnodes` names none.
         """
-        least, _, most = self.nnodes.partition(":")
+        least, _, most = self.hosts.partition(":")
         bounds = [int(text) for text in (least, most or least) if re.fullmatch("[0-9]{1,9}", text)]
         if len(bounds) < 2 or not 1 <= bounds[0] <= bounds[1] <= MOST_HOSTS:
             raise ConfigError(
-                f"--nnodes={self.nnodes!r} is neither a number of hosts nor LEAST:MOST (from 1 to {MOST_HOSTS:,}); use 2, or 2:4"
+                f"--nnodes={self.hosts!r} is neither a number of hosts nor LEAST:MOST (from 1 to {MOST_HOSTS:,}); use 2, or 2:4"
             )
         return range(bounds[0], bounds[1] + 1)
 
@@ -65,7 +71,7 @@ class Hosts:
         """Let hosts pass that can meet.
 
         Raises:
-            ConfigError: a line for each option that stands against it.
+            ConfigError: a line for each option that breaks a rule.
         """
         problems = []
         try:
@@ -73,8 +79,8 @@ class Hosts:
         except ConfigError as error:
             problems.append(str(error))
         host, _, port = self.rdzv_endpoint.rpartition(":")
-        if self.nnodes != "1" and not self.rdzv_endpoint:
-            problems.append(f"--nnodes={self.nnodes} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
+        if self.hosts != "1" and not self.rdzv_endpoint:
+            problems.append(f"--nnodes={self.hosts} needs a place where the hosts meet; use --rdzv-endpoint HOST:29400, equal on each")
         elif self.rdzv_endpoint and not (host and re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
             problems.append(f"--rdzv-endpoint={self.rdzv_endpoint!r} is not HOST:PORT (a port from 0 to 65,535); use HOST:29400")
         if not 0 <= self.max_restarts <= MOST_RESTARTS:
@@ -82,42 +88,59 @@ class Hosts:
         if problems:
             raise ConfigError.of(problems)
 
-    def world_sizes(self, config: RunConfig, machine: Machine) -> list[int]:
+    def world_sizes(self, config: RunConfig, machine: "Machine") -> list[int]:
         """Return how many processes the run may have, on hosts that are like `machine`."""
+        from nsa_train.host.machine import processes_of
+
         return [count * processes_of(config, machine) for count in self.counts()]
 
+    def overrides(self) -> list[str]:
+        """Return the option that is a key of the recipe, as an override."""
+        return [] if self.nproc is None else [f"train.nproc_per_node={self.nproc}"]
+
     def words(self) -> list[str]:
-        """Return torchrun's options."""
+        """Return the other options, as words of a command line."""
+        said = {"--nnodes": self.nnodes, "--rdzv-endpoint": self.rdzv_endpoint, "--max-restarts": self.max_restarts or None}
+        said["--rdzv-id"] = None if self.rdzv_id == RDZV_ID else self.rdzv_id
+        return [word for name, value in said.items() if value for word in (name, str(value))]
+
+    def torchrun_words(self) -> list[str]:
+        """Return the same for torchrun."""
         # one host meets itself, at a port that is free
-        endpoint, name = (self.rdzv_endpoint, self.rdzv_id) if self.nnodes != "1" else ("localhost:0", str(uuid.uuid4()))
+        endpoint, name = (self.rdzv_endpoint, self.rdzv_id) if self.hosts != "1" else ("localhost:0", str(uuid.uuid4()))
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", name]
-        return ["--nnodes", self.nnodes, *meeting, "--max-restarts", str(self.max_restarts)]
+        return ["--nnodes", self.hosts, *meeting, "--max-restarts", str(self.max_restarts)]
+
+
+ALONE = Meeting()
 
 
 def num_processes(config: RunConfig) -> int:
     """Return the processes of this host: train.nproc_per_node, or one per GPU where that is 0."""
     if config.train.strategy == "single":
         return 1
+    import torch
+
     gpus = 0 if config.train.device == "cpu" else torch.cuda.device_count()
     return config.train.nproc_per_node or gpus or 1
 
 
-def must_launch(config: RunConfig, hosts: Hosts) -> bool:
+def must_launch(config: RunConfig, meeting: Meeting) -> bool:
     """Return True where this process is to start the others, and not one of them itself."""
     if is_under_torchrun():
         return False
-    hosts.check()
-    return num_processes(config) > 1 or hosts.nnodes != "1" or hosts.max_restarts > 0
+    meeting.check()
+    return num_processes(config) > 1 or meeting.hosts != "1" or meeting.max_restarts > 0
 
 
-def launch(words: Sequence[str], *, num_processes: int, hosts: Hosts) -> int:
+def launch(words: Sequence[str], *, num_processes: int, meeting: Meeting) -> int:
     """Run `nsa-train` with `words` in several processes and return the exit code of them all."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
     # torchrun takes at least one for itself; what ends a run is forwarded below
-    options = ["--nproc-per-node", str(num_processes), *hosts.words(), "--signals-to-handle", "SIGQUIT"]
+    options = ["--nproc-per-node", str(num_processes), *meeting.torchrun_words(), "--signals-to-handle", "SIGQUIT"]
     config, command, arguments = config_from_args(parse_args([*options, "-m", "nsa_train", *words]))
     with tempfile.TemporaryDirectory(prefix="nsa-train-") as folder, _forwarding(Path(folder)) as heard:
         ENVIRONMENT.update({FOLDER: folder, LAUNCHER: str(os.getpid())})

@@ -3,12 +3,17 @@
 A worker also learns here that its launcher has ended, because nothing else would stop it. Imports no torch.
 """
 
+import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
 from nsa_core.errors import NSAError
 from nsa_train.errors import (
@@ -23,7 +28,6 @@ from nsa_train.errors import (
     TerminatedError,
     TrainError,
     exit_code_of,
-    in_one_line,
 )
 from nsa_train.host.environment import ENVIRONMENT
 
@@ -40,6 +44,10 @@ LAUNCHER = "NSA_TRAIN_LAUNCHER"
 LOOK_S = 0.5
 """Seconds between two checks whether the launcher still runs."""
 _PARENT = os.getppid()
+STDERR = 2
+UNSAVED = "before the first step or after the last; nothing was lost; start again with --resume auto"
+_ENDED = threading.Event()
+"""A command has ended in this process: what follows are its last words."""
 
 
 class Ending(NamedTuple):
@@ -65,12 +73,12 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
     speaker = "LOCAL_RANK" if isinstance(error, OrphanedError) else "RANK"
     is_said_here = ENVIRONMENT.get(speaker, "0") == "0" or not isinstance(error, SHARED_ERRORS)
     # an error of ours has a line for each problem
-    text = in_one_line(error) if isinstance(error, NSAError) else str(error)
+    text = error.in_one_line() if isinstance(error, NSAError) else str(error)
     return Ending(exit_code_of(error), text if is_said_here else "", is_own=not isinstance(error, PeerError))
 
 
 def note_worker() -> bool:
-    """Leave this process's id where the launcher finds it, if there is one; False where that one was told to stop before."""
+    """Leave this process's id where the launcher finds it, if there is one; False where a signal stopped the launcher before."""
     folder = ENVIRONMENT.get(FOLDER)
     if folder:
         aside = Path(folder) / f"aside-{ENVIRONMENT['LOCAL_RANK']}"
@@ -145,3 +153,62 @@ def joint_code(folder: Path) -> int:
     """Return the code of all workers together: a deliberate one where there is one."""
     codes = [int(path.read_text()) for path in folder.glob("code-*")]
     return max((code for code in codes if code in DELIBERATE), default=max(codes, default=0))
+
+
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Let SIGTERM, SIGHUP and Ctrl-C end the block, and SIGUSR1 write the stacks of all threads to stderr.
+
+    Handlers are set in the main thread alone, and put back at the end. A signal that the caller's shell ignores stays ignored.
+
+    Raises:
+        SignalledError: from the block, with the documented exit code.
+    """
+    handlers = {signal.SIGTERM: _terminate, signal.SIGHUP: _terminate, signal.SIGINT: _interrupt, signal.SIGUSR1: _dump_stacks}
+    is_main = threading.current_thread() is threading.main_thread()
+    wanted = {number: handler for number, handler in handlers.items() if is_main and signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _ENDED.set()
+
+
+@contextmanager
+def last_words() -> Iterator[None]:
+    """Let no SIGTERM cut off what a process says of its end: torchrun sends it to the peers of a rank that failed.
+
+    For the whole of a process that runs one command. Before the command sets its own handlers (`ending_by_signals`), a signal
+    ends the process as ever.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not _ENDED.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    if isinstance(sys.exc_info()[1], TrainError):
+        # the process is on its way out, and says why
+        return
+    cause = "the end of the launcher" if has_lost_launcher() else signal.Signals(number).name
+    raise SignalledError(f"stopped by {cause} {UNSAVED}", exit_code=TerminatedError.exit_code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise SignalledError(f"interrupted by Ctrl-C {UNSAVED}", exit_code=INTERRUPTED)
+
+
+def _dump_stacks(number: int, frame: FrameType | None) -> None:
+    faulthandler.dump_traceback(STDERR, all_threads=True)

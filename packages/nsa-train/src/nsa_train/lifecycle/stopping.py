@@ -13,13 +13,15 @@ import threading
 from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from nsa_train.errors import INTERRUPTED, ConfigError, HaltedError, InterruptedRunError, OrphanedError, StoppedError, TerminatedError
+from nsa_train.errors import INTERRUPTED, HaltedError, InterruptedRunError, OrphanedError, StoppedError, TerminatedError
 from nsa_train.lifecycle.console import warn
 from nsa_train.lifecycle.outcomes import has_lost_launcher, reported
-from nsa_train.parallel.world import World
 from nsa_train.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    from nsa_train.parallel.world import World
 
 POLL_S = 0.2
 """Between two looks for .HALT, and for what other ranks heard."""
@@ -43,37 +45,20 @@ class Stop(IntEnum):
     @property
     def cause(self) -> str:
         """The cause of the stop, in words."""
-        return _CAUSES[self]
+        return _ENDS[self][0]
 
     def error(self, step: int) -> StoppedError:
         """Return the error that ends a run saved after `step`."""
         advice = "remove .HALT and go on with --resume" if self is Stop.HALT else "go on with --resume"
-        return _ERRORS[self](f"{self.cause} after step {step}, which is saved; {advice}")
+        return _ENDS[self][1](f"{self.cause} after step {step}, which is saved; {advice}")
 
 
-_CAUSES = {
-    Stop.NO: "not stopped",
-    Stop.HALT: "halted by .HALT",
-    Stop.ORPHANED: "stopped by the end of the launcher",
-    Stop.TERMINATE: "stopped by SIGTERM or SIGHUP",
-    Stop.INTERRUPT: "interrupted by Ctrl-C",
+_ENDS: dict[Stop, tuple[str, type[StoppedError]]] = {
+    Stop.HALT: ("halted by .HALT", HaltedError),
+    Stop.ORPHANED: ("stopped by the end of the launcher", OrphanedError),
+    Stop.TERMINATE: ("stopped by SIGTERM or SIGHUP", TerminatedError),
+    Stop.INTERRUPT: ("interrupted by Ctrl-C", InterruptedRunError),
 }
-_ERRORS: dict[Stop, type[StoppedError]] = {
-    Stop.HALT: HaltedError,
-    Stop.ORPHANED: OrphanedError,
-    Stop.TERMINATE: TerminatedError,
-    Stop.INTERRUPT: InterruptedRunError,
-}
-
-
-def refuse_stale_halt(paths: RunDirectory) -> None:
-    """Let a run start where no .HALT lies in its directory.
-
-    Raises:
-        ConfigError: where one does; it would stop the run at its first step.
-    """
-    if paths.halt.exists():
-        raise ConfigError(f"{paths.halt} is left from before (it would stop the run at once); remove it and start again")
 
 
 class StopRequests:
@@ -83,7 +68,7 @@ class StopRequests:
     set where the main thread enters, and put back when it leaves. A signal that is ignored stays ignored.
     """
 
-    def __init__(self, paths: RunDirectory, world: World, *, quitting: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, paths: RunDirectory, world: "World", *, quitting: Callable[[], None] = lambda: None) -> None:
         self.paths, self.world, self._store, self._quitting = paths, world, world.store, quitting
         self._heard = Stop.NO
         self._delay = ""
@@ -117,7 +102,7 @@ class StopRequests:
         os.close(self._writer)
 
     def heard(self, *, look: bool = False) -> Stop:
-        """Return what this rank knows of; `look`: see whether .HALT is there at this moment."""
+        """Return the request that this rank knows of; `look`: see whether .HALT is there at this moment."""
         if look and self._has_halt():
             self._note(Stop.HALT)
         return self._heard

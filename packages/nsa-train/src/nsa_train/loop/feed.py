@@ -3,27 +3,15 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from attrs import frozen
 
 from nsa_train.data.packing import Batch
+from nsa_train.data.stream import TrainingStream
 
 POLL_S = 0.05
 """Between two looks for a request to stop, while data is waited for."""
-
-
-class Stream(Protocol):
-    """The interface that a feed needs of a training stream."""
-
-    def __next__(self) -> Batch:
-        """Return this rank's next micro-batch."""
-
-    def ready(self, seconds: float) -> bool:
-        """Return whether the next micro-batch can be had without waiting, waiting for it at most `seconds`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next micro-batch."""
 
 
 @frozen(eq=False)
@@ -67,7 +55,7 @@ class Feed:
     `position` is that of the first micro-batch whose step is not under way: a step that was given up is not lost.
     """
 
-    def __init__(self, stream: Stream, accumulate: int) -> None:
+    def __init__(self, stream: TrainingStream, accumulate: int) -> None:
         """Read nothing yet."""
         self._stream, self._accumulate = stream, accumulate
         self.position: Mapping[str, Any] = stream.state_dict()

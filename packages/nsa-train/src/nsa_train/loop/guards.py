@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from nsa_core import NativeSparseAttention, NSAConfig
+from nsa_train.checkpoint.tensors import model_tensors, optimizer_tensors
 from nsa_train.errors import GuardError
-from nsa_train.loop.finite import some
 from nsa_train.parallel.sharding import local_part
 from nsa_train.parallel.world import World
 from nsa_train.settings.config import TrainTable
@@ -130,9 +131,13 @@ class GradientWatch:
         self.longest = max(self.longest, longest)
         self.num_observed += 1
         if self.num_observed == 1:
-            self._require_gradients(step)
+            missing = [name for name, p in self._pending.items() if p.grad is None and self._is_open(name)]
+            if missing:
+                raise GuardError(f"step {step}: no gradient reaches {some(missing)}; the graph is cut before it")
         elif self._pending:
-            self._pending = {name: p for (name, p), moved in zip(self._pending.items(), self._have_moved(), strict=True) if not moved}
+            here = [p.grad is not None and bool(local_part(p.grad).any()) for p in self._pending.values()]
+            ranks = self._world.gather(here) if self._world else [here]
+            self._pending = {name: p for (name, p), *moved in zip(self._pending.items(), *ranks, strict=True) if not any(moved)}
             if step >= self.last_step:
                 self._require_moved(step)
 
@@ -152,7 +157,7 @@ class GradientWatch:
             self._require_moved(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was seen so far, JSON-able."""
+        """Return the observations so far, JSON-able."""
         return {"num_observed": self.num_observed, "longest": self.longest, "pending": [*self._pending]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -160,21 +165,12 @@ class GradientWatch:
         self.num_observed, self.longest = state["num_observed"], state["longest"]
         self._pending = {name: p for name, p in self._pending.items() if name in set(state["pending"])}
 
-    def _require_gradients(self, step: int) -> None:
-        missing = [name for name, p in self._pending.items() if p.grad is None and self._is_open(name)]
-        if missing:
-            raise GuardError(f"step {step}: no gradient reaches {some(missing)}; the graph is cut before it")
-
     def _require_moved(self, step: int) -> None:
         still = [name for name in self._pending if self._is_open(name)]
         if still:
             raise GuardError(f"step {step}: the gradient of {some(still)} was zero in every step since 2; it does not train")
         # judged once
         self._pending = {}
-
-    def _have_moved(self) -> list[bool]:
-        here = [p.grad is not None and bool(local_part(p.grad).any()) for p in self._pending.values()]
-        return [any(flags) for flags in zip(*(self._world.gather(here) if self._world else [here]), strict=True)]
 
     def _is_open(self, name: str) -> bool:
         return self.longest >= self._opening_lengths.get(name, 1)
@@ -257,3 +253,44 @@ class Patience:
 
     def __str__(self) -> str:
         return f"no better validation loss than {self.best:.4f} in {self.num_worse} evaluations"
+
+
+def require_finite_state(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, step: int, saved_at: int | None) -> None:
+    """Let the ranks go on whose weights and moments are finite, all of them; the newest checkpoint is that of `saved_at`. A collective.
+
+    Raises:
+        GuardError: on all ranks, naming what is not.
+    """
+    # in this order: FSDP gives its gathered weights back for the first, and the moments are known by the sharded ones
+    weights = model_tensors(model)
+    gathered = world.gather(not_finite({**weights, **optimizer_tensors(model, optimizer)}))
+    names = list(dict.fromkeys(name for part in gathered for name in part))
+    if not names:
+        return
+    # weights that are not finite spoil the moments, too
+    spoiled = [name for name in names if name in weights]
+    what, key = ("weights", "train.lr") if spoiled else ("optimizer's moments", "train.grad_clip")
+    kept = "there is no checkpoint yet" if saved_at is None else f"step-{saved_at} is the newest checkpoint"
+    raise GuardError(
+        f"step {step}: the {what} are not finite in {some(spoiled or names)} (an update ran over); they are not saved, {kept}; "
+        f"go on with --resume and a lower {key}"
+    )
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the `tensors` that are not finite throughout, this rank's shards where they are shared; one wait."""
+    if not tensors:
+        return []
+    flags = torch.stack([local_part(tensor).isfinite().all() for tensor in tensors.values()]).tolist()
+    return [name for name, is_finite in zip(tensors, flags, strict=True) if not is_finite]
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameter -> gradient, where there is one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def some(names: list[str]) -> str:
+    """Return the first three of `names`, and how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -35,12 +35,6 @@ def learning_rate(step: int, train: TrainTable) -> float:
     return train.lr * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every parameter group the learning rate `rate`."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def gradient_norm(model: nn.Module) -> Tensor:
     """Return the global Euclidean norm of all gradients of `model`, a scalar; with shards, a collective."""
     return whole(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))

@@ -1,7 +1,6 @@
 """A run on this process's rank, from a configuration to an exit code: join, check, resume, train."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,17 @@ from nsa_train.checkpoint.resuming import check_resumable, require_run, resume_p
 from nsa_train.checkpoint.store import Checkpoint
 from nsa_train.checkpoint.writer import refused_by_disk
 from nsa_train.errors import ConfigError, TrainError
-from nsa_train.lifecycle.stopping import refuse_stale_halt
+from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
 from nsa_train.loop.guards import Patience
 from nsa_train.loop.trainer import Trainer
 from nsa_train.model.decoder import introduced
-from nsa_train.parallel.world import is_under_torchrun, join_world, settle_cublas
+from nsa_train.parallel.world import join_world
 from nsa_train.preflight.judge import run_preflight
-from nsa_train.preflight.schedule import unequal_shares
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.options import AUTO, NEWEST
-from nsa_train.telemetry.damage import damaged_records
 from nsa_train.telemetry.progress import ProgressDisplay, Screen
-from nsa_train.telemetry.records import read_json
+from nsa_train.telemetry.records import damaged_records, read_json
 
 
 def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[str, Any]:
@@ -36,7 +33,9 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         resume = settled_resume(out, resume)
         # before a device is asked for: preflight says all that is missing at once
         check_start(config, out, resuming=resume is not None, say=warnings.append)
-    settle_cublas(is_deterministic=config.train.deterministic)
+    if config.train.deterministic:
+        # cuBLAS reads it when it starts, and then repeats its sums exactly
+        ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with (
         join_world(config.train.strategy, config.train.device) as world,
         ProgressDisplay(Screen(quiet=not world.is_main), config.train.steps) as display,
@@ -59,14 +58,15 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
         if reason := world.from_main(reason):
             display.note(f"resume: {reason}")
             return read_json(RunDirectory(out).metrics)
-        if resume is not None and world.is_main:
-            for line in damaged_records(RunDirectory(out)):
-                display.note(f"resume: {line}")
-        _introduce(config, out, display)
+        for line in damaged_records(RunDirectory(out)) if resume is not None and world.is_main else ():
+            display.note(f"resume: {line}")
+        display.note(f"out: {out}")
+        display.note(introduced(config))
         is_continued = world.from_main(resume is not None and RunDirectory(out).config.exists())
-        with _disk_errors_told(out):
-            trainer = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued)
-            metrics = trainer.run()
+        try:
+            metrics = Trainer(config, out, display, world=world, resume=checkpoint, is_continued=is_continued).run()
+        except OSError as error:
+            raise TrainError(refused_by_disk(f"the run in {out} broke off", error, RunDirectory(out).checkpoints)) from error
         if world.is_main:
             display.note(_summary(metrics, out))
         return metrics
@@ -79,16 +79,7 @@ def settled_resume(out: Path, resume: int | None) -> int | None:
     return NEWEST if RunDirectory(out).holds_run() else None
 
 
-@contextmanager
-def _disk_errors_told(out: Path) -> Iterator[None]:
-    """Say of a file that cannot be written or read in which run that was, and from where it goes on."""
-    try:
-        yield
-    except OSError as error:
-        raise TrainError(refused_by_disk(f"the run in {out} broke off", error, RunDirectory(out).checkpoints)) from error
-
-
-def check_place(out: Path) -> None:
+def check_free(out: Path) -> None:
     """Let a run pass into whose directory no other process writes, and in which no .HALT lies. Looks at neither machine nor data.
 
     Raises:
@@ -96,7 +87,8 @@ def check_place(out: Path) -> None:
     """
     if problem := claimed_by_another(RunDirectory(out).checkpoints):
         raise ConfigError(problem)
-    refuse_stale_halt(RunDirectory(out))
+    if (halt := RunDirectory(out).halt).exists():
+        raise ConfigError(f"{halt} is left from before (it would stop the run at once); remove it and start again")
 
 
 def check_start(
@@ -107,22 +99,11 @@ def check_start(
     Raises:
         ConfigError: a line for each that does not.
     """
-    check_place(out)
+    check_free(out)
     findings = run_preflight(config, out, resuming=resuming, world_sizes=world_sizes)
     findings.require()
     for line in findings.warned:
         say(f"warn: {line}")
-
-
-def check_shares(config: RunConfig, world_sizes: Sequence[int]) -> None:
-    """Let a run on several hosts pass whose rows divide among each of `world_sizes` processes; rank 0 judges the rest.
-
-    Raises:
-        ConfigError: where they do not.
-    """
-    problems = unequal_shares(config, world_sizes)
-    if problems:
-        raise ConfigError.of(problems)
 
 
 def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str], None]) -> Checkpoint | None:
@@ -167,8 +148,3 @@ def _summary(metrics: Mapping[str, Any], out: Path) -> str:
     losses = "val_loss unknown" if before is None or after is None else f"val_loss {before:.3f} -> {after:.3f} nats per token"
     report = RunDirectory(out).report
     return f"done: {losses}, {speed or 0:.0f} toks/s, {metrics['seconds']:.0f} s; see {report if report.is_file() else out}"
-
-
-def _introduce(config: RunConfig, out: Path, display: ProgressDisplay) -> None:
-    display.note(f"out: {out}")
-    display.note(introduced(config))

@@ -5,48 +5,15 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from nsa_train.errors import INTERRUPTED, HaltedError, SignalledError, StoppedError, TerminatedError
+from nsa_train.errors import INTERRUPTED, ConfigError, HaltedError, SignalledError, StoppedError, TerminatedError
 from nsa_train.lifecycle.console import warn
+from nsa_train.lifecycle.launch import Meeting, launch, must_launch, num_processes
 from nsa_train.lifecycle.outcomes import has_lost_launcher, is_launched, is_worker
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.options import AUTO, NEWEST
-
-if TYPE_CHECKING:
-    from nsa_train.lifecycle.launch import Hosts
-
-RDZV_ID = "nsa-train"
-
-
-@frozen
-class Meeting:
-    """How many processes a run has, and where they meet: options of a command."""
-
-    nproc: int | None
-    nnodes: str | None
-    rdzv_endpoint: str
-    rdzv_id: str
-    max_restarts: int
-
-    def overrides(self) -> list[str]:
-        """Return the options that are keys of the recipe, as overrides."""
-        return [] if self.nproc is None else [f"train.nproc_per_node={self.nproc}"]
-
-    def words(self) -> list[str]:
-        """Return the other options, as words of a command line."""
-        said = {"--nnodes": self.nnodes, "--rdzv-endpoint": self.rdzv_endpoint, "--max-restarts": self.max_restarts or None}
-        said["--rdzv-id"] = None if self.rdzv_id == RDZV_ID else self.rdzv_id
-        return [word for name, value in said.items() if value for word in (name, str(value))]
-
-    def hosts(self) -> "Hosts":
-        """Return the hosts that the options describe."""
-        from nsa_train.lifecycle.launch import Hosts
-
-        nnodes = "1" if self.nnodes is None else self.nnodes
-        return Hosts(nnodes=nnodes, rdzv_endpoint=self.rdzv_endpoint, rdzv_id=self.rdzv_id, max_restarts=self.max_restarts)
 
 
 @frozen
@@ -63,7 +30,7 @@ class GoingOn:
         return f"{program} {shlex.join(words)}"
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def spelled_out(self) -> Iterator[None]:
         """Replace `--resume` by the whole command in the message of an error that stops the block on request."""
         try:
             yield
@@ -81,21 +48,21 @@ def start(config: RunConfig, out: Path, words: list[str], meeting: Meeting, resu
     `resume`: a step, NEWEST, AUTO, or None for a new run.
     """
     from nsa_train.host.machine import target_machine
-    from nsa_train.lifecycle.launch import launch, must_launch, num_processes
-    from nsa_train.loop.run import check_shares, check_start, settled_resume, train
+    from nsa_train.loop.run import check_start, settled_resume, train
+    from nsa_train.preflight.judge import unequal_shares
 
-    with again.told():
-        hosts = meeting.hosts()
-        if not must_launch(config, hosts):
+    with again.spelled_out():
+        if not must_launch(config, meeting):
             train(config, out, resume=resume)
             return 0
-        if hosts.nnodes == "1":
+        if meeting.hosts == "1":
             # its warnings come from rank 0
             check_start(config, out, resuming=settled_resume(out, resume) is not None, say=lambda line: None)
-        else:
-            check_shares(config, hosts.world_sizes(config, target_machine(config)))
+        elif problems := unequal_shares(config, meeting.world_sizes(config, target_machine(config))):
+            # rank 0 judges the rest
+            raise ConfigError.of(problems)
         resumed = [] if resume is None else ["--resume" + {NEWEST: "", AUTO: "=auto"}.get(resume, f"={resume}")]
-        code = launch([*words, *meeting.words(), *resumed], num_processes=num_processes(config), hosts=hosts)
+        code = launch([*words, *meeting.words(), *resumed], num_processes=num_processes(config), meeting=meeting)
     if code in (HaltedError.exit_code, TerminatedError.exit_code, INTERRUPTED):
         warn(f"{'remove .HALT and ' if code == HaltedError.exit_code else ''}go on with: {again.command(again.begun)}")
     return code

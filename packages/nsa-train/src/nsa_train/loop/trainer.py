@@ -23,20 +23,27 @@ from nsa_train.errors import INTERRUPTED, DataError, GuardError, PeerError, Trai
 from nsa_train.host.routing import DTYPES
 from nsa_train.lifecycle.stopping import Stop, StopRequests
 from nsa_train.loop.feed import Feed, Fetched
-from nsa_train.loop.finite import gradients_of, not_finite, require_finite_state, some
-from nsa_train.loop.guards import GradientWatch, Patience, Skip, StepGuard, StepNumbers
-from nsa_train.loop.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out, set_learning_rate
+from nsa_train.loop.guards import (
+    GradientWatch,
+    Patience,
+    Skip,
+    StepGuard,
+    StepNumbers,
+    gradients_of,
+    not_finite,
+    require_finite_state,
+    some,
+)
+from nsa_train.loop.optim import build_optimizer, clip_gradients, gradient_norm, learning_rate, leave_out
 from nsa_train.model.decoder import build_model
-from nsa_train.parallel.contact import contact_kept
 from nsa_train.parallel.strategy import STRATEGIES
-from nsa_train.parallel.world import World
+from nsa_train.parallel.world import World, contact_kept
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.telemetry.layers import of_layers
 from nsa_train.telemetry.progress import ProgressDisplay, StepFigures
-from nsa_train.telemetry.recorder import Observed, Recorder
+from nsa_train.telemetry.recorder import Observed, Recorder, write_samples
 from nsa_train.telemetry.records import Cause
-from nsa_train.telemetry.samples import write_samples
 
 FAILED = -1
 """Value in place of a `Stop` with which a rank tells the others that its data could not be had."""
@@ -112,7 +119,9 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type) if train.precision == "fp16" else None
         self.guard, self.patience = StepGuard(train), Patience(train.early_stop_patience)
         if resume:
-            self._restore(resume)
+            restore(resume, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
+            for name, owner in (("guard", self.guard), ("watch", self.watch), ("patience", self.patience)):
+                owner.load_state_dict(resume.state["counters"][name])
             self.writer.go_on_from(self.start)
         self.feed = Feed(self.stream, train.accumulate)
         self.stops = StopRequests(self.recorder.paths, world, quitting=partial(_quit, display, self.recorder))
@@ -267,7 +276,8 @@ class Trainer:
     def _update(self, grad_norm: float, rate: float) -> None:
         with self.recorder.phase("update"):
             clip_gradients(self.model, grad_norm, self.config.train.grad_clip)
-            set_learning_rate(self.optimizer, rate)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
             self.optimizer.step()
             if self.scaler is not None:
                 self.scaler.update()
@@ -305,12 +315,12 @@ class Trainer:
         described = [f"rank {self.world.rank}, {fetched.describe(at)}" for at in mine]
         # a loss spoils them all: later, its batch says more
         is_named = skip.cause is Cause.GRADIENT or self.watch.num_observed == 0
-        told = self.world.gather((described, not_finite(gradients_of(self.model)) if is_named else []))
-        names = list(dict.fromkeys(name for _, part in told for name in part))
-        return skip.reason + (f", in {some(names)}" if names else ""), "; ".join(text for part, _ in told for text in part)
+        gathered = self.world.gather((described, not_finite(gradients_of(self.model)) if is_named else []))
+        names = list(dict.fromkeys(name for _, part in gathered for name in part))
+        return skip.reason + (f", in {some(names)}" if names else ""), "; ".join(text for part, _ in gathered for text in part)
 
     def _is_overflow(self, cause: Cause) -> bool:
-        """Make the scaler ready for the next step; return True where float16 ran over: that is how the scale finds its place."""
+        """Make the scaler ready for the next step; return True where float16 ran over: that is how the scale is found."""
         if self.scaler is None:
             return False
         scale = self.scaler.get_scale()
@@ -375,12 +385,6 @@ class Trainer:
             raise refusal
         if any(refused):
             raise PeerError("another rank refused the data (not those of the checkpoint); see its message", exit_code=DataError.exit_code)
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        restore(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
-        counters = checkpoint.state["counters"]
-        for name, owner in (("guard", self.guard), ("watch", self.watch), ("patience", self.patience)):
-            owner.load_state_dict(counters[name])
 
     def _write_samples(self, name: str) -> None:
         """Let all ranks draw the same text, which shards need, and rank 0 write it, unless train.samples is off."""

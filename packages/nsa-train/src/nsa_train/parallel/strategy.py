@@ -5,7 +5,7 @@ The trainer is the same for all. A strategy wraps the decoder and says when grad
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,32 +14,22 @@ from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import World
 
 
-class Strategy(Protocol):
-    """The interface that the trainer asks of each strategy."""
-
-    forward: Any
-    """Called like the decoder; its backward pass brings the gradients together."""
-    factor: float
-    """Factor of a rank's share of the loss before the backward pass: ranks are averaged, the loss is a sum."""
-
-    def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch; gradients travel in the last of a step alone."""
-
-
 class Single:
-    """One process."""
+    """One process. The other strategies have the same interface."""
 
     factor = 1.0
+    """Factor of a rank's share of the loss before the backward pass: ranks are averaged, the loss is a sum."""
 
     def __init__(self, model: Decoder, world: World) -> None:
         self.forward: Any = model
+        """Called like the decoder; its backward pass brings the gradients together."""
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return a context that does nothing."""
+        """Return the context of one micro-batch; gradients travel in the last of a step alone."""
         return nullcontext()
 
 
-class Ddp:
+class Ddp(Single):
     """Every rank holds the whole model."""
 
     def __init__(self, model: Decoder, world: World) -> None:
@@ -58,7 +48,7 @@ class Ddp:
         return context
 
 
-class Fsdp:
+class Fsdp(Single):
     """Every rank holds a shard of each weight, its gradient and its optimizer state; a block is gathered while it runs."""
 
     def __init__(self, model: Decoder, world: World) -> None:
@@ -80,5 +70,5 @@ class Fsdp:
         yield
 
 
-STRATEGIES: dict[str, type[Single] | type[Ddp] | type[Fsdp]] = {"single": Single, "ddp": Ddp, "fsdp": Fsdp}
+STRATEGIES: dict[str, type[Single]] = {"single": Single, "ddp": Ddp, "fsdp": Fsdp}
 """By the names that `train.strategy` allows."""

@@ -1,6 +1,7 @@
 """The processes of a run. Decisions travel over gloo, from host to host, so that none of them waits for a GPU."""
 
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,19 +15,50 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from nsa_train.errors import ConfigError, PeerError, TrainError
-from nsa_train.host.environment import ENVIRONMENT
-from nsa_train.parallel.contact import contact_kept
+from nsa_train.errors import ConfigError, LostContactError, PeerError, TrainError
+from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
 
+SIGNS = ("gloo/transport/", "ncclRemoteError", "remote process exited")
+"""Parts of gloo's and NCCL's messages when a connection breaks off, or nothing comes over it in time."""
 T = TypeVar("T")
 R = TypeVar("R", bound=tuple[Any, ...])
 TIMEOUT = timedelta(minutes=30)
 """The longest that ranks wait for one of them, in an exchange or a reduction."""
 
 
+@contextmanager
+def contact_kept(rank: int) -> Iterator[None]:
+    """Run a block of `rank` that exchanges with others; any other error of it comes out as it is.
+
+    Raises:
+        LostContactError: in place of what a collective raises when another rank is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_broken_off(error):
+            raise
+        raise LostContactError(
+            f"rank {rank}: lost contact with another rank ({_cause(error)}); its message, or the launcher's, says why; go on with --resume"
+        ) from None
+
+
+def _is_broken_off(error: RuntimeError) -> bool:
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    # a failed requirement of gloo on this machine, such as a network interface, has nothing to do with another rank
+    return "enforce fail" not in str(error) and any(sign in str(error) for sign in SIGNS)
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return the first sentence of `error`, without the line of the library's source that it may begin with."""
+    text = re.sub(r"^\[\S+\]\s*", "", str(error)).splitlines()[0]
+    return text.partition(". ")[0][:200]
+
+
 @frozen(kw_only=True, eq=False)
 class World:
-    """This process and its peers, and the one way in which they tell each other something. The default stands alone.
+    """This process and its peers, and the one way in which they tell each other something. The default has no peers.
 
     JSON alone travels between ranks, as uint8 tensors of the CPU, and weights: torch's object collectives, which unpickle what they
     receive, are banned by lint. A tuple comes back as a list, but for `exchange`.
@@ -73,11 +105,11 @@ class World:
                 result = job()
             except TrainError as error:
                 failure = error
-        told = self.from_main([str(failure), failure.exit_code] if failure else None)
+        failed = self.from_main([str(failure), failure.exit_code] if failure else None)
         if failure:
             raise failure
-        if told:
-            raise PeerError(told[0], exit_code=told[1])
+        if failed:
+            raise PeerError(failed[0], exit_code=failed[1])
         return result
 
     def broadcast(self, value: Tensor) -> Tensor:
@@ -128,17 +160,6 @@ def _bytes(data: Tensor) -> bytes:
     return data.numpy().tobytes()
 
 
-def settle_cublas(*, is_deterministic: bool) -> None:
-    """Let cuBLAS, which reads the environment when it starts, repeat its sums exactly where that is asked for."""
-    if is_deterministic:
-        ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def is_under_torchrun() -> bool:
-    """Return True where the environment assigns this process a rank."""
-    return "RANK" in ENVIRONMENT and "WORLD_SIZE" in ENVIRONMENT
-
-
 def asked_world_size() -> int | None:
     """Return the processes of the run that the environment asks for (WORLD_SIZE), None where it does not.
 
@@ -172,7 +193,7 @@ def local_device(wanted: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
-    """Join the processes that torchrun started, or stand alone, on `device` (train.device); leave them at the end.
+    """Join the processes that torchrun started, or run alone, on `device` (train.device); leave them at the end.
 
     Raises:
         ConfigError: for `strategy` "single" among several processes.
@@ -187,13 +208,13 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
             )
         yield World(device=local_device(device, 0), **_starts(environment))
         return
-    place = local_device(device, int(environment.get("LOCAL_RANK", "0")))
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    own_device = local_device(device, int(environment.get("LOCAL_RANK", "0")))
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     rank, store = _rendezvous(alone=not environment)
     with contact_kept(rank):
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo",
             store=PrefixStore("run", store),
             rank=rank,
             world_size=world_size,
@@ -202,7 +223,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
     try:
         with contact_kept(rank):
             yield World(
-                device=place,
+                device=own_device,
                 rank=rank,
                 world_size=world_size,
                 store=PrefixStore("stops", store),
@@ -213,7 +234,7 @@ def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
 
 
 def _starts(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what torchrun says of this start, as fields of a `World`."""
+    """Return the start that torchrun counts, as fields of a `World`."""
     count, most = (int(environment.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return {"is_restart": count > 0, "restarts_left": max(0, most - count)}
 

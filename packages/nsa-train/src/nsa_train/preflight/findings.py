@@ -5,7 +5,6 @@ from typing import Any
 
 from attrs import field, mutable
 
-from nsa_train.data.dataset import Dataset
 from nsa_train.errors import ConfigError
 
 
@@ -22,8 +21,6 @@ class Preflight:
     """Operation -> the backend that serves it in training."""
     memory_gib: float = 0.0
     """The estimated peak memory of a process."""
-    dataset: Dataset | None = None
-    """The opened data, so that a run need not open them again; None where that failed."""
 
     def lines(self) -> Iterator[str]:
         """Give each line of every finding after its mark `ok`, `needs`, `warn` or `FAIL`, failures last."""
@@ -33,21 +30,14 @@ class Preflight:
 
     def content(self) -> dict[str, Any]:
         """Return the findings as `preflight --json` prints them."""
-        return {
-            "passed": self.passed,
-            "needs": self.needs,
-            "warned": self.warned,
-            "failed": self.failed,
-            "routes": self.routes,
-            "memory_estimate_gib": round(self.memory_gib, 3),
-        }
+        names = ("passed", "needs", "warned", "failed", "routes")
+        return {**{name: getattr(self, name) for name in names}, "memory_estimate_gib": round(self.memory_gib, 3)}
 
-    def require(self) -> Dataset:
-        """Return the opened data of a run that may start.
+    def require(self) -> None:
+        """Let a run pass that may start.
 
         Raises:
             ConfigError: with every failed rule, where there is one.
         """
-        if self.failed or self.dataset is None:
+        if self.failed:
             raise ConfigError.of(self.failed)
-        return self.dataset

@@ -1,21 +1,26 @@
-"""All rules in their order; those about the data and about the weights that a run begins with stand here."""
+"""All rules in their order; this file also holds those about the schedule, and about the weights that a run begins with."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_train.checkpoint.resuming import initial_checkpoint
-from nsa_train.data.probe import needs_of, probe
 from nsa_train.errors import ConfigError
 from nsa_train.host.environment import missing_report
 from nsa_train.host.machine import Machine, processes_of, target_machine
 from nsa_train.model.decoder import count_parameters, introduced
-from nsa_train.preflight.disk import check_disk
+from nsa_train.preflight.data import check_data
+from nsa_train.preflight.directories import check_disk, check_out_dir
 from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.machine import check_machine, check_memory, check_routes
 from nsa_train.preflight.memory import MemoryFixes, estimate_memory
-from nsa_train.preflight.places import check_out_dir
-from nsa_train.preflight.schedule import check_schedule
 from nsa_train.settings.config import RunConfig
+from nsa_train.settings.rules import undivided_rows
+
+LONG_STEPS = 5000
+"""Steps from which a run is long: it must save, and on a GPU compute in bf16."""
+TOY_PARAMETERS = 1_000_000
+ALIGNED = 8
+"""Elements to which tensor cores want the widths of 16-bit products."""
 
 
 def run_preflight(
@@ -26,7 +31,7 @@ def run_preflight(
     machine: Machine | None = None,
     world_sizes: Sequence[int] | None = None,
 ) -> Preflight:
-    """Return what stands for and against running `config` into `out_dir`. Writes nothing, touches no GPU's memory.
+    """Return the findings on running `config` into `out_dir`. Writes nothing, touches no GPU's memory.
 
     `resuming`: the directory holds the run that goes on. `machine`: judged in place of the one at hand. `world_sizes`: how
     many processes the run may have on all hosts together; by default those of one host.
@@ -68,11 +73,76 @@ def check_init_from(findings: Preflight, config: RunConfig, *, resuming: bool) -
         findings.warned.append(f"train.init_from: those weights learned the ids of data.tokenizer={learned!r}, and this run reads {now!r}")
 
 
-def check_data(findings: Preflight, config: RunConfig) -> None:
-    """Judge the data of `config` by opening them."""
-    findings.needs += needs_of(config.data)
-    found = probe(config)
-    findings.passed += found.passed
-    findings.warned += found.warned
-    findings.failed += found.failed
-    findings.dataset = found.dataset
+def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, parameters: int, world_sizes: Sequence[int]) -> None:
+    """Judge steps, checkpoints, precision and divisibility of a run of a model of `parameters`, in each of `world_sizes` processes."""
+    failures = [*_long_run(config, machine), *unequal_shares(config, world_sizes)]
+    findings.failed += failures
+    findings.warned += _warnings(config, machine, parameters)
+    if not failures:
+        train = config.train
+        findings.passed.append(
+            f"schedule: {train.steps:,} steps of {train.batch_size * train.accumulate * train.seq_len:,} tokens in {train.precision}, "
+            f"saved every {train.save_every or train.steps:,}"
+        )
+
+
+def unequal_shares(config: RunConfig, world_sizes: Sequence[int]) -> list[str]:
+    """Return the problems of sharing a micro-batch among each of `world_sizes` processes, of all hosts together."""
+    train = config.train
+    if train.strategy == "single" and max(world_sizes) > 1:
+        return [
+            f"train.strategy='single' is one process, and {max(world_sizes)} are asked for (each would train alone); "
+            "use --set train.strategy=ddp"
+        ]
+    return undivided_rows(train.batch_size, world_sizes)
+
+
+def _long_run(config: RunConfig, machine: Machine) -> list[str]:
+    train, found = config.train, []
+    if train.steps < LONG_STEPS:
+        return []
+    if train.save_every == 0:
+        found.append(
+            f"train.save_every={train.save_every} with train.steps={train.steps} (a run of {LONG_STEPS} steps or more saves as it goes); "
+            f"use --set train.save_every={train.steps // 10}"
+        )
+    if machine.device_type == "cuda" and train.precision != "bf16":
+        found.append(
+            f"train.precision={train.precision!r} with train.steps={train.steps} on a GPU (a long GPU run computes in bf16); "
+            "use --set train.precision=bf16"
+        )
+    return found
+
+
+def _warnings(config: RunConfig, machine: Machine, parameters: int) -> list[str]:
+    train, model, found = config.train, config.model, []
+    if train.steps >= LONG_STEPS and parameters < TOY_PARAMETERS:
+        found.append(f"model: {parameters:,} parameters for {train.steps:,} steps is a toy; see model.dim and model.n_layers")
+    if train.steps >= LONG_STEPS and train.steps // 2 < train.save_every:
+        found.append(
+            f"train.save_every={train.save_every} with train.steps={train.steps} saves nothing before the run is half over; "
+            f"use --set train.save_every={train.steps // 10}"
+        )
+    if train.steps >= LONG_STEPS and config.data.source == "synthetic":
+        found.append("data.source='synthetic' in a long run trains on noise: good for throughput alone; use a corpus to learn from")
+    if machine.device_type == "cuda" and train.precision == "fp32":
+        found.append("train.precision='fp32' on a GPU leaves its tensor cores idle; use --set train.precision=bf16")
+    if machine.device_type == "cuda" and train.precision != "fp32":
+        widths = {"model.dim": model.dim, "model.head_dim_qk": model.head_dim_qk, "model.head_dim_v": model.head_dim_v}
+        found += [
+            f"{name}={width} is not a multiple of {ALIGNED} (16-bit products are slow then); use {-(-width // ALIGNED) * ALIGNED}"
+            for name, width in widths.items()
+            if width % ALIGNED
+        ]
+    sizes = [
+        layer.config.geometry.compression_block_size
+        for layer in config.pattern()
+        if layer.attention == "nsa" and "cmp" in layer.config.branches
+    ]
+    if sizes and train.seq_len < min(sizes):
+        found.append(f"train.seq_len={train.seq_len} is shorter than nsa.compression_block_size: no token ever sees a compressed block")
+    if train.eval_every > train.steps:
+        found.append(
+            f"train.eval_every={train.eval_every} is more than train.steps={train.steps}: only the start and the end are evaluated"
+        )
+    return found

@@ -74,7 +74,7 @@ def estimate_memory(config: RunConfig, parameters: int, processes: int) -> Memor
 
 
 def _bytes_per_token(config: RunConfig) -> float:
-    """Return what all layers keep of one token for the backward pass."""
+    """Return the bytes that all layers keep of one token for the backward pass."""
     model, train, pattern = config.model, config.train, config.pattern()
     blocks = [_bytes_of_block(config, layer) for layer in pattern]
     kept = model.n_layers * (4 * model.dim + KEPT_SHARE[train.activation_checkpointing] * sum(blocks) / len(blocks))
@@ -153,7 +153,7 @@ class MemoryFixes:
         return f"{found}; use {_either(self._other_runs(machine, change, limit_gib, name))}"
 
     def _other_runs(self, machine: Machine, change: Mapping[str, Any], limit_gib: float, largest: str) -> Iterator[str]:
-        """Give what would fit and is not this run on this machine."""
+        """Give the other runs, and the other machines, that would fit."""
         if largest == LIBRARIES:
             yield "a machine with more memory"
             return

@@ -31,6 +31,7 @@ from nsa_train.settings.rules import (
     optional_text,
     undivided_rows,
 )
+from nsa_train.settings.structuring import uncasting_converter
 
 ATTENTIONS = ("nsa", "dense")
 LAYER_SIZES = tuple(item.name for item in fields(BlockGeometry))
@@ -76,7 +77,7 @@ class ModelTable(Table):
     """Rows of the embedding; 0: as many as the tokenizer has ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
 
     def broken_pairs(self) -> list[str]:
-        """Return what stands against n_heads / n_kv_heads and head_dim_qk."""
+        """Return the problems of n_heads / n_kv_heads and head_dim_qk."""
         found: list[str] = []
         if self.n_heads % self.n_kv_heads:
             divisors = [count for count in range(1, self.n_heads + 1) if self.n_heads % count == 0]
@@ -108,7 +109,7 @@ class ModelTable(Table):
 
 
 def _broken_layer(key: str, layer: Any) -> list[str]:
-    """Return what stands against an entry of `model.layers`, its values apart."""
+    """Return the problems of an entry of `model.layers`, its values apart."""
     if isinstance(layer, str) and layer in ATTENTIONS:
         return []
     if not isinstance(layer, Mapping):
@@ -201,7 +202,7 @@ class NSATable(Table):
     """RMSNorm of every head of q and k before RoPE; the dense twin has it too."""
 
     def broken_pairs(self) -> list[str]:
-        """Return what stands against rope_scaling that nsa-core does not say."""
+        """Return the problems of rope_scaling that nsa-core does not find."""
         if self.rope_scaling is None:
             return []
         if not isinstance(self.rope_scaling, Mapping):
@@ -273,7 +274,7 @@ class TrainTable(Table):
     """"nvtx": ranges for a profiler; "branches": the time of each attention branch on logged steps."""
 
     def broken_pairs(self) -> list[str]:
-        """Return what stands against warmup_steps with steps, and processes with their strategy."""
+        """Return the conflicts of warmup_steps with steps, and processes with their strategy."""
         found = []
         if self.warmup_steps >= self.steps:
             found.append(
@@ -382,7 +383,7 @@ def _of_layer(index: int, layer: Any, error: ConfigError) -> ConfigError:
 
 
 def _in_toml(message: str) -> str:
-    """Return what nsa-core says of a value, with the key that a recipe has and advice that it can take."""
+    """Return the message of nsa-core about a value, with the key that a recipe has and advice that it can take."""
     text, semicolon, advice = message.rpartition("; ")
     key = "nsa.rope_scaling" if message.partition("=")[0] in {item.name for item in fields(RopeScaling)} else "nsa"
     return f"{key}.{text}{semicolon}{_IN_TOML.get(advice, advice)}"
@@ -405,24 +406,15 @@ def structure(tables: Mapping[str, Any]) -> RunConfig:
     if problems:
         raise ConfigError.of(problems)
     try:
-        return _converter().structure(tables, RunConfig)
+        return uncasting_converter(forbid_extra_keys=True).structure(tables, RunConfig)
     except (cattrs.ClassValidationError, ConfigError) as error:
         raise ConfigError.of(_problems(error)) from None
 
 
 def unstructure(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return `config` as nested tables, keys without a value left out; `structure` reads it back equal."""
-    tables: dict[str, dict[str, Any]] = _converter().unstructure(config)
+    tables: dict[str, dict[str, Any]] = uncasting_converter(forbid_extra_keys=True).unstructure(config)
     return {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
-
-
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    # no silent casts: a field's own rule sees what the recipe says
-    converter.register_structure_hook_func(lambda kind: not attrs.has(kind), lambda value, _: value)
-    for kind in (int, float, str, bool):
-        converter.register_structure_hook(kind, lambda value, _: value)
-    return converter
 
 
 def _problems(error: BaseException) -> list[str]:

@@ -67,11 +67,11 @@ class DataTable(Table):
         return self._no_file() if self.source in FILE_SOURCES and self.path is None else ""
 
     def broken_pairs(self) -> list[str]:
-        """Return what stands against source with path, mix and subset, and tokenizer with its file."""
+        """Return the conflicts of source with path, mix and subset, and tokenizer with its file."""
         return [*self._broken_path(), *self._broken_mix(), *self._ignored(), *self._broken_needle()]
 
     def broken_rows(self, seq_len: int) -> list[str]:
-        """Return what stands against rows of `seq_len` tokens."""
+        """Return the problems of rows of `seq_len` tokens."""
         pair = 2 * self.needle_tokens
         least = (self.needle_pairs + 2 * self.needle_queries) * pair
         if self.source != "needle" or seq_len >= least:

@@ -1,4 +1,4 @@
-"""Rules that options of the command line obey, where no key of a recipe stands behind them. Imports no torch."""
+"""Rules that options of the command line obey that are no keys of a recipe. Imports no torch."""
 
 import os
 import re

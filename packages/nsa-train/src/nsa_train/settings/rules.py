@@ -124,7 +124,7 @@ def is_utf_8(text: str) -> bool:
 
 
 def undivided_rows(rows: int, world_sizes: Sequence[int], *, key: str = "") -> list[str]:
-    """Return what stands against sharing the `rows` of a micro-batch among each of `world_sizes` processes, which `key` asks for."""
+    """Return the problems of sharing the `rows` of a micro-batch among each of `world_sizes` processes, which `key` asks for."""
     unequal = [size for size in world_sizes if rows % size]
     if not unequal:
         return []

@@ -73,7 +73,7 @@ def anything() -> Any:
 
 
 def is_shallow(value: object, levels: int = MOST_LEVELS) -> bool:
-    """Return whether at most `levels` tables and lists stand inside one another in `value`; a deeper value could not be written again."""
+    """Return whether at most `levels` tables and lists are nested in `value`; a deeper value could not be written again."""
     if not isinstance(value, dict | list):
         return True
     inside = value.values() if isinstance(value, dict) else value
@@ -85,13 +85,18 @@ def ruled(holds: Callable[[Any], bool], what: str) -> Any:
     return attrs.field(metadata={"rule": Rule(holds, what, "")})
 
 
-@cache
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter()
-    # no silent casts: a field without a rule keeps its value
+def uncasting_converter(**options: Any) -> cattrs.Converter:
+    """Return a converter without silent casts: the rule of a field sees the value as it was read."""
+    converter = cattrs.Converter(**options)
     converter.register_structure_hook_func(lambda kind: not attrs.has(kind), lambda value, _: value)
     for kind in (int, float, str, bool):
         converter.register_structure_hook(kind, lambda value, _: value)
+    return converter
+
+
+@cache
+def _converter() -> cattrs.Converter:
+    converter = uncasting_converter()
     converter.register_structure_hook_factory(attrs.has, lambda kind: _of_table(kind, converter))
     return converter
 

@@ -12,14 +12,9 @@ from nsa_train.lifecycle.outcomes import DELIBERATE
 from nsa_train.telemetry.health import has_collapsed, has_one_branch
 from nsa_train.telemetry.records import seconds_between
 
-STALL, FLATLINE, GATE_COLLAPSE, ZERO_GRADIENTS, RISING_FALLBACKS = (
-    "stall",
-    "flatline",
-    "gate_collapse",
-    "zero_gradients",
-    "rising_fallbacks",
+KINDS = STALL, ZERO_GRADIENTS, GATE_COLLAPSE, FLATLINE, RISING_FALLBACKS = (
+    *("stall", "zero_gradients", "gate_collapse", "flatline", "rising_fallbacks"),
 )
-KINDS = (STALL, ZERO_GRADIENTS, GATE_COLLAPSE, FLATLINE, RISING_FALLBACKS)
 """The words of `.anomaly_type`, the gravest first."""
 
 EMA_WEIGHT = 0.1
@@ -135,13 +130,14 @@ class RankWatch:
         self.has_ended = event.get("msg") == "finish" or (is_halt and not self.has_failed)
         if event.get("msg") == "progress":
             self.logged = event
-        self._note_gates(event)
+        if event.get("gate_entropy_mean") is not None and not has_one_branch(event):
+            self.gate_streak = self.gate_streak + 1 if has_collapsed(event) else 0
         if event.get("fallbacks_total") is not None:
             self.fallbacks.append(event["fallbacks_total"])
         self.last, self.heard_s, self.age_s = event, heard_s, age_s
 
     def findings(self, now: float, *, grace_s: float = 0.0, is_gone: bool = False) -> list[Finding]:
-        """Return what is wrong after `now` seconds of watching.
+        """Return the anomalies after `now` seconds of watching.
 
         A stall begins `grace_s` later; sooner where the process `is_gone` and will not be started again.
         """
@@ -192,10 +188,6 @@ class RankWatch:
         patience = max(LEAST_STALL_S, STALL_STEPS * self.step_ema_s, STALL_PAUSES * self.longest_pause_s)
         return max(patience, BEGUN_STALL_S) if msg.endswith("_begin") else patience
 
-    def _note_gates(self, event: dict[str, Any]) -> None:
-        if event.get("gate_entropy_mean") is not None and not has_one_branch(event):
-            self.gate_streak = self.gate_streak + 1 if has_collapsed(event) else 0
-
     def _note_step(self, event: dict[str, Any], step: int) -> None:
         speed, tokens = event.get("toks_per_s"), event.get("tokens") or 0
         if self.stepped_s is not None:
@@ -235,7 +227,7 @@ class RankWatch:
 
 
 def rising(totals: list[float], *, seen: float | None = None) -> str | None:
-    """Return what stands against the last of `totals`, counts of fallbacks; None where it is no more than what was `seen`, or the one before."""
+    """Return by how much the last of `totals`, counts of fallbacks, rose; None where it is no more than `seen`, or the one before."""
     known = [total for total in totals if not math.isnan(total)]
     if seen is not None:
         known = [seen, *known[-1:]]

@@ -1,9 +1,9 @@
 """curves.png, drawn from the CSV tables and the heartbeat of a run's directory."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import field, frozen
 
@@ -11,7 +11,6 @@ from nsa_train.errors import ConfigError
 from nsa_train.files import MOST_RECORDS, refusal
 from nsa_train.run_dir import RunDirectory
 from nsa_train.telemetry.records import read_events, read_rows
-from nsa_train.telemetry.starts import Start
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +23,20 @@ ACCENT = "#b6403b"
 FALL_SHARE, LEAST_STEPS = 0.05, 20
 """In a run of at least LEAST_STEPS steps, the axis of the loss ends at the highest loss after the first FALL_SHARE of the steps."""
 MEMORY = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")
+
+
+class Start(NamedTuple):
+    """One start of a run."""
+
+    boot: Mapping[str, Any]
+    """Its `boot` event."""
+    reached: int
+    """The step that the start before had reached."""
+
+    @property
+    def resumed_at(self) -> int | None:
+        """The step from whose checkpoint it goes on; -1 from the beginning, None for a new run."""
+        return self.boot.get("resumed_at")
 
 
 @frozen
@@ -84,15 +97,6 @@ def read_history(paths: RunDirectory) -> History:
             memory[event["step"]] = {name: event.get(name) for name in ("step", *MEMORY)}
     logged, held = ([events[step] for step in sorted(events)] for events in (progress, memory))
     return History(training, _read_columns(paths.validation), logged, held, newest, starts, resumed)
-
-
-def draw_curves(history: History, path: Path) -> None:
-    """Draw the curves of `history` to the PNG `path`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas: Any = FigureCanvasAgg(figure_of(history))
-    # savefig would draw twice, the first time for the extents alone
-    canvas.print_png(path)
 
 
 def figure_of(history: History) -> "Figure":
@@ -177,41 +181,37 @@ def _draw_throughput(axis: Any, history: History) -> None:
 
 
 def _draw_memory(axis: Any, history: History) -> None:
-    for name, branch, label in zip(MEMORY, ("cmp", "slc"), ("allocated", "reserved"), strict=True):
-        _draw_field(axis, history.memory, name, BRANCH_COLOURS[branch], label)
+    lines = zip(MEMORY, (BRANCH_COLOURS["cmp"], BRANCH_COLOURS["slc"]), ("allocated", "reserved"), strict=True)
+    _draw_fields(axis, history.memory, *lines)
     axis.set_ylim(bottom=0)
     axis.set_title("GPU memory, GiB")
-    _name_lines(axis)
 
 
 def _draw_shares(axis: Any, history: History) -> None:
-    progress = [event for event in history.progress if event.get("gate_branch_shares")]
-    for branch, colour in BRANCH_COLOURS.items():
-        shares = [(event["step"], event["gate_branch_shares"].get(branch)) for event in progress]
-        _draw_points(axis, shares, colour, BRANCH_NAMES[branch])
+    shares = [{**event["gate_branch_shares"], "step": event["step"]} for event in history.progress if event.get("gate_branch_shares")]
+    _draw_fields(axis, shares, *((branch, colour, BRANCH_NAMES[branch]) for branch, colour in BRANCH_COLOURS.items()))
     axis.set_ylim(0, 1)
     axis.set_title("Share of each branch's gate")
-    _name_lines(axis)
 
 
 def _draw_entropy(axis: Any, history: History) -> None:
-    progress = history.progress
-    _draw_field(axis, progress, "gate_entropy_mean", BRANCH_COLOURS["cmp"], "entropy, mean (nats)")
-    _draw_field(axis, progress, "gate_entropy_min", BRANCH_COLOURS["slc"], "entropy, least")
-    _draw_field(axis, progress, "gate_collapse_frac", ACCENT, "collapsed share of tokens")
+    _draw_fields(
+        axis,
+        history.progress,
+        ("gate_entropy_mean", BRANCH_COLOURS["cmp"], "entropy, mean (nats)"),
+        ("gate_entropy_min", BRANCH_COLOURS["slc"], "entropy, least"),
+        ("gate_collapse_frac", ACCENT, "collapsed share of tokens"),
+    )
     axis.axhline(0.5, color=INK, lw=0.8, ls=":")
     axis.set_ylim(bottom=0)
     axis.set_title("Gate health (dotted: least healthy mean)")
-    _name_lines(axis)
 
 
 def _draw_selection(axis: Any, history: History) -> None:
-    progress = history.progress
-    _draw_field(axis, progress, "free_block_share_mean", BRANCH_COLOURS["slc"], "blocks chosen freely")
-    _draw_field(axis, progress, "overlap_with_previous_query", BRANCH_COLOURS["cmp"], "shared with the query before")
+    chosen = ("free_block_share_mean", BRANCH_COLOURS["slc"], "blocks chosen freely")
+    _draw_fields(axis, history.progress, chosen, ("overlap_with_previous_query", BRANCH_COLOURS["cmp"], "shared with the query before"))
     axis.set_ylim(0, 1)
     axis.set_title("Selection, share of a query's blocks")
-    _name_lines(axis)
 
 
 def _name_lines(axis: Any) -> None:
@@ -220,15 +220,14 @@ def _name_lines(axis: Any) -> None:
         axis.legend(frameon=False)
 
 
-def _draw_field(axis: Any, events: list[dict[str, Any]], name: str, colour: str, label: str) -> None:
-    _draw_points(axis, [(event["step"], event.get(name)) for event in events], colour, label)
-
-
-def _draw_points(axis: Any, points: list[tuple[int, float | None]], colour: str, label: str) -> None:
-    known = [(step, value) for step, value in points if value is not None]
-    if known:
-        # a line of one point cannot be seen
-        axis.plot(*zip(*known, strict=True), color=colour, label=label, marker="" if len(known) > 1 else "o")
+def _draw_fields(axis: Any, events: list[dict[str, Any]], *lines: tuple[str, str, str]) -> None:
+    """Draw the fields of `events` that are known; each of `lines` is the name of one, its colour and its label."""
+    for name, colour, label in lines:
+        known = [(event["step"], event[name]) for event in events if event.get(name) is not None]
+        if known:
+            # a line of one point cannot be seen
+            axis.plot(*zip(*known, strict=True), color=colour, label=label, marker="" if len(known) > 1 else "o")
+    _name_lines(axis)
 
 
 def _read_columns(path: Path) -> dict[str, list[float]]:

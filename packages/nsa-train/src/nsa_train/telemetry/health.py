@@ -37,17 +37,13 @@ def combine(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     Gates are those of layers with several branches, where there are any: a lone branch holds every gate.
     """
-    several = [summary for summary in summaries if len(_branches_of(summary)) > 1] or summaries
+    several = [summary for summary in summaries if sum(name.startswith("gate_share_") for name in summary) > 1] or summaries
     found: dict[str, list[float]] = {}
     for summary in summaries:
         for name, value in summary.items():
             if summary in several or not name.startswith("gate_"):
                 found.setdefault(name, []).append(value)
     return {name: _combined(name, values) for name, values in found.items()}
-
-
-def _branches_of(summary: Mapping[str, float]) -> list[str]:
-    return [branch for branch in BRANCHES if f"gate_share_{branch}" in summary]
 
 
 def heartbeat_fields(figures: dict[str, float]) -> dict[str, Any]:

@@ -1,15 +1,24 @@
-"""Telemetry that is attached to the NSA layers of a run for a step, and its figures layer by layer."""
+"""The NSA layers of a run, watched: their figures in a step, calls that fall back, and calls that are timed or named for a profiler."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from nsa_core import BlockGeometry, NativeSparseAttention
+from nsa_core import BackendRegistry, BlockGeometry, BranchBackend, BranchRequest, Layout, NativeSparseAttention, Operation
+from nsa_core.backends.registry import AUTO
 from nsa_core.telemetry import LayerTelemetry
+from nsa_train.host.routing import NO_BACKEND
+from nsa_train.model.decoder import Decoder
 from nsa_train.telemetry.health import merged
+
+Watch = TypeVar("Watch", bound=LayerTelemetry)
+COUNTED = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
+"""The operations that a training step asks for."""
 
 
 class RunTelemetry(LayerTelemetry):
@@ -53,10 +62,20 @@ class RunTelemetry(LayerTelemetry):
         self.figures["k_mean_expected"] = torch.where(is_query, expected, 0).sum(dtype=torch.float64) / is_query.sum()
 
 
+class ChosenBlocks(LayerTelemetry):
+    """Keeps the chosen blocks of the last pass."""
+
+    block_indices: Tensor | None = None
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Keep the chosen blocks `(B, S, G, n)`."""
+        self.block_indices = block_indices
+
+
 @contextmanager
-def watched(layers: Sequence[NativeSparseAttention]) -> Iterator[list[RunTelemetry]]:
-    """Attach telemetry to `layers` while the block runs; each forward pass ends with `end_pass`, which the last one may leave out."""
-    collected = [RunTelemetry() for _ in layers]
+def watched(layers: Sequence[NativeSparseAttention], kind: type[Watch]) -> Iterator[list[Watch]]:
+    """Attach telemetry of a `kind` to `layers` while the block runs."""
+    collected = [kind() for _ in layers]
     for layer, telemetry in zip(layers, collected, strict=True):
         layer.telemetry = telemetry
     try:
@@ -66,11 +85,15 @@ def watched(layers: Sequence[NativeSparseAttention]) -> Iterator[list[RunTelemet
             layer.telemetry = None
 
 
-def _alone(item: Any) -> list[Any]:
-    return [item]
+@torch.no_grad()
+def chosen_blocks(model: Decoder, ids: Tensor) -> list[Tensor]:
+    """Return the blocks that each layer with a selected branch chooses for `ids` `(B, S)`."""
+    with watched(model.sparse_layers, ChosenBlocks) as collected:
+        model(ids)
+    return [one.block_indices for one in collected if one.block_indices is not None]
 
 
-def of_layers(collected: Sequence[RunTelemetry], gather: Callable[[Any], list[Any]] = _alone) -> list[dict[str, float]]:
+def of_layers(collected: Sequence[RunTelemetry], gather: Callable[[Any], list[Any]] = lambda item: [item]) -> list[dict[str, float]]:
     """Return the figures of each layer over all its passes. A collective, where `gather` returns what each rank passed."""
     ranks = gather([telemetry.passes() for telemetry in collected])
     return [merged([one for passes in layer for one in passes]) for layer in zip(*ranks, strict=True)]
@@ -83,3 +106,112 @@ def routes_of(collected: Sequence[LayerTelemetry]) -> dict[str, str]:
         for operation, backend in telemetry.routes.items():
             names.setdefault(operation, set()).add(backend)
     return {operation: "|".join(sorted(backends)) for operation, backends in names.items()}
+
+
+class FallbackCounts:
+    """Fallbacks by operation since the start of the run: calls routed by "auto" that the most preferred backend of the start did not serve.
+
+    That backend is the one that "auto" takes for the run's training batches on this device when the run starts. Counted are
+    training calls of eager steps; a compiled graph asks for its route once, while it is traced, and counts there.
+    """
+
+    def __init__(self, preferred: Mapping[str, str]) -> None:
+        """Count against `preferred`: operation -> the backend that "auto" takes at the start, `a|b` where layers take several."""
+        self.preferred = dict(preferred)
+        self.by_operation = dict.fromkeys((operation.value for operation in COUNTED), 0)
+
+    def observe(self, asked_for: str, facts: BranchRequest, backend: str | None) -> None:
+        """Count a choice of a registry, as its observer; evaluation, samples and named backends do not count."""
+        if asked_for == AUTO and facts.layout in (Layout.DENSE, Layout.PACKED) and torch.is_grad_enabled():
+            self.note(facts.operation, backend)
+
+    def note(self, operation: str, backend: str | None) -> None:
+        """Count a call of `operation` that `backend` served; None: none did. Operations that are not COUNTED change nothing."""
+        served = backend or NO_BACKEND
+        if operation in self.by_operation and served not in self.preferred.get(operation, served).split("|"):
+            self.by_operation[operation] += 1
+
+    def row(self) -> dict[str, int]:
+        """Return the counts and their total, by the columns of fallback_counters.csv."""
+        return {**self.by_operation, "total": sum(self.by_operation.values())}
+
+    def restore(self, row: Mapping[str, float]) -> None:
+        """Go on from `row` of the table; a count that it lacks (NaN) stays."""
+        known = {name: int(row[name]) for name in self.by_operation if not math.isnan(row[name])}
+        self.by_operation |= known
+
+
+def counting_registry(backends: Iterable[BranchBackend], counts: FallbackCounts) -> BackendRegistry:
+    """Return a registry of `backends`, in order, whose training calls by "auto" are counted in `counts`."""
+    registry = BackendRegistry(tuple(backends))
+    registry.observers.append(counts.observe)
+    return registry
+
+
+def attach(layers: Iterable[NativeSparseAttention], registry: BackendRegistry) -> None:
+    """Let `layers` route through `registry`."""
+    for layer in layers:
+        layer.registry = registry
+
+
+class BranchTimes:
+    """Milliseconds of the forward calls of each operation, summed over layers and micro-batches."""
+
+    def __init__(self) -> None:
+        """Start without a call."""
+        self._host_ms: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measured(self, operation: str, device: torch.device) -> Iterator[None]:
+        """Add the time of the block to `operation`; on a GPU its kernels' time, without waiting for them."""
+        if device.type != "cuda":
+            started = time.perf_counter()
+            yield
+            self._host_ms[operation] = self._host_ms.get(operation, 0.0) + 1e3 * (time.perf_counter() - started)
+            return
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        yield
+        last.record()
+        self._events.append((operation, first, last))
+
+    def total_ms(self) -> dict[str, float]:
+        """Return operation -> milliseconds; waits for the device."""
+        totals = dict(self._host_ms)
+        for operation, first, last in self._events:
+            last.synchronize()
+            totals[operation] = totals.get(operation, 0.0) + first.elapsed_time(last)
+        return totals
+
+
+class MarkedBackend:
+    """A backend whose calls are timed, named for a profiler, or both; routing sees no difference."""
+
+    def __init__(self, backend: BranchBackend, *, times: BranchTimes | None = None, has_ranges: bool = False) -> None:
+        """Wrap `backend`; `times`: where its time is added, `has_ranges`: NVTX ranges on a GPU."""
+        self.backend, self.times, self.has_ranges = backend, times, has_ranges
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what routing asks for, such as `name`, `operation` and `reasons_against`: the backend's own."""
+        return getattr(self.backend, name)
+
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
+        """Compute the operation under its mark."""
+        device, operation = _first_tensor(operands).device, self.operation.value
+        measured = self.times.measured(operation, device) if self.times else nullcontext()
+        with marked_range(f"nsa.{operation}", device if self.has_ranges else None), measured:
+            return self.backend(*operands, **keywords)
+
+
+def _first_tensor(operands: Any) -> torch.Tensor:
+    """Return the tensor that the operands of any operation begin with: Queries, a step's rows, and scores are tuples or tensors."""
+    while isinstance(operands, tuple):
+        operands = operands[0]
+    assert isinstance(operands, torch.Tensor)
+    return operands
+
+
+def marked_range(name: str, device: torch.device | None) -> AbstractContextManager[Any]:
+    """Return an NVTX range on a GPU, nothing elsewhere and for None."""
+    return torch.cuda.nvtx.range(name) if device is not None and device.type == "cuda" else nullcontext()

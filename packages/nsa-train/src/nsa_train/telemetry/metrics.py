@@ -20,7 +20,7 @@ def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, w
     steps, evaluations = list(read_rows(paths.training)), list(read_rows(paths.validation))
     parameters, chip = count_parameters(config), chip_of(device)
     events = list(read_events(paths.heartbeat))
-    peak_mib = peak_memory_mib(device)
+    peak_mib, fetches = peak_memory_mib(device), sorted(_known(row["fetch_ms"] for row in steps))
     return {
         "attention": config.model.attention,
         "parameters": getattr(parameters, config.model.attention),
@@ -41,7 +41,7 @@ def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, w
         "val_ppl": evaluations[-1]["ppl"] if evaluations else None,
         "toks_per_s_median": _median(row["toks_per_s"] for row in steps),
         "step_ms_median": _median(row["step_ms"] for row in steps),
-        "fetch_ms_p95": _quantile((row["fetch_ms"] for row in steps), 0.95),
+        "fetch_ms_p95": fetches[int(0.95 * (len(fetches) - 1))] if fetches else None,
         "mfu": _median(row["mfu"] for row in steps),
         "mfu_reason": reason_without_peak(device),
         "peak_dense_bf16_tflops": chip.dense_bf16_tflops if chip else None,
@@ -76,11 +76,6 @@ def seconds_alive(events: Iterable[dict[str, Any]]) -> float:
 def _median(values: Iterable[float]) -> float | None:
     known = _known(values)
     return statistics.median(known) if known else None
-
-
-def _quantile(values: Iterable[float], share: float) -> float | None:
-    known = sorted(_known(values))
-    return known[int(share * (len(known) - 1))] if known else None
 
 
 def _known(values: Iterable[float]) -> list[float]:

@@ -7,6 +7,7 @@ tables after the resumed step are cut off, the heartbeat keeps everything that h
 import contextlib
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,22 +16,34 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 from attrs import field, mutable
+from torch import Tensor
 
 from nsa_core import NativeSparseAttention, default_registry
+from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.errors import ConfigError
 from nsa_train.files import written_whole
 from nsa_train.host.chips import chip_of
 from nsa_train.host.environment import describe_environment
 from nsa_train.host.machine import gpu_memory
 from nsa_train.host.routing import chosen_of, routing_decisions
-from nsa_train.model.decoder import count_parameters
+from nsa_train.model.decoder import Decoder, count_parameters
+from nsa_train.model.generate import generate
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import to_toml
 from nsa_train.telemetry import health
-from nsa_train.telemetry.fallbacks import FallbackCounts, attach, counting_registry
 from nsa_train.telemetry.flops import model_flops
-from nsa_train.telemetry.layers import RunTelemetry, routes_of, watched
+from nsa_train.telemetry.layers import (
+    BranchTimes,
+    FallbackCounts,
+    MarkedBackend,
+    RunTelemetry,
+    attach,
+    counting_registry,
+    marked_range,
+    routes_of,
+    watched,
+)
 from nsa_train.telemetry.metrics import data_marks, summarise, tokens_per_step
 from nsa_train.telemetry.progress import StepFigures
 from nsa_train.telemetry.records import (
@@ -47,8 +60,15 @@ from nsa_train.telemetry.records import (
     write_json,
 )
 from nsa_train.telemetry.report import write_report
-from nsa_train.telemetry.tensorboard import Board, bucket_lengths
-from nsa_train.telemetry.timing import BranchTimes, MarkedBackend, marked_range
+from nsa_train.telemetry.tensorboard import Board
+
+SAMPLE_TOKENS = 160
+SYNTHETIC_TOKENS = 8
+"""Random ids cannot be read, and a deep model draws each in many small launches."""
+SAMPLE_TEMPERATURE = 0.8
+SAMPLE_SEED = 0
+SYNTHETIC_NOTE = "--- synthetic data: random ids, for throughput alone ---"
+CUT_NOTE = "--- ends here: the model's logits are not finite ---\n"
 
 
 class Observed(NamedTuple):
@@ -72,7 +92,7 @@ class _Tables:
     board: Board
     selection: CsvTable | None = None
     fallbacks: CsvTable | None = None
-    lengths: dict[int, int] = field(factory=dict)
+    lengths: Counter[int] = field(factory=Counter)
     clipped_steps: int = 0
 
 
@@ -126,7 +146,7 @@ class Recorder:
             backends = (MarkedBackend(backend, times=times) for backend in default_registry().backends)
             attach(self._layers, counting_registry(backends, self.fallbacks))
         try:
-            with watched(self._layers) as collected:
+            with watched(self._layers, RunTelemetry) as collected:
                 yield Observed(collected, times)
         finally:
             attach(self._layers, self._registry)
@@ -191,8 +211,10 @@ class Recorder:
         summary: dict[str, float] = {}
         if observed is not None and layers:
             summary = health.combine(layers)
-            routes = routes_of(observed.telemetry)
-            self.heartbeat.beat("progress", figures.step, **fields, **self._health_fields(summary, observed), routes=routes)
+            own = {**health.heartbeat_fields(summary), "fallbacks_total": self.fallbacks.row()["total"]}
+            if observed.times is not None:
+                own["branch_forward_ms"] = observed.times.total_ms()
+            self.heartbeat.beat("progress", figures.step, **fields, **own, routes=routes_of(observed.telemetry))
         self.heartbeat.beat("step_end", figures.step, **fields)
         if self._tables is not None:
             self._write_step(self._tables, figures, {name: fields[name] for name in ("step_ms", "tokens", "mfu")}, summary)
@@ -284,13 +306,6 @@ class Recorder:
         lengths = figures.lengths or (train.seq_len,) * (train.batch_size * train.accumulate // self.world_size)
         return self._flops.of_step(lengths) / step_s / (1e12 * self._chip.dense_bf16_tflops)
 
-    def _health_fields(self, summary: dict[str, float], observed: Observed) -> dict[str, Any]:
-        fields = health.heartbeat_fields(summary)
-        fields["fallbacks_total"] = self.fallbacks.row()["total"]
-        if observed.times is not None:
-            fields["branch_forward_ms"] = observed.times.total_ms()
-        return fields
-
     def _write_step(self, tables: _Tables, figures: StepFigures, speed: dict[str, Any], summary: dict[str, float]) -> None:
         step = figures.step
         row = {name: value for name, value in attrs.asdict(figures).items() if name in TRAINING_COLUMNS}
@@ -303,8 +318,8 @@ class Recorder:
                 "data_synthetic": int(self._is_synthetic),
             }
         )
-        for limit, count in bucket_lengths(figures.lengths).items():
-            tables.lengths[limit] = tables.lengths.get(limit, 0) + count
+        # the bucket of a length is the next power of two, itself included
+        tables.lengths.update(1 << max(length - 1, 0).bit_length() for length in figures.lengths)
         tables.board.scalars(step, "loss", {"training": figures.loss})
         tables.board.scalars(
             step,
@@ -314,13 +329,36 @@ class Recorder:
         tables.board.scalars(step, "data", {"fetch_ms": figures.fetch_ms, "synthetic": int(self._is_synthetic)})
         if figures.is_clipped:
             tables.clipped_steps += 1
-            tables.board.clipped(step, figures.grad_norm, tables.clipped_steps)
+            tables.board.scalars(step, "clip", {"grad_norm_before": figures.grad_norm, "events_total": tables.clipped_steps})
         if summary:
             tables.board.scalars(step, "nsa", summary)
         if step % self.config.train.log_every == 0 or step == self.config.train.steps or summary:
             tables.board.lengths(step, tables.lengths)
-            tables.lengths = {}
+            tables.lengths.clear()
         if summary and tables.selection is not None and "k_mean" in summary:
             tables.selection.append({"step": step, **{name: summary[name] for name in SELECTION_COLUMNS[1:]}})
         if summary and tables.fallbacks is not None:
             tables.fallbacks.append({"step": step, **self.fallbacks.row()})
+
+
+def write_samples(
+    path: Path | None, model: Decoder, tokenizer: Tokenizer, prompts: Sequence[Tensor], *, is_synthetic: bool = False
+) -> None:
+    """Write each prompt and its seeded continuation, drawn through cached decode, to `path`; None: draw alone.
+
+    `is_synthetic`: the prompts are random ids, which the file says.
+    """
+    num_tokens = SYNTHETIC_TOKENS if is_synthetic else SAMPLE_TOKENS
+    drawn = generate(model, prompts, tokenizer=tokenizer, num_tokens=num_tokens, temperature=SAMPLE_TEMPERATURE, seed=SAMPLE_SEED)
+    drawing = f"(temperature {SAMPLE_TEMPERATURE}, seed {SAMPLE_SEED})"
+    texts = [
+        f"--- prompt ---\n{tokenizer.decode(prompt)}\n"
+        f"--- continuation {drawing} ---\n{tokenizer.decode(found.ids)}\n{CUT_NOTE if found.is_cut else ''}"
+        for prompt, found in zip(prompts, drawn, strict=True)
+    ]
+    if path is None:
+        return
+    path.parent.mkdir(exist_ok=True)
+    head = f"{SYNTHETIC_NOTE}\n\n" if is_synthetic else ""
+    with written_whole(path) as aside:
+        aside.write_text(head + "\n".join(texts), encoding="utf-8")

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +16,7 @@ from nsa_train.files import (
     MOST_JSON,
     MOST_LINE,
     MOST_RECORDS,
+    MOST_SAMPLE,
     IrregularFileError,
     open_regular,
     parse_json,
@@ -23,21 +24,15 @@ from nsa_train.files import (
     refusal,
     written_whole,
 )
+from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import read_toml
 
 TRAINING_COLUMNS = (
     *("step", "loss", "ppl", "lr", "toks_per_s", "grad_norm", "fetch_ms"),
     *("step_ms", "tokens", "mfu", "is_clipped", "data_synthetic"),
 )
 VALIDATION_COLUMNS = ("step", "val_loss", "ppl")
-SELECTION_COLUMNS = (
-    "step",
-    "k_mean",
-    "k_max",
-    "rows",
-    "pct_at_max",
-    "free_block_share_mean",
-    "overlap_with_previous_query",
-)
+SELECTION_COLUMNS = ("step", "k_mean", "k_max", "rows", "pct_at_max", "free_block_share_mean", "overlap_with_previous_query")
 FALLBACK_COLUMNS = ("step", "cmp", "select", "slc", "win", "nsa", "total")
 TABLES = {
     "training.csv": TRAINING_COLUMNS,
@@ -48,16 +43,8 @@ TABLES = {
 """File in a run directory -> its columns."""
 COUNTS = ("step", "rank", "pid", "world_size", "restarts_left", "tokens", "fallbacks_total")
 FIGURES = (
-    "uptime_s",
-    "loss",
-    "lr",
-    "toks_per_s",
-    "grad_norm",
-    "step_ms",
-    "mfu",
-    "pct_at_max",
-    "free_block_share_mean",
-    "overlap_with_previous_query",
+    *("uptime_s", "loss", "lr", "toks_per_s", "grad_norm", "step_ms", "mfu"),
+    *("pct_at_max", "free_block_share_mean", "overlap_with_previous_query"),
 )
 FIGURE_FAMILIES = ("gate_", "contribution_", "k_", "reads_", "gpu_mem_")
 TABLES_OF_EVENTS = ("gate_branch_shares", "routes")
@@ -66,6 +53,8 @@ EXACT = ("loss", "val_loss", "first_loss", "last_loss", "first_val_loss", "grad_
 """Figures that are kept to nine significant digits, which tell any two of float32 apart; the others to six."""
 MOST = 2**53
 """Beyond it lies no count and no second."""
+SHOWN = 3
+"""Most lines of a file that are numbered; the others are counted."""
 
 
 class Cause(StrEnum):
@@ -197,7 +186,7 @@ class Heartbeat:
     def __init__(self, folder: Path, rank: int = 0, *, marks: Mapping[str, Any] | None = None) -> None:
         """Go on at the end of the file in `folder`; a line that a killed process left unfinished is closed first.
 
-        `marks` stand in every event.
+        Every event has `marks`.
 
         Raises:
             ConfigError: when the path exists and is not a file that can be read.
@@ -335,3 +324,48 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     # a float's range, which an integer of JSON may leave
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def damaged_records(paths: RunDirectory) -> list[str]:
+    """Return a line per file of rank 0's records that is damaged: which of its lines, or why it is left out as a whole."""
+    tables = (paths.training, paths.validation, paths.selection, paths.fallbacks)
+    found = [_lines_left_out(path, scan_rows(path)) for path in tables]
+    found.append(_lines_left_out(paths.heartbeat, scan_events(paths.heartbeat)))
+    found += [_left_out(path, load_json) for path in (paths.environment, paths.metrics)]
+    found.append(_left_out(paths.config, read_toml))
+    found += [_undecoded(path) for path in sorted(paths.samples.glob("*.txt"))]
+    return [line for line in found if line]
+
+
+def _lines_left_out(path: Path, scanned: Iterable[tuple[int, Any]]) -> str:
+    if problem := refusal(path, MOST_RECORDS):
+        return f"{path} cannot be read ({problem}); it is left out"
+    numbers = [number for number, content in scanned if content is None]
+    if not numbers:
+        return ""
+    shown = ", ".join(map(str, numbers[:SHOWN])) + (f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else "")
+    return f"{path}: line{'s' * (len(numbers) > 1)} {shown} cannot be read, and {'are' if len(numbers) > 1 else 'is'} left out"
+
+
+def _left_out(path: Path, read: Callable[[Path], object]) -> str:
+    if not path.exists():
+        return ""
+    try:
+        read(path)
+    except ConfigError as error:
+        return f"{error}".partition("; ")[0] + "; it is left out"
+    except ValueError as error:
+        return f"{path} cannot be read as JSON ({error}); it is left out"
+    return ""
+
+
+def _undecoded(path: Path) -> str:
+    if problem := refusal(path, MOST_SAMPLE):
+        return f"{path} cannot be read ({problem}); it is left out"
+    content = read_regular(path, MOST_SAMPLE)
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        return f"{path}: line {line} is not UTF-8; what cannot be read of the text is left out"
+    return ""

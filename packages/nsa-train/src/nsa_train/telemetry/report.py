@@ -2,6 +2,8 @@
 
 import base64
 import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,9 @@ from nsa_train.files import MOST_SAMPLE, as_text, read_regular, refusal, written
 from nsa_train.host.environment import missing_report
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import read_toml
-from nsa_train.telemetry.figures import BRANCH_NAMES, draw_curves, read_history
+from nsa_train.telemetry.figures import BRANCH_NAMES, Start, figure_of, read_history
 from nsa_train.telemetry.health import judge, steadiness
 from nsa_train.telemetry.records import read_json
-from nsa_train.telemetry.starts import moment, resumes_in_words, told
 
 CARDS = (
     ("val_loss", "held-out loss, nats per token", "{:.3f}"),
@@ -53,6 +54,11 @@ SELECTION_ROWS = (
 """The same for the last progress event."""
 ELSEWHERE = ("routing", "routes", "packages", "resumed")
 """Keys of env.json that have tables of their own on the page, or sentences."""
+COMPARED = ("python", "torch", "triton", "cuda", "device", "gpu", "threads")
+"""Keys of env.json that the page reports where they differ from the start before; versions of packages are compared as well."""
+COMMIT_LETTERS = 12
+MOST_NAMED = 8
+"""Most resumes whose steps the head of the page names."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters but tab and newline that no browser shows."""
 MEANINGS = {
@@ -78,10 +84,13 @@ def write_report(paths: RunDirectory) -> None:
     if missing := missing_report():
         raise ConfigError(missing)
     import jinja2
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     history = read_history(paths)
     with written_whole(paths.curves) as aside:
-        draw_curves(history, aside)
+        canvas: Any = FigureCanvasAgg(figure_of(history))
+        # savefig would draw twice, the first time for the extents alone
+        canvas.print_png(aside)
     environment, metrics = read_json(paths.environment), _read_metrics(paths.metrics)
     template = (files("nsa_train.telemetry") / "report.html.j2").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
@@ -92,7 +101,7 @@ def write_report(paths: RunDirectory) -> None:
         has_metrics=paths.metrics.exists(),
         halt=history.newest if history.newest.get("msg") == "halt" else {},
         drawn_to=(int(history.training["step"][-1]), moment(history.newest)),
-        starts=told(history.starts, environment),
+        starts=described_starts(history.starts, environment),
         resumed=resumes_in_words(history.resumed),
         cards=_figures(CARDS, metrics),
         curves=base64.b64encode(paths.curves.read_bytes()).decode(),
@@ -122,14 +131,9 @@ def write_report(paths: RunDirectory) -> None:
 
 def _gate_rows(event: dict[str, Any]) -> list[dict[str, Any]]:
     """Return per branch its gate's share, mean and spread, and its contribution."""
+    names = {"mean": "gate_mean", "std": "gate_std", "contribution": "contribution"}
     return [
-        {
-            "branch": branch,
-            "share": share,
-            "mean": event.get(f"gate_mean_{branch}"),
-            "std": event.get(f"gate_std_{branch}"),
-            "contribution": event.get(f"contribution_{branch}"),
-        }
+        {"branch": branch, "share": share, **{key: event.get(f"{name}_{branch}") for key, name in names.items()}}
         for branch, share in (event.get("gate_branch_shares") or {}).items()
     ]
 
@@ -183,3 +187,85 @@ def _read_text(path: Path) -> str:
 def _table(environment: dict[str, Any], name: str) -> dict[str, Any]:
     found = environment.get(name)
     return found if isinstance(found, dict) else {}
+
+
+def described_starts(starts: Sequence[Start], environment: Mapping[str, Any]) -> list[str]:
+    """Return a paragraph per start, in order; `environment`: the content of env.json."""
+    later = environment.get("resumed")
+    entries = [entry for entry in later if isinstance(entry, dict)] if isinstance(later, list) else []
+    paragraphs, before = [], dict[str, Any]()
+    for number, start in enumerate(starts):
+        now = dict(environment) if number == 0 and start.resumed_at is None else _taken(entries, start.resumed_at)
+        paragraphs.append(" ".join(filter(None, (_begun(start, now), _dropped(start), _changed(before, now)))))
+        before = now or before
+    return paragraphs
+
+
+def resumes_in_words(steps: Sequence[int]) -> str:
+    """Return when a run was resumed, such as "after steps 40, 80 and 97"; nothing where it was not."""
+    names = [f"{step:,}" for step in steps]
+    if len(names) > MOST_NAMED:
+        return f"{len(names)} times, the last one after step {names[-1]}"
+    if len(names) > 1:
+        return f"after steps {', '.join(names[:-1])} and {names[-1]}"
+    return "".join(f"after step {name}" for name in names)
+
+
+def moment(event: Mapping[str, Any]) -> str:
+    """Return when an event was written, such as `2026-11-23 20:17:46 UTC`."""
+    iso = event.get("iso", "an unknown time")
+    try:
+        return f"{datetime.fromisoformat(iso).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (TypeError, ValueError, OverflowError):
+        return str(iso)
+
+
+def _taken(entries: list[dict[str, Any]], step: int | None) -> dict[str, Any]:
+    """Return the first of `entries` that was resumed at `step`, and remove it and those before it: a start that died early has no boot."""
+    index = next((index for index, entry in enumerate(entries) if entry.get("step") == step), None)
+    if index is None:
+        return {}
+    found = entries[index]
+    del entries[: index + 1]
+    return found
+
+
+def _begun(start: Start, environment: Mapping[str, Any]) -> str:
+    at, ranks = start.resumed_at, start.boot.get("world_size")
+    where = [moment(start.boot), f"on {start.boot.get('host') or 'an unknown host'}"]
+    if ranks is not None:
+        where.append("1 process" if ranks == 1 else f"{ranks} processes")
+    if isinstance(commit := environment.get("commit"), str):
+        name, _, dirty = commit.partition("-")
+        where.append(f"commit {name[:COMMIT_LETTERS]}{' with changes' if dirty else ''}")
+    if at is None:
+        begun = "Started"
+    elif at > 0:
+        begun = f"Resumed after step {at:,} from checkpoints/step-{at}"
+    else:
+        begun = "Started again at step 0, for there was no checkpoint yet"
+    return f"{begun}: {', '.join(where)}."
+
+
+def _dropped(start: Start) -> str:
+    at = max(start.resumed_at or 0, 0)
+    if start.resumed_at is None or start.reached <= at:
+        return ""
+    return f"The start before had reached step {start.reached:,}; its steps after {at:,} do not count."
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a sentence on the differences of the environment from the start before; empty where there is none."""
+    if not before or not now:
+        return ""
+    then, found = _compared(before), _compared(now)
+    changes = [
+        f"{name} {found.get(name, 'none')} (before: {then.get(name, 'none')})" for name in found | then if found.get(name) != then.get(name)
+    ]
+    return f"Changed: {', '.join(changes)}." if changes else ""
+
+
+def _compared(environment: Mapping[str, Any]) -> dict[str, Any]:
+    packages = environment.get("packages")
+    figures = {name: environment[name] for name in COMPARED if environment.get(name) is not None}
+    return figures | {name: found for name, found in (packages if isinstance(packages, dict) else {}).items() if name not in figures}

@@ -1,7 +1,7 @@
 """tb/: scalars, clip events and histograms of document lengths, for TensorBoard."""
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,6 @@ class Board:
         for name, value in figures.items():
             if value is not None and self._writer is not None:
                 self._writer.add_scalar(f"{group}/{name}", value, step)
-
-    def clipped(self, step: int, grad_norm: float, count: int) -> None:
-        """Add a clip event: the norm before clipping, and the `count` of clipped steps so far."""
-        self.scalars(step, "clip", {"grad_norm_before": grad_norm, "events_total": count})
 
     def lengths(self, step: int, buckets: Mapping[int, int]) -> None:
         """Add a histogram of sequence lengths: upper bound of a bucket -> sequences."""
@@ -74,12 +70,3 @@ class Board:
         """Print the traceback of a thread as usual, except for a disk error in TensorBoard's."""
         if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__ == WRITER):
             self._hook_before(failure)
-
-
-def bucket_lengths(lengths: Iterable[int]) -> dict[int, int]:
-    """Return bucket -> sequences: the bucket of a length is the next power of two, itself included."""
-    buckets: dict[int, int] = {}
-    for length in lengths:
-        limit = 1 << max(length - 1, 0).bit_length()
-        buckets[limit] = buckets.get(limit, 0) + 1
-    return buckets

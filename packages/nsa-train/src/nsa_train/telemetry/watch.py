@@ -164,7 +164,7 @@ def watch(
 
 
 def content(watcher: Watcher, found: list[Finding]) -> dict[str, Any]:
-    """Return the object that `watch --once --json` prints: where the run stands, and the anomalies `found`."""
+    """Return the object that `watch --once --json` prints: the state of the run, and the anomalies `found`."""
     members = watcher.members
     return {
         "step": max((rank.step for rank in members), default=None),
@@ -184,14 +184,15 @@ def request_stack_dump(rank: RankWatch) -> str:
     """Send SIGUSR1 to the process of `rank` if it is here and handles the signal, which would kill it otherwise; return what was done."""
     if rank.pid is None or not is_here(rank):
         return f"no stack dump: its process runs on {rank.host or 'another host'}, or in another container"
-    if not _catches_dump_signal(rank.pid):
+    caught = int(_status(rank.pid).get("SigCgt", "0"), 16)
+    if not caught >> (signal.SIGUSR1 - 1) & 1:
         return f"no stack dump: process {rank.pid} is gone, or does not handle SIGUSR1"
     os.kill(rank.pid, signal.SIGUSR1)
     return f"asked process {rank.pid} for a stack dump, stackdump_*.txt"
 
 
 def _conclude(watcher: Watcher, now: float, say: Callable[[str], None]) -> int:
-    """Tell how a run without anomalies stands, and return 4 where its own guards stopped it, 1 where an error did."""
+    """Report the state of a run without anomalies, and return 4 where its own guards stopped it, 1 where an error did."""
     for check in watcher.unhealthy():
         say(f"watch: {check.name} is {check.found} (healthy: {check.band})")
     halts = [(rank.rank, rank.last) for rank in watcher.members if rank.last.get("msg") == "halt"]
@@ -254,12 +255,8 @@ def is_gone(rank: RankWatch) -> bool:
     return _status(rank.pid).get("State", "").startswith("Z")
 
 
-def _catches_dump_signal(pid: int) -> bool:
-    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (signal.SIGUSR1 - 1) & 1)
-
-
 def _status(pid: int) -> dict[str, str]:
-    """Return what Linux says of a process; nothing elsewhere, and of one that is gone."""
+    """Return the fields of `/proc/PID/status`; none where there is no such file."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,14 +1,18 @@
 """The parts of every source: blocks of records, a record being a document or a failure to read one."""
 
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
+
+from nsa_train.errors import DataError
 
 TEXT_FIELD = "text"
 """The field of a JSONL record, and the column of a Parquet file, that holds the text."""
 
 _NEWLINE = b"\n"
+T = TypeVar("T")
 
 
 class Document(NamedTuple):
@@ -40,18 +44,12 @@ class Bad(NamedTuple):
 Record = Document | Bad
 
 
-class DroppedName(NamedTuple):
-    """A file name that was left out, and the name of the same file that was kept."""
-
-    path: Path
-    kept: Path
-
-
 class Reading:
     """The shard that each thread is reading, which a message about a wait names, and the file names that were left out."""
 
     def __init__(self) -> None:
-        self.dropped: list[DroppedName] = []
+        self.dropped: list[tuple[Path, Path]] = []
+        """Names that were left out, each with the name of the same file that was kept"""
         self._shards: dict[int | None, str] = {}
         self._last = "nothing yet"
 
@@ -111,11 +109,62 @@ class StripedBlocks:
                 yield record
 
 
+def document_of(name: str, where: str, text: object, *, of: str = "") -> Record:
+    """Return the document `name` of a text field's value; a bad record where that is no string, or none that UTF-8 can spell."""
+    if not isinstance(text, str):
+        return Bad(where, f"has a {type(text).__name__} in field {TEXT_FIELD!r} (it must hold a string)")
+    try:
+        return Document(name, text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        return Bad(where, f"cannot be written as UTF-8 (a lone surrogate at character {error.start}{of})")
+
+
 def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
-    """Return what stands against `text` as UTF-8, with the byte, and of a file the line; None if nothing does."""
+    """Return why `text` is not UTF-8, with the byte, and the line of a file; None where it is."""
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
         line = f", line {text.count(_NEWLINE, 0, error.start) + 1}" if is_file else ""
         return f"is not UTF-8 (byte 0x{text[error.start]:02x} at offset {error.start}{line})"
     return None
+
+
+class _Done(NamedTuple):
+    value: object
+    error: BaseException | None
+
+
+class LateError(DataError):
+    """Data of `shard` did not come within `seconds`; `option` is what sets that limit."""
+
+    def __init__(self, seconds: float, shard: str, *, option: str = "data.timeout_s") -> None:
+        super().__init__(
+            f"data: nothing came within {seconds:g} s (reading {shard}); look at that shard, or wait longer with a larger {option}"
+        )
+        self.seconds, self.shard = seconds, shard
+
+
+def within(seconds: float, work: Callable[[], T], reading: Reading) -> T:
+    """Return what `work` returns; it runs in a thread, which is left behind when the time is up.
+
+    Raises:
+        LateError: after `seconds`, naming what was being read.
+    """
+    done: queue.Queue[_Done] = queue.Queue()
+
+    def attempt() -> None:
+        try:
+            done.put(_Done(work(), None))
+        # whatever it is, it is raised again below, in the caller's thread
+        except BaseException as error:  # noqa: BLE001
+            done.put(_Done(None, error))
+
+    thread = threading.Thread(target=attempt, name="nsa-data-open", daemon=True)
+    thread.start()
+    try:
+        value, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise LateError(seconds, reading.of(thread)) from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record
-from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, files_of
+from nsa_train.data.sources.base import TEXT_FIELD, Bad, Reading, Record, document_of
+from nsa_train.data.sources.files import LostError, files_of
 from nsa_train.data.sources.jsonl import record_of_line
+from nsa_train.data.sources.text import WholeFiles
 from nsa_train.errors import DataError
 from nsa_train.settings.data_table import DataTable
 
@@ -45,28 +46,13 @@ class HubBlocks:
                 yield _record_of(name, name, *record)
 
 
-class LocalShards(FileBlocks):
+class LocalShards(WholeFiles):
     """Local files in place of the hub's shards, each opened by itself: what one of them holds says nothing of the others."""
-
-    size_bytes = 0
 
     def __init__(self, kind: str, paths: list[Path], reading: Reading) -> None:
         """`kind`: "parquet" or "jsonl"."""
-        self._kind, self._reading = kind, reading
-        self._files = [LocalFile.found(path) for path in paths]
-        self.num_bytes = sum(file.size for file in self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def where(self, block: int) -> str:
-        """Return the file of `block`."""
-        return f"data.path: {self._files[block].path}"
-
-    def content(self, block: int) -> Iterator[bytes]:
-        """Yield the bytes of file `block`."""
-        file = self._files[block]
-        return file.pieces(0, file.size)
+        super().__init__(paths, reading)
+        self._kind, self.size_bytes = kind, 0
 
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
         """Yield the records of file `block` from number `start` on; one that breaks off, or changes, ends with a bad record."""
@@ -93,7 +79,8 @@ class LocalShards(FileBlocks):
                 if not is_first or start in (0, self._breaks_at(path)):
                     yield record
             elif self._kind == "jsonl":
-                yield _record_of_line(path, *record)
+                row, values = record
+                yield record_of_line(path, row + 1, values[TEXT_FIELD])
             else:
                 yield _record_of(where, str(path), *record)
             is_first = False
@@ -132,12 +119,15 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks | LocalShards:
         return _local(data, reading)
     reading.shard = f"https://huggingface.co/datasets/{REPOSITORY}"
     subset = data.subset or DEFAULT_SUBSET
-    _require_hub(subset)
+    from huggingface_hub import HfApi
+
     try:
+        HfApi().dataset_info(REPOSITORY, timeout=REACH_TIMEOUT_S)
         dataset = datasets.load_dataset(REPOSITORY, name=subset, split="train", streaming=True)
         dataset = dataset.select_columns([TEXT_FIELD])
         # a shard per row group where this version of datasets can do it: more of them to shuffle
         return HubBlocks(dataset.reshard() if hasattr(dataset, "reshard") else dataset, reading)
+    # no common error: httpx, requests, those of either package
     except Exception as error:  # noqa: BLE001
         raise unreachable(subset, error) from None
 
@@ -184,37 +174,17 @@ def _until_broken(where: str, start: int, rows: Callable[[], Iterable[dict[str, 
         yield Bad(f"{where} from row {number} on", f"cannot be read ({_first_line(error)})")
 
 
-def _require_hub(subset: str) -> None:
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().dataset_info(REPOSITORY, timeout=REACH_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001
-        # no common error here either: httpx, requests, its own
-        raise unreachable(subset, error) from None
-
-
 def _lines(path: str) -> Iterator[dict[str, bytes]]:
     with Path(path).open("rb") as file:
         for line in file:
             yield {TEXT_FIELD: line.removesuffix(b"\n")}
 
 
-def _record_of_line(path: Path, row: int, values: dict[str, Any]) -> Record:
-    return record_of_line(path, row + 1, values[TEXT_FIELD])
-
-
 def _record_of(where: str, name: str, row: int, values: dict[str, Any]) -> Record:
     at = f"{where} row {row}"
     if TEXT_FIELD not in values:
         return Bad(at, f"has no field {TEXT_FIELD!r} (it has {', '.join(map(repr, list(values)[:5]))})")
-    text = values[TEXT_FIELD]
-    if not isinstance(text, str):
-        return Bad(at, f"has a {type(text).__name__} in field {TEXT_FIELD!r} (it must hold a string)")
-    try:
-        return Document(f"{name}:{row}", text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        return Bad(at, f"cannot be written as UTF-8 (a lone surrogate at character {error.start})")
+    return document_of(f"{name}:{row}", at, values[TEXT_FIELD])
 
 
 def _first_line(error: BaseException) -> str:

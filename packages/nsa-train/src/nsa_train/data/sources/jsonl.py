@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa_train.data.sources.base import TEXT_FIELD, Bad, Document, Reading, Record, decoded_problem
-from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, unreadable
-from nsa_train.data.sources.hashes import hash_of
+from nsa_train.data.sources.base import TEXT_FIELD, Bad, Reading, Record, decoded_problem, document_of
+from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError, hash_of, unreadable
 
 LINES_PER_BLOCK = 64
 BYTES_PER_BLOCK = 2**18
@@ -103,16 +102,7 @@ def record_of_line(path: Path, number: int, line: bytes) -> Record:
         return Bad(where, f"holds a {type(value).__name__} (each line holds one JSON object)")
     if TEXT_FIELD not in value:
         return Bad(where, f"has no field {TEXT_FIELD!r} (it has {_few(value)})")
-    return _document(where, path, number, value[TEXT_FIELD])
-
-
-def _document(where: str, path: Path, number: int, text: object) -> Record:
-    if not isinstance(text, str):
-        return Bad(where, f"has a {type(text).__name__} in field {TEXT_FIELD!r} (it must hold a string)")
-    try:
-        return Document(f"{path}:{number}", text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        return Bad(where, f"cannot be written as UTF-8 (a lone surrogate at character {error.start} of field {TEXT_FIELD!r})")
+    return document_of(f"{path}:{number}", where, value[TEXT_FIELD], of=f" of field {TEXT_FIELD!r}")
 
 
 def _few(value: dict[str, object]) -> str:

@@ -51,8 +51,11 @@ def split(parts: Sequence[Sequence[Document]]) -> Split:
     limit = limit_of([rank_of(text) for text in texts]) if texts else 0
     found = Split([], [], {})
     for number, documents in enumerate(parts):
-        train, val = _cut(documents[0]) if len(documents) == 1 else _by_content(documents, limit)
+        train, val = list[Document](), list[Document]()
+        for document in documents if len(documents) > 1 else ():
+            (val if rank_of(document.text) < limit else train).append(document)
         if len(documents) == 1:
+            train, val = _cut(documents[0])
             end = documents[0].text[-max(len(val[0].text), END_BYTES) :].strip()
             # white space alone is in every text
             found.ends.update({number: Document(val[0].name, end)} if end else {})
@@ -81,12 +84,6 @@ def shared(split: Split) -> tuple[tuple[str, str], ...]:
         # the beginning of what is held out as a whole is trained on
         found += [(document.name, split.train[number][0].name) for document in whole if end.text in document.text][:1]
     return tuple(dict.fromkeys(found))
-
-
-def _by_content(documents: Sequence[Document], limit: int) -> tuple[list[Document], list[Document]]:
-    held_out = [rank_of(document.text) < limit for document in documents]
-    train = [document for document, out in zip(documents, held_out, strict=True) if not out]
-    return train, [document for document, out in zip(documents, held_out, strict=True) if out]
 
 
 def _cut(document: Document) -> tuple[list[Document], list[Document]]:

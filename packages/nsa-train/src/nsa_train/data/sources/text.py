@@ -12,7 +12,7 @@ STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist
 """Folders of the standard library that are not part of the corpus: tests, and what others installed."""
 
 
-class _WholeFiles(FileBlocks):
+class WholeFiles(FileBlocks):
     """Files, each of which is one block."""
 
     def __init__(self, paths: list[Path], reading: Reading) -> None:
@@ -32,31 +32,35 @@ class _WholeFiles(FileBlocks):
         file = self._files[block]
         return file.pieces(0, file.size)
 
-    def _text(self, block: int) -> bytes | Bad:
-        """Return the content of file `block`, or why it is lost."""
-        self._reading.shard = str(self.paths[block])
-        try:
-            return self.whole(block)
-        except LostError as error:
-            return error.bad(self.where(block))
 
-
-class TextBlocks(_WholeFiles):
-    """Local text files."""
+class _Texts(WholeFiles):
+    """Files, each of which is one document, or none."""
 
     def read(self, block: int, start: int = 0) -> Iterator[Record]:
-        """Yield the one document of file `block`, unless `start` lies behind it."""
+        """Yield the one record of file `block`, unless `start` lies behind it."""
         if start:
             return
-        text = self._text(block)
-        if isinstance(text, Bad):
-            yield text
-            return
+        self._reading.shard = str(self.paths[block])
+        try:
+            record = self._record(block, self.whole(block))
+        except LostError as error:
+            record = error.bad(self.where(block))
+        if record is not None:
+            yield record
+
+    def _record(self, block: int, text: bytes) -> Record | None:
+        raise NotImplementedError
+
+
+class TextBlocks(_Texts):
+    """Local text files."""
+
+    def _record(self, block: int, text: bytes) -> Record:
         problem = decoded_problem(text, is_file=True) if text else "is empty (a document holds at least one byte)"
-        yield Bad(self.where(block), problem) if problem else Document(str(self.paths[block]), text)
+        return Bad(self.where(block), problem) if problem else Document(str(self.paths[block]), text)
 
 
-class StdlibBlocks(_WholeFiles):
+class StdlibBlocks(_Texts):
     """The standard library's *.py sources without its tests, named by their path below it.
 
     Files without content, such as many `__init__.py`, and files that are not UTF-8 are no documents.
@@ -77,12 +81,6 @@ class StdlibBlocks(_WholeFiles):
                 "use --set data.source=text --set data.path=FILE"
             )
 
-    def read(self, block: int, start: int = 0) -> Iterator[Record]:
-        """Yield the source of file `block`, unless `start` lies behind it."""
-        if start:
-            return
-        text = self._text(block)
-        if isinstance(text, Bad):
-            yield text
-        elif not decoded_problem(text):
-            yield Document(self.paths[block].relative_to(self.root).as_posix(), text)
+    def _record(self, block: int, text: bytes) -> Record | None:
+        name = self.paths[block].relative_to(self.root).as_posix()
+        return None if decoded_problem(text) else Document(name, text)

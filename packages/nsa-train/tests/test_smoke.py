@@ -16,10 +16,8 @@ from nsa_core import Operation
 from nsa_train.cli import run_command as run_train
 from nsa_train.errors import ConfigError
 from nsa_train.loop.trainer import Trainer
-from nsa_train.smoke import judge_run
-from nsa_train.smoke.records import read_records
-from nsa_train.smoke.rules import check_run
-from nsa_train.smoke.selection import chosen_blocks
+from nsa_train.smoke import check_run, judge_run, read_records
+from nsa_train.telemetry.layers import chosen_blocks
 
 RECIPE = """
 [model]
@@ -283,7 +281,7 @@ def test_a_choice_that_changes_is_seen(trained: Path, monkeypatch: pytest.Monkey
         calls += 1
         return [blocks + (calls if layer else 0) for layer, blocks in enumerate(chosen_blocks(model, ids))]
 
-    monkeypatch.setattr("nsa_train.smoke.selection.chosen_blocks", fickle)
+    monkeypatch.setattr("nsa_train.telemetry.layers.chosen_blocks", fickle)
     [verdict] = [one for one in check_run(read_records(trained)) if one.rule == "selection repeats"]
     assert verdict.is_passed is False
     assert verdict.found == "1 of 2 layers chose the same blocks twice"

@@ -1,74 +1,54 @@
-"""The findings of preflight on the data: its needs, whether it can be reached, how much there is, and whether the splits are apart."""
+"""Rules about the data: its needs, whether it can be reached, how much there is, and whether the splits are apart."""
 
 from importlib.util import find_spec
-
-from attrs import frozen
 
 from nsa_train.data.dataset import Dataset, open_dataset
 from nsa_train.data.sources.hub import DEFAULT_SUBSET, REPOSITORY
 from nsa_train.errors import DataError
+from nsa_train.preflight.findings import Preflight
 from nsa_train.settings.config import RunConfig, listed
 from nsa_train.settings.data_table import IDS, DataTable
 
 
-@frozen
-class DataFindings:
-    """One line per rule, and the data as it was opened, so that a run need not open it again."""
-
-    passed: tuple[str, ...] = ()
-    warned: tuple[str, ...] = ()
-    failed: tuple[str, ...] = ()
-    dataset: Dataset | None = None
-    """None where it could not be opened"""
-
-
-def probe(config: RunConfig) -> DataFindings:
-    """Open the data of `config` and judge it. Reads a small corpus whole, of a large one what is held out."""
+def check_data(findings: Preflight, config: RunConfig) -> None:
+    """Judge the data of `config` by opening them. Reads a small corpus whole, of a large one what is held out."""
+    findings.needs += needs_of(config.data)
     try:
         dataset = open_dataset(config)
     except DataError as error:
-        return DataFindings(failed=tuple(str(error).splitlines()))
-    failed = [_too_small(name, size, config.train.seq_len) for name, size in _sizes(dataset).items() if size < config.train.seq_len]
-    if not failed and not _has_targets(dataset):
+        findings.failed += str(error).splitlines()
+        return
+    train, sizes = config.train, {"val": dataset.held_out.num_tokens}
+    if "train_tokens" in dataset.sizes:
+        sizes["train"] = dataset.sizes["train_tokens"]
+    failed = [
+        f"train.seq_len={train.seq_len} is longer than the {name} split ({size} tokens; it must fill one row); "
+        f"use {max(2, size)} or less, or more text"
+        for name, size in sizes.items()
+        if size < train.seq_len
+    ]
+    lanes = range(train.batch_size)
+    if not failed and not any(batch.num_targets for batch in dataset.validation_batches(lanes, most=train.eval_batches)):
         failed.append("data: the held-out documents hold no token to predict, so there is no validation loss; use more or longer documents")
     failed += [
         f"data: {held_out} is held out for validation, and shares text with {trained}, which is for training; "
         "name each file in one part of data.mix alone, or remove the copy"
         for held_out, trained in dataset.shared
     ]
-    return DataFindings(passed=() if failed else _described(dataset), warned=_warnings(dataset), failed=tuple(failed), dataset=dataset)
+    findings.failed += failed
+    findings.passed += [] if failed else _described(dataset)
+    findings.warned += _warnings(dataset)
 
 
-def _sizes(dataset: Dataset) -> dict[str, int]:
-    sizes = {"val": dataset.held_out.num_tokens}
-    if "train_tokens" in dataset.sizes:
-        sizes["train"] = dataset.sizes["train_tokens"]
-    return sizes
-
-
-def _has_targets(dataset: Dataset) -> bool:
-    train = dataset.config.train
-    return any(batch.num_targets for batch in dataset.validation_batches(range(train.batch_size), most=train.eval_batches))
-
-
-def _too_small(name: str, size: int, seq_len: int) -> str:
-    return (
-        f"train.seq_len={seq_len} is longer than the {name} split ({size} tokens; it must fill one row); "
-        f"use {max(2, size)} or less, or more text"
-    )
-
-
-def _described(dataset: Dataset) -> tuple[str, ...]:
+def _described(dataset: Dataset) -> list[str]:
     sizes = dataset.sizes
     if "train_documents" in sizes:
-        return tuple(
-            f"data: {side} has {sizes[f'{side}_documents']} documents, {sizes[f'{side}_tokens']:,} tokens" for side in ("train", "val")
-        )
+        return [f"data: {side} has {sizes[f'{side}_documents']} documents, {sizes[f'{side}_tokens']:,} tokens" for side in ("train", "val")]
     held_out = f"{dataset.held_out.num_tokens:,} tokens held out"
-    return (f"data: {dataset.config.data.source}, {sizes['train_blocks']:,} blocks to read; {held_out}",)
+    return [f"data: {dataset.config.data.source}, {sizes['train_blocks']:,} blocks to read; {held_out}"]
 
 
-def _warnings(dataset: Dataset) -> tuple[str, ...]:
+def _warnings(dataset: Dataset) -> list[str]:
     found = []
     if dataset.is_synthetic:
         found.append("data: synthetic ids; the loss stays at ln V, the figures are good for throughput alone")
@@ -76,12 +56,13 @@ def _warnings(dataset: Dataset) -> tuple[str, ...]:
         found.append(f"data: {dataset.bad_records} bad records are skipped; the first: {dataset.first_bad}")
     if dropped := dataset.reading.describe_dropped():
         found.append(f"data: {dropped}")
-    return tuple(found)
+    return found
 
 
 def needs_of(data: DataTable) -> tuple[str, ...]:
     """Return a line for each thing that `data` takes and that does not come with nsa-train. Opens nothing."""
-    lines = (_corpus(data), _tokenizer(data), _packages(data))
+    packages = listed(f"{name} ({_state(name)})" for name in packages_of(data))
+    lines = (_corpus(data), _tokenizer(data), f"packages: {packages}" if packages else None)
     return tuple(line for line in lines if line is not None)
 
 
@@ -119,11 +100,6 @@ def _tokenizer(data: DataTable) -> str | None:
     if data.tokenizer == "byte" or data.source in IDS:
         return None
     return f"tokenizer: {data.tokenizer}, from tiktoken's cache or download; or a file, data.tokenizer_path"
-
-
-def _packages(data: DataTable) -> str | None:
-    names = packages_of(data)
-    return f"packages: {listed(f'{name} ({_state(name)})' for name in names)}" if names else None
 
 
 def _state(name: str) -> str:

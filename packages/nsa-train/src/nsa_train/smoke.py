@@ -1,17 +1,22 @@
-"""The rules that the records of a sound run keep, and the comparison with a baseline."""
+"""The smoke rules: whether the records of a run show what a sound run shows. `nsa-bench smoke` prints the verdicts."""
 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from attrs import frozen
 
 from nsa_train.checkpoint.layout import step_folders
-from nsa_train.errors import ConfigError
-from nsa_train.smoke.records import Records, Verdict, read_metrics
+from nsa_train.errors import ConfigError, TrainError
+from nsa_train.files import MOST_JSON, parse_json, read_regular
+from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.recipe import read_toml
+from nsa_train.telemetry.anomalies import RankWatch
 from nsa_train.telemetry.health import judge, steadiness
-from nsa_train.telemetry.records import Cause
+from nsa_train.telemetry.records import Cause, damaged_records, read_events, read_json, read_rows, standing_skips
 from nsa_train.telemetry.watch import ON_REQUEST, has_died, is_here
 
 FETCH_SHARE = 0.05
@@ -26,6 +31,112 @@ HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_m
 """The figures of the last logged step that are judged, as `nsa_train.telemetry.health` names them."""
 COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
 """Figures of metrics.json that a baseline is compared in: 1 where more is better, -1 where less is."""
+MOST_TOKENS = 512
+"""Tokens of a sequence for which blocks are chosen twice."""
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """One rule: `is_passed` is None where it does not apply, and `found` then says why."""
+
+    rule: str
+    is_passed: bool | None
+    found: str
+
+
+@frozen(kw_only=True)
+class Records:
+    """The records of a run."""
+
+    paths: RunDirectory
+    settings: dict[str, Any]
+    steps: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    progress: list[dict[str, Any]]
+    skips: list[dict[str, Any]]
+    """Events of steps whose update was left out."""
+    newest: RankWatch
+    """The state of rank 0 after the events of its newest start."""
+    metrics: dict[str, Any]
+    damaged: tuple[str, ...] = ()
+    """Records that cannot be read and are left out, a line per file."""
+
+
+def read_records(folder: Path) -> Records:
+    """Return the records of the run in `folder`.
+
+    Raises:
+        ConfigError: when they are not there.
+    """
+    paths = RunDirectory(folder)
+    if not paths.training.is_file() or not paths.config.is_file():
+        raise ConfigError(
+            f"RUN_DIR={str(folder)!r} is no run (it lacks training.csv or config.toml); use the directory that nsa-train printed"
+        )
+    events = list(read_events(paths.heartbeat))
+    return Records(
+        paths=paths,
+        settings=read_toml(paths.config),
+        steps=list(read_rows(paths.training)),
+        evaluations=list(read_rows(paths.validation)),
+        progress=[event for event in events if event["msg"] == "progress"],
+        skips=standing_skips(events),
+        newest=_newest_start(events),
+        metrics=read_json(paths.metrics),
+        damaged=tuple(damaged_records(paths)),
+    )
+
+
+def _newest_start(events: list[dict[str, Any]]) -> RankWatch:
+    found = RankWatch(0)
+    for event in events:
+        found = RankWatch(0) if event["msg"] == "boot" else found
+        found.observe(event)
+    return found
+
+
+def read_metrics(path: Path) -> dict[str, Any]:
+    """Return the content of a metrics.json, or the metrics inside a file of `nsa-bench smoke --json`.
+
+    Raises:
+        ConfigError: when it cannot be read as one.
+    """
+    try:
+        content = parse_json(read_regular(path, MOST_JSON))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as metrics.json ({error}); use the metrics.json of a run") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} is not a table of figures; use the metrics.json of a run")
+    # a result of this command carries them inside
+    inner = content.get("metrics", content)
+    return dict(inner) if isinstance(inner, Mapping) else dict(content)
+
+
+class Judgement(NamedTuple):
+    """The records of a run, and the verdict of every rule on them."""
+
+    records: Records
+    verdicts: list[Verdict]
+
+    @property
+    def has_failed(self) -> bool:
+        """Return True where a rule does not hold."""
+        return any(verdict.is_passed is False for verdict in self.verdicts)
+
+
+def judge_run(folder: Path, *, baseline: Path | None = None, tolerance: float = 5.0) -> Judgement:
+    """Return the judgement of the run in `folder`; against `baseline`, a metrics.json, worse by at most `tolerance` per cent.
+
+    Raises:
+        ConfigError: when `folder` is no run, or the baseline or the tolerance cannot be used.
+    """
+    if not 0 <= tolerance < math.inf:
+        raise ConfigError(f"--tolerance={tolerance} is not a finite percentage >= 0; use 5")
+    records = read_records(folder)
+    verdicts = check_run(records)
+    if baseline is not None:
+        verdicts += check_baseline(records, baseline, tolerance)
+    return Judgement(records, verdicts)
 
 
 def check_run(records: Records) -> list[Verdict]:
@@ -36,7 +147,7 @@ def check_run(records: Records) -> list[Verdict]:
 
 
 def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[Verdict]:
-    """Return how the run's metrics stand to those of `baseline`, a metrics.json: worse by at most `tolerance` per cent.
+    """Return the verdicts on the run's metrics against those of `baseline`, a metrics.json: worse by at most `tolerance` per cent.
 
     Raises:
         ConfigError: when the file cannot be read, or shares no figure with this run.
@@ -126,15 +237,33 @@ def _health(records: Records) -> list[Verdict]:
 
 
 def _selection(records: Records) -> Verdict:
+    """Return whether the newest checkpoint of the run chooses the same blocks twice for the same tokens."""
     rule = "selection repeats"
     if records.settings.get("model", {}).get("attention") == "dense":
         return Verdict(rule=rule, is_passed=None, found="the dense twin chooses none")
     if not step_folders(records.paths.checkpoints):
         return Verdict(rule=rule, is_passed=None, found="the run holds no checkpoint to choose with")
     # only this rule runs a model; the others need no torch
-    from nsa_train.smoke.selection import selection_verdict
+    import torch
 
-    return selection_verdict(records, rule)
+    from nsa_train.checkpoint import load_model, open_checkpoint
+    from nsa_train.host.routing import refused_backends, uses_of_sample
+    from nsa_train.telemetry.layers import chosen_blocks
+
+    try:
+        checkpoint = open_checkpoint(records.paths.root)
+        if refused := refused_backends(checkpoint.config, uses_of_sample(checkpoint.config), advice="judge it where it can"):
+            return Verdict(rule=rule, is_passed=None, found=f"not judged: {next(iter(refused.values()))}")
+        model = load_model(checkpoint)
+    except TrainError as error:
+        return Verdict(rule=rule, is_passed=False, found=str(error))
+    length = min(checkpoint.config.train.seq_len, MOST_TOKENS)
+    ids = torch.randint(0, len(model.embedding.weight), (2, length), generator=torch.Generator().manual_seed(0))
+    first, second = chosen_blocks(model, ids), chosen_blocks(model, ids)
+    if not first:
+        return Verdict(rule=rule, is_passed=None, found="no layer has the selected branch")
+    differing = sum(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return Verdict(rule=rule, is_passed=not differing, found=f"{len(first) - differing} of {len(first)} layers chose the same blocks twice")
 
 
 def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:
@@ -144,7 +273,7 @@ def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:
     if is_gate and rule not in last:
         return Verdict(rule=rule, is_passed=False, found=reason)
     if is_gate:
-        # null stands where there was nothing to take the mean of
+        # null: there was nothing to take the mean of
         is_empty = last[rule] is None
         reason = f"no token of step {last['step']} sees a compressed block" if is_empty else "a single branch holds every gate"
     return Verdict(rule=rule, is_passed=None, found=f"not judged: {reason}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nsa_train.data.probe import needs_of, packages_of
+from nsa_train.preflight.data import needs_of, packages_of
 from nsa_train.settings.data_table import DataTable
 
 BPE = {"tokenizer": "gpt2"}

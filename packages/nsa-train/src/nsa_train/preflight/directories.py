@@ -1,0 +1,129 @@
+"""Rules about the directory of a run: whether it is free, and whether its disk holds the checkpoints."""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from nsa_train.checkpoint.claim import HOLDER, claimed_by_another
+from nsa_train.checkpoint.layout import LATEST, step_folders
+from nsa_train.files import ASIDE
+from nsa_train.preflight.findings import Preflight
+from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+from nsa_train.settings.rules import is_utf_8
+
+BYTES_PER_PARAMETER = 12
+"""Bytes of a checkpoint for each parameter: the weight and Adam's two moments, float32."""
+
+
+def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:
+    """Judge that `out_dir` is a run's own, can be written, is no running one's, and holds no .HALT."""
+    existing, other = nearest_existing(out_dir), _run_around(out_dir)
+    if not is_utf_8(str(out_dir)):
+        findings.failed.append(f"--out={str(out_dir)!r} is not UTF-8 (no record could name it); name another directory")
+    elif claim := claimed_by_another(RunDirectory(out_dir).checkpoints):
+        findings.failed.append(claim)
+    elif out_dir.is_dir() and not resuming and not _is_untouched(RunDirectory(out_dir)):
+        findings.failed.append(
+            f"--out={str(out_dir)!r} is not empty (a run never mixes with another); name a new directory, leave --out away, "
+            "or go on with that run by --resume"
+        )
+    elif link := next((folder for folder in (out_dir, *out_dir.absolute().parents) if folder.is_symlink() and not folder.exists()), None):
+        findings.failed.append(
+            f"--out={str(out_dir)!r} cannot be written ({link} is a link to {str(link.readlink())!r}, which is not there); "
+            "make that, or name another directory"
+        )
+    elif not existing.is_dir() or not os.access(existing, os.W_OK):
+        findings.failed.append(f"--out={str(out_dir)!r} cannot be written ({existing} refuses it); name another directory")
+    elif resuming and (absent := RunDirectory(out_dir).why_not_resumable()):
+        findings.failed.append(absent)
+    elif other is not None:
+        findings.failed.append(
+            f"--out={str(out_dir)!r} lies inside the run {str(other)!r} (a run never mixes with another); name a directory beside it"
+        )
+    else:
+        findings.passed.append(f"out: {out_dir} {'goes on' if resuming else 'is free'}")
+    if RunDirectory(out_dir).halt.exists():
+        findings.failed.append(
+            f"--out={str(out_dir)!r} still holds .HALT (a run that finds it stops at once); remove it: rm '{RunDirectory(out_dir).halt}'"
+        )
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path` where it is there, else the nearest directory above that is."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+
+
+def _is_untouched(paths: RunDirectory) -> bool:
+    """Return whether a directory holds nothing; a run that was killed before its first record has claimed `checkpoints`, no more."""
+    left = [path for path in paths.root.iterdir() if not path.name.startswith(ASIDE)]
+    return all(path == paths.checkpoints and path.is_dir() and all(inside.name == HOLDER for inside in path.iterdir()) for path in left)
+
+
+def _run_around(out_dir: Path) -> Path | None:
+    """Return the run's directory that `out_dir` lies inside, None where it lies in none."""
+    for parent in out_dir.absolute().parents:
+        if RunDirectory(parent).config.is_file() and RunDirectory(parent).heartbeat.is_file():
+            return parent
+    return None
+
+
+def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters: int) -> None:
+    """Judge that the disk of `out_dir` holds the checkpoints that are kept, and one more while it is written.
+
+    Those of this run that lie there already take room that is theirs, or that the run gets back.
+    """
+    root = RunDirectory(out_dir).checkpoints
+    folder, folders = nearest_existing(root), step_folders(root)
+    size, count = BYTES_PER_PARAMETER * parameters, kept_checkpoints(config, tuple(folders)) + 1
+    free = shutil.disk_usage(folder).free
+    # a start removes what a killed save left; older checkpoints go only once its first save is written
+    at_once = free + sum(map(_bytes_below, root.glob(f"{ASIDE}*")))
+    # in a run that was copied without its links, `latest` is a directory, and becomes a link at the first save
+    room = at_once + sum(map(_bytes_below, [*folders.values(), root / LATEST]))
+    given_back = f" and {in_units(room - free)} of this run's checkpoints" if room > free else ""
+    there = f"{in_units(free)} free{given_back}"
+    text = f"{count} checkpoints of {in_units(size)} (kept, and one being written)"
+    findings.needs.append(f"disk: {in_units(size * count)} for {text}; here: {there}")
+    if size * count > room:
+        fitting = room // size - 1
+        fix = f"use --set train.keep_last={fitting}, or another disk" if fitting >= 1 else "name a directory on another disk"
+        findings.failed.append(f"disk: {text} do not fit in the {there} at {folder}; {fix}")
+    elif size > at_once:
+        findings.failed.append(
+            f"disk: the next checkpoint, of {in_units(size)}, does not fit in the {in_units(at_once)} free at {folder} "
+            "(older ones are removed only after it is written); make room there, or move the run to another disk"
+        )
+    else:
+        findings.passed.append(f"disk: {text} fit in {there}")
+
+
+def kept_checkpoints(config: RunConfig, held: tuple[int, ...] = ()) -> int:
+    """Return how many checkpoints there are at the end of a run that finds those of the steps `held`, and goes on from one of them."""
+    train = config.train
+    # those of a branch that was left go with keep_last, others stay
+    staying = [step for step in held if not train.keep_last or step <= train.steps]
+    start, every = min(min(held, default=0), train.steps), train.save_every or train.steps
+    # multiples of `every` beyond `start`, and the last step
+    coming = train.steps // every - start // every + (train.steps % every > 0 and start < train.steps)
+    replaced = sum(start < step <= train.steps and (step % every == 0 or step == train.steps) for step in staying)
+    written = len(staying) + coming - replaced
+    return min(written, train.keep_last) if train.keep_last else written
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return the bytes of the files below `folder`; none for a link, which takes none here."""
+    total = 0
+    for path, _, names in os.walk(folder) if not folder.is_symlink() else ():
+        for name in names:
+            # another process may be writing there, which is a failure of its own
+            with suppress(OSError):
+                total += (Path(path) / name).lstat().st_size
+    return total
+
+
+def in_units(size_bytes: int) -> str:
+    """Return `size_bytes` with two decimals in GiB, below one in MiB, and below one of those in KiB."""
+    power, unit = next(((power, unit) for power, unit in ((30, "GiB"), (20, "MiB")) if size_bytes >= 2**power), (10, "KiB"))
+    return f"{size_bytes / 2**power:,.2f} {unit}"
