@@ -119,6 +119,36 @@ def test_a_bare_call_gives_a_cache_without_gradients_alone(tiny_model, prompt):
         model.train()(prompt, past_key_values=cache)
 
 
+@kinds
+def test_the_logits_of_a_bare_call_are_those_without_a_cache_bit_for_bit(model, prompt):
+    with torch.no_grad():
+        outputs = model(prompt)
+        assert torch.equal(outputs.logits, model(prompt, use_cache=False).logits)
+        # nothing was stored, and a step gets it all the same
+        assert outputs.past_key_values.layers[0].store is None
+        found = model(prompt[:, :3], past_key_values=outputs.past_key_values).logits
+        torch.testing.assert_close(found, model(torch.cat([prompt, prompt[:, :3]], 1)).logits[:, 20:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_a_cache_that_is_still_to_be_filled_is_cropped_repeated_and_selected(tiny_model, prompt, is_padded):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :6] = 0
+    options = {"attention_mask": mask} if is_padded else {}
+    with torch.no_grad():
+        outputs = [model(prompt, **options, **other).past_key_values for other in ({}, {"use_cache": True})]
+        for cache in outputs:
+            cache.crop(-7)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0]))
+            assert (cache.get_seq_length(), cache.batch_size) == (13, 2)
+        found, expected = (model(prompt[:, :2], past_key_values=cache).logits for cache in outputs)
+        torch.testing.assert_close(found, expected)
+        cache = model(prompt).past_key_values
+        cache.reset()
+        assert cache.get_seq_length() == 0
+
+
 def test_the_model_without_a_head_gives_states(tiny_model, tiny_config, prompt):
     model, bare = tiny_model(), NSAModel(tiny_config())
     bare.load_state_dict({name: weight for name, weight in model.state_dict().items() if not name.startswith("lm_head")})

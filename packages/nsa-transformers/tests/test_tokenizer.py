@@ -60,6 +60,7 @@ def test_a_tokenizer_json_gets_a_pad(reloaded):
     source = byte_tokenizer().backend_tokenizer.to_str()
     tokenizer = reloaded(json_tokenizer(source, separator=256, pad=257))
     assert tokenizer(TEXT)["input_ids"] == list(TEXT.encode())
+    assert json_tokenizer(source, separator=256, pad=258).pad_token == "<|pad-258|>"
     with pytest.raises(InputError, match="has id 258 in this tokenizer .the model knows it as 300"):
         json_tokenizer(source.replace("<|pad|>", "<|fill|>"), separator=256, pad=300)
 

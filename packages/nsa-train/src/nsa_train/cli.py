@@ -337,7 +337,7 @@ def report(directory: RunFolder, /) -> int:
     return 0
 
 
-ckpt = App(name="ckpt", help="List, verify and export checkpoints.", suppress_keyboard_interrupt=False)
+ckpt = App(name="ckpt", help="List, verify, export and import checkpoints.", suppress_keyboard_interrupt=False)
 app.command(ckpt)
 
 
@@ -387,6 +387,25 @@ def export(
     from nsa_train.checkpoint.formats import export as export_weights
 
     print(export_weights(source, out, format_, say=warn))
+    return 0
+
+
+@ckpt.command(name="import")
+def import_(
+    source: Annotated[Path, Parameter(name="SOURCE", help="A folder that `ckpt export --format hf` or Transformers wrote.")],
+    out: Annotated[Path, Parameter(help="The run's directory to write, which must not exist.")],
+    /,
+    *,
+    recipe: Annotated[str, Parameter(help="Data and training of the run: a shipped recipe or the path of a TOML file.")] = "demo",
+    set_: Overrides = None,
+) -> int:
+    """Make a run at OUT that goes on with the weights of SOURCE; `nsa-train resume OUT` trains it."""
+    check_path("OUT", out)
+    overrides = settled(set_ or (), say=warn)
+    from nsa_train.checkpoint.hugging_face import import_run
+
+    import_run(source, out, recipe, overrides)
+    print(out)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Transformers' cache interface over the caches of nsa-core: one per layer, made when the first tokens come."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +114,19 @@ class NSACacheLayer(CacheLayerMixin):
     prefetch = offload
 
 
+class Deferred(NamedTuple):
+    """Embedded tokens that no layer has seen yet."""
+
+    x: Tensor
+    """(B, S, hidden_size)"""
+    mask: Tensor | None
+    """(B, S): which are valid; None: all."""
+
+    def rows(self, indices: Tensor) -> "Deferred":
+        """Return the sequences at `indices`; a boolean vector `(B,)` keeps those where it is true."""
+        return Deferred(self.x[indices], None if self.mask is None else self.mask[indices])
+
+
 class NSAModelCache(Cache):
     """The past of all layers of an NSA model, passed as `past_key_values`; may be copied with `copy.deepcopy` and reused."""
 
@@ -140,6 +153,8 @@ class NSAModelCache(Cache):
         make = NSACacheLayer
         layers = [make(max_cache_len, static=static, max_rollback=max_rollback, keep_raw=keep_raw) for _ in range(count)]
         super().__init__(layers=layers)
+        self.deferred: Deferred | None = None
+        """Tokens that the layers get before the next step; None where they have them all."""
 
     @property
     def is_static(self) -> bool:
@@ -166,6 +181,47 @@ class NSAModelCache(Cache):
             )
         if not torch.compiler.is_compiling() and (num_tokens > 1 or not self.is_static):
             self.require_room(int(self.get_seq_length()) + num_tokens)
+
+    def defer(self, x: Tensor, mask: Tensor | None) -> None:
+        """Keep the embedded tokens `x` `(B, S, hidden_size)`, the first ones, until a step follows."""
+        self.deferred = Deferred(x, mask)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the columns of the batch so far, padding included."""
+        return super().get_seq_length(layer_idx) if self.deferred is None else self.deferred.x.shape[1]
+
+    @property
+    def batch_size(self) -> int:
+        """Return the number of sequences, -1 before the first tokens."""
+        return int(super().batch_size) if self.deferred is None else self.deferred.x.shape[0]
+
+    def reset(self) -> None:
+        """Empty every sequence."""
+        self.deferred = None
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every sequence; see `NSACacheLayer.crop`."""
+        if self.deferred is None or tokens_to_remove >= 0:
+            super().crop(tokens_to_remove)
+            return
+        x, mask = self.deferred
+        self.deferred = Deferred(x[:, :tokens_to_remove], None if mask is None else mask[:, :tokens_to_remove])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the sequences by those at `beam_idx` `(B',)`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times."""
+        if self.batch_size > 0:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences at `indices` alone; a boolean vector `(B,)` keeps those where it is true."""
+        if self.deferred is not None:
+            self.deferred = self.deferred.rows(indices.to(self.deferred.x.device))
+        super().batch_select_indices(indices)
 
     def require_room(self, num_tokens: int) -> None:
         """Raise CacheOverflowError where sequences of `num_tokens` tokens do not fit."""

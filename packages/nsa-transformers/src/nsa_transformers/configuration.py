@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from attrs import fields
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from nsa_core.config import SCALING_ALIASES, BlockGeometry, NSAConfig
 from nsa_core.decoder import ATTENTIONS, DecoderSizes, mlp_width
@@ -171,6 +171,11 @@ def nsa_table(config: NSAConfig) -> dict[str, Any]:
     values = config_to_dict(config)
     geometry = values.pop("geometry")
     return {**geometry, **{key: value for key, value in values.items() if key not in (*SIZES, "backends")}}
+
+
+def generation_config(config: NSAModelConfig) -> GenerationConfig:
+    """Return the settings of `generate` for models of `config`: the ids that end and fill a text."""
+    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
 
 def attentions(config: NSAModelConfig) -> list[partial[nn.Module]]:

@@ -71,13 +71,15 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         past_key_values: NSAModelCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        has_labels: bool = False,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return `last_hidden_state` `(B, S, hidden_size)` of `input_ids` `(B, S)`, and `past_key_values` with a cache.
 
         `attention_mask` `(B, past + S)` says which tokens are valid, next to one another. `position_ids` that start again at 0 pack
-        several sequences in a row, which do not see one another; a cache takes none. A pass with a cache records no gradient: without
-        `past_key_values` there is one where `use_cache` says so, by default in evaluation without gradients.
+        several sequences in a row, which do not see one another; a cache takes none. A pass with a cache records no gradient. Without
+        `past_key_values` one is begun where `use_cache` says so; by default where no gradient is recorded, and its stores are filled
+        when a step follows, so that states are those of a pass without it.
 
         Raises:
             InputError: for ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of another model.
@@ -90,50 +92,55 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if x.shape[1] == 0:
             raise InputError(f"the batch has shape {tuple(x.shape[:2])} (a pass needs a token of each sequence); pass a prompt")
-        cache = self._cache_of(past_key_values, use_cache, position_ids, x.shape[0], has_labels=kwargs.get("has_labels", False))
-        if cache is None:
-            return BaseModelOutputWithPast(last_hidden_state=self._whole(x, attention_mask, position_ids))
-        return BaseModelOutputWithPast(last_hidden_state=self._step(x, attention_mask, position_ids, cache), past_key_values=cache)
+        if past_key_values is not None:
+            self._check_cache(past_key_values)
+            cache = None if use_cache is False else past_key_values
+        else:
+            cache = NSAModelCache(self.config) if use_cache and not self._is_learning() else None
+        if cache is not None:
+            return BaseModelOutputWithPast(last_hidden_state=self._step(x, attention_mask, position_ids, cache), past_key_values=cache)
+        states, is_packed = self._whole(x, attention_mask, position_ids)
+        if use_cache is None and self.config.use_cache and not (has_labels or is_packed or torch.is_grad_enabled()):
+            # who evaluates never reads it: its stores are filled when a step follows
+            cache = NSAModelCache(self.config)
+            cache.defer(x, attention_mask)
+        return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
+
+    def _is_learning(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
     def _check_ids(self, ids: Tensor) -> None:
         """Raise InputError for ids beyond the vocabulary; those on a GPU are read by `generate` alone."""
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             require_known_ids(ids, self.config.vocab_size)
 
-    def _cache_of(
-        self, given: Any, use_cache: bool | None, positions: Tensor | None, batch_size: int, *, has_labels: bool
-    ) -> NSAModelCache | None:
-        is_learning = self.training and torch.is_grad_enabled()
-        if given is not None:
-            require_own_cache(given)
-            if is_learning:
-                raise InputError(
-                    "past_key_values came in training (a pass with a cache records no gradient); leave it out, or call model.eval()"
-                )
-            return None if use_cache is False else given
-        if use_cache is None:
-            use_cache = self.config.use_cache and not (self.training or has_labels or torch.is_grad_enabled())
-            # packed sequences are no prompt
-            if use_cache and positions is not None and packing_of(positions, batch_size, positions.shape[1]) is not None:
-                return None
-        return NSAModelCache(self.config) if use_cache and not is_learning else None
+    def _check_cache(self, cache: Any) -> None:
+        require_own_cache(cache)
+        if self._is_learning():
+            raise InputError(
+                "past_key_values came in training (a pass with a cache records no gradient); leave it out, or call model.eval()"
+            )
 
-    def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Return the states of whole sequences. Padding is moved behind them, where causality hides it."""
+    def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, bool]:
+        """Return the states of whole sequences, and whether they are packed. Padding is moved behind them, where causality hides it."""
         batch_size, num_tokens = x.shape[:2]
         padding = padding_of(mask, batch_size, num_tokens, 0)
         if padding is None:
             packing = packing_of(positions, batch_size, num_tokens)
             if packing is None:
-                return self.hidden(x)
+                return self.hidden(x), False
             states = self.hidden(x.flatten(0, 1).unsqueeze(0), *packing)
-            return states.view(batch_size, num_tokens, -1)
+            return states.view(batch_size, num_tokens, -1), True
         if positions is not None:
             require_positions(positions, padding, batch_size, num_tokens, None)
-        return move(self.hidden(move(x, padding.order)), padding.back)
+        return move(self.hidden(move(x, padding.order)), padding.back), False
 
+    @torch.no_grad()
     def _step(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache) -> Tensor:
         """Return the states of tokens that follow those in `cache`."""
+        if cache.deferred is not None:
+            deferred, cache.deferred = cache.deferred, None
+            self._step(deferred.x, deferred.mask, None, cache)
         batch_size, num_tokens = x.shape[:2]
         cache.start([block.attention for block in self.blocks], batch_size, num_tokens)
         is_read = not torch.compiler.is_compiling()

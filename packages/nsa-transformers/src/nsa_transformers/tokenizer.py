@@ -61,7 +61,8 @@ def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None)
     """
     end = tokenizer.id_to_token(separator) or END_OF_TEXT
     tokenizer.add_special_tokens([AddedToken(end, normalized=False, special=True)])
-    filler = tokenizer.id_to_token(pad) or PAD
+    # a tokenizer.json may have a pad of its own, which the model knows as a token like others
+    filler = tokenizer.id_to_token(pad) or (PAD if tokenizer.token_to_id(PAD) is None else f"<|pad-{pad}|>")
     tokenizer.add_special_tokens([AddedToken(filler, normalized=False, special=True)])
     for name, index in ((end, separator), (filler, pad)):
         if tokenizer.token_to_id(name) != index:
