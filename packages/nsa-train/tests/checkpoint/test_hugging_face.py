@@ -1,6 +1,7 @@
 """`ckpt export --format hf` and `ckpt import`: the same logits in Transformers, and a run that goes on."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -279,3 +280,25 @@ def test_without_the_extra_the_commands_say_what_to_install(saved: Callable[...,
     assert done.stdout == "[2, 2]\n"
     assert done.stderr.count("install the extra nsa-train[hf]") == 2
     assert not (tmp_path / "a").exists()
+
+
+TUTORIAL = Path(__file__).resolve().parents[4] / "docs/tutorials/hugging-face.md"
+
+
+def test_the_tutorial_runs_on_an_export(exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("accelerate", "datasets", "peft"):
+        pytest.importorskip(package, reason=f"{package} is not installed (an extra, nsa-transformers[train])")
+    folder = exported("train.seq_len=512", "data.source=synthetic", "data.path=")
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "mine.jsonl").write_text("".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(16)))
+    blocks = re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    assert len(blocks[0].splitlines()) == 5
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(
+            compile(block.replace('"report_to": []', '"report_to": [], "use_cpu": True, "disable_tqdm": True'), str(TUTORIAL), "exec"),
+            names,
+        )
+    assert (folder.parent / "tuned/last/tokenizer.json").is_file() or (folder.parent / "tuned/last/model.safetensors").is_file()
+    assert (folder.parent / "adapter/last/adapter_model.safetensors").is_file()
