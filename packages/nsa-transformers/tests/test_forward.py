@@ -106,6 +106,16 @@ def test_the_last_logits_alone_and_hidden_states_are_given(tiny_model, prompt):
     torch.testing.assert_close(embedded.logits, outputs.logits)
 
 
+def test_hidden_states_in_another_order_are_refused_and_a_cache_in_training_warns(tiny_model, prompt):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :3] = 0
+    for options in ({"attention_mask": mask}, {"position_ids": torch.arange(20)[None] % 10}):
+        with pytest.raises(InputError, match="output_hidden_states came with padding or packed rows"):
+            model(prompt, output_hidden_states=True, use_cache=False, **options)
+    with pytest.warns(UserWarning, match="use_cache=True is ignored in training"):
+        assert model.train()(prompt, use_cache=True).past_key_values is None
+
+
 def test_a_bare_call_gives_a_cache_without_gradients_alone(tiny_model, prompt):
     model = tiny_model()
     assert model(prompt).past_key_values is None

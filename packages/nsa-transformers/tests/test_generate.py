@@ -43,6 +43,26 @@ def test_a_compiled_step_of_a_static_cache_gives_the_tokens_from_scratch(tiny_mo
     assert len(steps) == 1
 
 
+@pytest.mark.slow
+def test_compiled_chunks_of_a_padded_batch_give_the_tokens_from_scratch(tiny_model, prompt, from_scratch):
+    model = tiny_model()
+    mask = torch.arange(20) >= torch.tensor([[0], [9]])
+    ids = torch.where(mask, prompt, PAD)
+    options = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    options._compile_all_devices = True
+    found = model.generate(
+        ids,
+        attention_mask=mask.long(),
+        pad_token_id=PAD,
+        cache_implementation="static",
+        compile_config=options,
+        prefill_chunk_size=10,
+        **GREEDY,
+    )
+    assert torch.equal(found[0], from_scratch(model, prompt[:1], COUNT)[0])
+    assert torch.equal(found[1, 9:], from_scratch(model, prompt[1:, 9:], COUNT)[0])
+
+
 @kinds
 def test_chunked_prefill_changes_no_token(model, prompt, from_scratch):
     found = model.generate(prompt, prefill_chunk_size=7, **GREEDY)

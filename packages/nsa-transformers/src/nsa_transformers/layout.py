@@ -49,9 +49,12 @@ def padding_of(mask: Tensor | None, batch_size: int, num_tokens: int, past: int)
         )
     is_valid = mask != 0
     require_no_holes(is_valid)
-    is_valid = is_valid[:, -num_tokens:]
-    if bool(is_valid.all()):
-        return None
+    return None if bool(is_valid[:, -num_tokens:].all()) else padding_in_graph(mask, num_tokens)
+
+
+def padding_in_graph(mask: Tensor, num_tokens: int) -> Padding:
+    """Return the padding among the last `num_tokens` columns of `mask`, of which nothing is read on the host."""
+    is_valid = mask[:, -num_tokens:] != 0
     counts = is_valid.sum(1)
     lead = torch.where(counts > 0, is_valid.int().argmax(1), 0).unsqueeze(1)
     columns = torch.arange(num_tokens, device=mask.device)

@@ -1,5 +1,6 @@
 """NSAModel and NSAForCausalLM: the decoder of nsa-core with the interface of Transformers. Names of weights are the decoder's."""
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from nsa_core.decoder import EMBEDDING_STD, Block, Decoder
 from nsa_core.errors import InputError
 from nsa_transformers.cache import NSAModelCache
 from nsa_transformers.configuration import NSAModelConfig, attentions
-from nsa_transformers.layout import move, packing_of, padding_of, require_no_holes, require_positions
+from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_no_holes, require_positions
 from nsa_transformers.weights import Loaded
 
 WORKING_CACHES = (None, "dynamic", "static")
@@ -97,9 +98,13 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             cache = None if use_cache is False else past_key_values
         else:
             cache = NSAModelCache(self.config) if use_cache and not self._is_learning() else None
+            if use_cache and cache is None:
+                warnings.warn("use_cache=True is ignored in training (a pass with a cache records no gradient); leave it out", stacklevel=2)
+        is_recorded = bool(kwargs.get("output_hidden_states") or self.config.output_hidden_states)
         if cache is not None:
-            return BaseModelOutputWithPast(last_hidden_state=self._step(x, attention_mask, position_ids, cache), past_key_values=cache)
-        states, is_packed = self._whole(x, attention_mask, position_ids)
+            states = self._step(x, attention_mask, position_ids, cache, is_recorded=is_recorded)
+            return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
+        states, is_packed = self._whole(x, attention_mask, position_ids, is_recorded=is_recorded)
         if use_cache is None and self.config.use_cache and not (has_labels or is_packed or torch.is_grad_enabled()):
             # who evaluates never reads it: its stores are filled when a step follows
             cache = NSAModelCache(self.config)
@@ -121,7 +126,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
                 "past_key_values came in training (a pass with a cache records no gradient); leave it out, or call model.eval()"
             )
 
-    def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, bool]:
+    def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, *, is_recorded: bool) -> tuple[Tensor, bool]:
         """Return the states of whole sequences, and whether they are packed. Padding is moved behind them, where causality hides it."""
         batch_size, num_tokens = x.shape[:2]
         padding = padding_of(mask, batch_size, num_tokens, 0)
@@ -129,25 +134,32 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             packing = packing_of(positions, batch_size, num_tokens)
             if packing is None:
                 return self.hidden(x), False
+            require_in_place(is_recorded and batch_size > 1)
             states = self.hidden(x.flatten(0, 1).unsqueeze(0), *packing)
             return states.view(batch_size, num_tokens, -1), True
+        require_in_place(is_recorded)
         if positions is not None:
             require_positions(positions, padding, batch_size, num_tokens, None)
         return move(self.hidden(move(x, padding.order)), padding.back), False
 
     @torch.no_grad()
-    def _step(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache) -> Tensor:
-        """Return the states of tokens that follow those in `cache`."""
+    def _step(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache, *, is_recorded: bool = False) -> Tensor:
+        """Return the states of tokens that follow those in `cache`. On a GPU the mask and positions of a single token are not read."""
         if cache.deferred is not None:
             deferred, cache.deferred = cache.deferred, None
             self._step(deferred.x, deferred.mask, None, cache)
         batch_size, num_tokens = x.shape[:2]
         cache.start([block.attention for block in self.blocks], batch_size, num_tokens)
-        is_read = not torch.compiler.is_compiling()
-        padding = padding_of(mask, batch_size, num_tokens, int(cache.get_seq_length())) if is_read else None
+        is_single = num_tokens == 1 and x.device.type != "cpu"
+        padding = None
+        if torch.compiler.is_compiling():
+            padding = None if mask is None or is_single else padding_in_graph(mask, num_tokens)
+        elif mask is not None and not is_single:
+            padding = padding_of(mask, batch_size, num_tokens, int(cache.get_seq_length()))
         stores = [layer.store for layer in cache.layers]
-        if positions is not None and is_read and (x.device.type == "cpu" or num_tokens > 1):
+        if positions is not None and not is_single and not torch.compiler.is_compiling():
             require_positions(positions, padding, batch_size, num_tokens, stores[0].lengths)
+        require_in_place(is_recorded and padding is not None)
         if padding is None:
             states = self.hidden(x, caches=stores)
         else:
@@ -260,12 +272,20 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
     @staticmethod
     def create_masks_for_generate(inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
         """Return the mask `(B, S)` of the S new tokens, for a step with a static cache; None where all are valid."""
-        if attention_mask is None:
+        if attention_mask is None or (inputs_embeds.shape[1] == 1 and attention_mask.device.type != "cpu"):
             return None
         is_valid = attention_mask != 0
         require_no_holes(is_valid)
         recent = attention_mask[:, -inputs_embeds.shape[1] :]
         return None if bool((recent != 0).all()) else recent
+
+
+def require_in_place(is_moved: bool) -> None:
+    """Raise InputError where the states of layers would be recorded in another order than the batch has."""
+    if is_moved:
+        raise InputError(
+            "output_hidden_states came with padding or packed rows (layers see the tokens of such a batch in another order); pass rows of one length"
+        )
 
 
 def require_working_cache(kind: str | None) -> None:
