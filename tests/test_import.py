@@ -17,7 +17,7 @@ print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - befor
 """
 OPTIONAL = {
     "cyclopts", "datasets", "flash_attn", "hypothesis", "jinja2", "matplotlib", "nsa_bench", "nsa_kernels_cuda",
-    "nsa_kernels_triton", "nsa_train", "pytest", "rich", "safetensors", "tensorboard", "torchdata", "transformers", "triton",
+    "nsa_kernels_triton", "nsa_train", "nsa_transformers", "pytest", "rich", "safetensors", "tensorboard", "torchdata", "transformers", "triton",
 }  # fmt: skip
 
 

@@ -79,12 +79,15 @@ def stages() -> list[Stage]:
         Stage("built pages", hatch("run", "docs:pages"), 10, is_pytest=False),
         Stage("newest Triton", (*newest, *workers, "packages/nsa-kernels-triton"), 30),
         Stage("peers", (*newest, "packages/nsa-bench/tests/test_peers.py"), 5),
+        Stage("oldest Transformers", (*hatch("run", "oldest:python", "-m", "pytest", "-q"), *workers, *TRANSFORMERS), 20),
         Stage("interpreter without patches", (*python, *workers, "--unpatched-interpreter", *UNPATCHED_SAMPLE), 20),
         *(other_python(version, path) for version, path in installed_pythons().items()),
         Stage("slow tier", (*python, *workers, "-m", "slow", "--timeout=1800", "--hypothesis-profile=thorough"), 75),
     ]
 
 
+TRANSFORMERS = "packages/nsa-transformers"
+"""Tests that use Transformers."""
 UNPATCHED_SAMPLE = (
     "packages/nsa-kernels-triton/tests/test_ops.py",
     "packages/nsa-kernels-triton/tests/test_choice.py",

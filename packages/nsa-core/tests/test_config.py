@@ -184,7 +184,7 @@ def test_branches_must_be_a_choice_of_the_three_each_once(branches):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "ntk"}, "kind='ntk' is unknown (the rule: one of 'linear', 'yarn'); use 'linear'"),
+        ({"kind": "ntk"}, "kind='ntk' is unknown (the rule: one of 'linear', 'yarn', 'llama3'); use 'linear'"),
         ({"kind": "yarn", "factor": 0.5}, "factor=0.5 would shrink positions (the rule: factor >= 1); use 1.0"),
         ({"kind": "yarn", "factor": 0}, "factor=0 is not a finite number above 0 (the rule); use 1.0"),
         (

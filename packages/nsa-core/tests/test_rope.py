@@ -15,6 +15,7 @@ SCALINGS = [
     RopeScaling(kind="linear", factor=4.0),
     RopeScaling(kind="yarn", factor=4.0, original_max_position=256),
     RopeScaling(kind="yarn", factor=8.0, original_max_position=64, attention_factor=0.7),
+    RopeScaling(kind="llama3", factor=8.0, original_max_position=64),
 ]
 
 
@@ -233,3 +234,28 @@ def test_only_yarn_stretches_the_tables(kind):
 def test_an_odd_head_dimension_is_refused_when_the_config_is_built():
     with pytest.raises(ConfigError, match="head_dim_qk=5 is odd"):
         NSAConfig(hidden_size=8, num_heads=2, num_kv_heads=1, head_dim_qk=5, head_dim_v=4)
+
+
+def test_llama3_scaling_is_hugging_faces():
+    """Against transformers' `_compute_llama3_parameters` written out, wavelength by wavelength."""
+    dim, theta, length, factor, low, high = 64, 500000.0, 512, 8.0, 1.0, 4.0
+    expected = []
+    for pair in range(dim // 2):
+        frequency = theta ** (-2 * pair / dim)
+        wavelength = 2 * math.pi / frequency
+        smooth = (length / wavelength - low) / (high - low)
+        if wavelength > length / low:
+            expected.append(frequency / factor)
+        elif wavelength < length / high:
+            expected.append(frequency)
+        else:
+            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
+    scaling = RopeScaling(kind="llama3", factor=factor, original_max_position=length)
+    found = RotaryEmbedding(dim, theta, scaling)._frequencies(torch.device("cpu"))
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
+    assert len({float(x) for x in (found / RotaryEmbedding(dim, theta)._frequencies(torch.device("cpu"))).round(decimals=3)}) > 2
+
+
+def test_a_llama3_ramp_that_falls_is_refused():
+    with pytest.raises(ConfigError, match="low_freq_factor=4.0 is not below high_freq_factor=4.0"):
+        RopeScaling(kind="llama3", factor=8.0, low_freq_factor=4.0)

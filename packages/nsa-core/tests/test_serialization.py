@@ -85,6 +85,7 @@ def test_the_toml_of_a_config_reads_as_written_here():
         'branches = ["slc", "win"]\n'
         'kv = "shared"\n'
         "qk_norm = true\n"
+        "qkv_bias = false\n"
         "\n"
         "[geometry]\n"
         "compression_block_size = 8\n"
@@ -101,6 +102,8 @@ def test_the_toml_of_a_config_reads_as_written_here():
         "original_max_position = 4096\n"
         "beta_fast = 32.0\n"
         "beta_slow = 1.0\n"
+        "low_freq_factor = 1.0\n"
+        "high_freq_factor = 4.0\n"
         "\n"
         "[backends]\n"
         'cmp = "sdpa"\n'

@@ -1,8 +1,10 @@
 """The command line: verbs, exit codes, messages without tracebacks."""
 
+import io
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tomllib
@@ -160,7 +162,7 @@ def test_what_the_output_cannot_spell_is_replaced(tiny_run: RunDirectory) -> Non
     done = subprocess.run(
         [sys.executable, "-m", "nsa_train", *words], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"caf? ?")
 
 
@@ -217,6 +219,60 @@ def test_sample_is_seeded(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("12 bot")
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_sample_reads_prompts_from_a_file_or_standard_input(
+    tiny_run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["sample", str(tiny_run.root), "--tokens", "6", "--temperature", "0"]
+    alone = []
+    for prompt in ("12 bot", "on wall"):
+        assert run_command([*words, "--prompt", prompt]) == 0
+        alone.append(capsys.readouterr().out)
+    (tmp_path / "prompts.txt").write_text("12 bot\n\non wall\n")
+    assert run_command([*words, "--prompts", str(tmp_path / "prompts.txt")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "".join(alone)
+    assert len(re.findall(r"^nsa-train: \d+ tokens, [\d.]+ tokens/s after a prompt of [\d.]+ s$", printed.err, re.MULTILINE)) == 2
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"12 bot\n")))
+    assert run_command([*words, "--prompts", "-"]) == 0
+    assert capsys.readouterr().out == alone[0]
+
+
+def test_sample_stops_before_a_text_and_draws_among_the_likeliest(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sample", str(tiny_run.root), "--prompt", "12 bot", "--tokens", "30"]
+    greedy, narrow, wide = ([*words, *more] for more in (["--temperature", "0"], ["--top-p", "1e-9"], ["--temperature", "5"]))
+    texts = []
+    for line in (greedy, narrow, wide):
+        assert run_command(line) == 0
+        texts.append(capsys.readouterr().out.removeprefix("12 bot").removesuffix("\n"))
+    assert texts[0] == texts[1] != texts[2]
+    stop = texts[2][9:12]
+    assert run_command([*wide, "--stop", "no such text", "--stop", stop]) == 0
+    assert capsys.readouterr().out == f"12 bot{texts[2][: texts[2].index(stop)]}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--prompt and --prompts came together or not at all"),
+        (["--prompt", "x", "--prompts", "y"], "--prompt and --prompts came together or not at all"),
+        (["--prompts", "no/such/file"], "--prompts='no/such/file' cannot be read"),
+        (["--prompt", "x", "--top-p", "0"], "--top-p=0.0 is not a number above 0, up to 1; use 0.95"),
+        (["--prompt", "x", "--top-p", "1.5"], "--top-p=1.5 is not"),
+        (["--prompt", "x", "--stop", ""], "--stop='' is empty"),
+    ],
+)
+def test_sample_refuses_options_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sample", "no/such/run", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_without_a_prompt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, message in ((b"\n \n", "holds no prompt"), (b"\xff\n", "cannot be read"), (b"", "holds no prompt")):
+        (tmp_path / "prompts.txt").write_bytes(content)
+        assert run_command(["sample", "no/such/run", "--prompts", str(tmp_path / "prompts.txt")]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_sample_takes_a_run_a_step_or_latest(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ COLLAPSE_SHARE = 0.95
 """A gate has collapsed where its shares have an entropy below COLLAPSE_ENTROPY, in nats, and the largest is above COLLAPSE_SHARE."""
 CompressedRope = Literal["block_end", "tokens"]
 KeysValues = Literal["separate", "shared"]
-RopeScalingKind = Literal["linear", "yarn"]
+RopeScalingKind = Literal["linear", "yarn", "llama3"]
 BRANCHES = ("cmp", "slc", "win")
 OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose")
 
@@ -149,7 +149,9 @@ class RopeScaling:
 
     `linear` divides every position by `factor`. `yarn` (arXiv 2309.00071) divides only the slow dimensions, blends
     between `beta_fast` and `beta_slow` rotations over `original_max_position`, and scales cos and sin by
-    `attention_factor` (0.1 ln(factor) + 1 where None), as Hugging Face Transformers does. `linear` takes no attention_factor.
+    `attention_factor` (0.1 ln(factor) + 1 where None), as Hugging Face Transformers does. `llama3` divides the dimensions that turn fewer
+    than `low_freq_factor` times over `original_max_position`, leaves those that turn more than `high_freq_factor` times, and blends
+    between. `linear` and `llama3` take no attention_factor.
     """
 
     kind: RopeScalingKind = field(validator=_one_of(get_args(RopeScalingKind)))
@@ -158,15 +160,21 @@ class RopeScaling:
     beta_fast: float = field(default=32.0, validator=_number_above_zero)
     beta_slow: float = field(default=1.0, validator=_number_above_zero)
     attention_factor: float | None = field(default=None, validator=validators.optional(_number_above_zero))
+    low_freq_factor: float = field(default=1.0, validator=_number_above_zero)
+    high_freq_factor: float = field(default=4.0, validator=_number_above_zero)
 
     def __attrs_post_init__(self) -> None:
         if self.factor < 1:
             raise ConfigError(f"factor={self.factor} would shrink positions (the rule: factor >= 1); use 1.0")
         if self.beta_slow >= self.beta_fast:
             raise ConfigError(f"beta_slow={self.beta_slow} is not below beta_fast={self.beta_fast} (YaRN's ramp); use 1.0 and 32.0")
-        if self.kind == "linear" and self.attention_factor is not None:
+        if self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
-                f"attention_factor={self.attention_factor} with kind='linear' would be ignored (it divides positions and nothing else); "
+                f"low_freq_factor={self.low_freq_factor} is not below high_freq_factor={self.high_freq_factor} (llama3's ramp); use 1.0 and 4.0"
+            )
+        if self.kind != "yarn" and self.attention_factor is not None:
+            raise ConfigError(
+                f"attention_factor={self.attention_factor} with kind={self.kind!r} would be ignored (it divides positions and nothing else); "
                 f"use attention_factor=None or kind='yarn'"
             )
 
@@ -273,6 +281,8 @@ class NSAConfig:
     compressed branch reads phi of them."""
     qk_norm: bool = field(default=False, validator=_flag)
     """RMSNorm of every head of q and k before RoPE, with one weight for q and one per K projection; phi reads normalised keys."""
+    qkv_bias: bool = field(default=False, validator=_flag)
+    """Biases of the projections of q, k and v, as in Qwen2; the output projection has none."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.geometry, BlockGeometry):

@@ -67,7 +67,7 @@ class NativeSparseAttention(nn.Module):
         self.telemetry: LayerTelemetry | None = None
         """Attach a `LayerTelemetry` to record the next forward pass; None records nothing."""
         hidden, kv_heads = config.hidden_size, config.num_kv_heads
-        self.q_proj = nn.Linear(hidden, config.num_heads * config.head_dim_qk, bias=False)
+        self.q_proj = nn.Linear(hidden, config.num_heads * config.head_dim_qk, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim_v, hidden, bias=False)
         self._build_keys_values(config)
         self.gate = GateMLP(hidden, config.num_heads, config.gate_hidden_size)
@@ -87,8 +87,8 @@ class NativeSparseAttention(nn.Module):
 
         hidden, kv_heads, dim_qk, dim_v = config.hidden_size, config.num_kv_heads, config.head_dim_qk, config.head_dim_v
         with_keys = [branch for branch in BRANCHES if branch in config.branches or (branch == "cmp" and self._only_chooses)]
-        self.k_proj = by_branch(lambda: nn.Linear(hidden, kv_heads * dim_qk, bias=False), with_keys)
-        self.v_proj = by_branch(lambda: nn.Linear(hidden, kv_heads * dim_v, bias=False), config.branches)
+        self.k_proj = by_branch(lambda: nn.Linear(hidden, kv_heads * dim_qk, bias=config.qkv_bias), with_keys)
+        self.v_proj = by_branch(lambda: nn.Linear(hidden, kv_heads * dim_v, bias=config.qkv_bias), config.branches)
         if config.qk_norm:
             self.q_norm = HeadNorm(dim_qk)
             self.k_norm = by_branch(lambda: HeadNorm(dim_qk), with_keys)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, rotate-half as in Hugging Face Llama, with linear and YaRN scaling."""
+"""Rotary position embedding, rotate-half as in Hugging Face Llama, with linear, YaRN and Llama 3 scaling."""
 
 import math
 from typing import NamedTuple
@@ -43,7 +43,8 @@ class RotaryEmbedding(nn.Module):
             return frequencies
         if self.scaling.kind == "linear":
             return frequencies / self.scaling.factor
-        kept = self._extrapolated_share(self.scaling, device)
+        shares = self._fast_share if self.scaling.kind == "llama3" else self._extrapolated_share
+        kept = shares(self.scaling, device)
         return frequencies * kept + frequencies / self.scaling.factor * (1 - kept)
 
     def _extrapolated_share(self, scaling: RopeScaling, device: torch.device) -> Tensor:
@@ -53,12 +54,18 @@ class RotaryEmbedding(nn.Module):
         pairs = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
         return 1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
 
+    def _fast_share(self, scaling: RopeScaling, device: torch.device) -> Tensor:
+        """Return Llama 3's share of the unscaled frequency per dimension pair: linear in the turns over the original length."""
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
+        turns = scaling.original_max_position * self.theta**-exponents / (2 * math.pi)
+        return ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+
     def _pair_with_rotations(self, rotations: float, scaling: RopeScaling) -> float:
         turns = scaling.original_max_position / (rotations * 2 * math.pi)
         return self.dim * math.log(turns) / (2 * math.log(self.theta))
 
     def _attention_factor(self) -> float:
-        if self.scaling is None or self.scaling.kind == "linear":
+        if self.scaling is None or self.scaling.kind != "yarn":
             return 1.0
         if self.scaling.attention_factor is not None:
             return self.scaling.attention_factor

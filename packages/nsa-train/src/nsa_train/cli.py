@@ -25,7 +25,7 @@ from nsa_train.lifecycle.outcomes import Ending, ending_by_signals, ending_of, h
 from nsa_train.loop.starting import GoingOn, as_sets, start
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig, listed
-from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, resume_step
+from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, read_prompts, resume_step
 from nsa_train.settings.recipe import load_config, settled, shipped_recipes, to_toml
 
 app = App(
@@ -257,16 +257,23 @@ def sample(
     ckpt: Annotated[Path, Parameter(help=CHECKPOINT)],
     /,
     *,
-    prompt: Annotated[str, Parameter(help="The beginning of the text; at least one character.")],
+    prompt: Annotated[str | None, Parameter(help="The beginning of the text; at least one character.")] = None,
+    prompts: Annotated[
+        Path | None,
+        Parameter(name="--prompts", allow_leading_hyphen=True, help="A file with a prompt a line, one text each; -: standard input."),
+    ] = None,
     tokens: Annotated[int, Parameter(help="Tokens to add, at most.")] = 200,
     temperature: Annotated[float, Parameter(help="0 takes the likeliest token.")] = 0.8,
+    top_p: Annotated[float, Parameter(help="Draw among the likeliest tokens whose shares add up to it.")] = 1.0,
+    stop: Annotated[list[str] | None, Parameter(negative="", help="Text that ends the continuation, and is left out. Repeatable.")] = None,
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
     backend: Annotated[
         str | None, Parameter(help="Backend of every attention operation, or auto, in place of those in the checkpoint's nsa.backends.")
     ] = None,
 ) -> int:
-    """Print PROMPT and what the model of CKPT writes after it."""
-    check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed)
+    """Print PROMPT and what the model of CKPT writes after it, as it comes; then, to stderr, the tokens per second."""
+    check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed, top_p=top_p, stops=stop or (), file=prompts)
+    texts = [prompt] if prompts is None else read_prompts(prompts)
     from nsa_train.checkpoint.store import open_checkpoint
 
     checkpoint = open_checkpoint(ckpt)
@@ -275,7 +282,7 @@ def sample(
     from nsa_train.checkpoint.resuming import load_model
     from nsa_train.data.tokenizer import build_tokenizer
     from nsa_train.host.routing import refused_backends, uses_of_sample, with_backend
-    from nsa_train.model.generate import generate
+    from nsa_train.model.stream import Sampling, TextStream
 
     if backend is not None:
         checkpoint = evolve(checkpoint, config=with_backend(checkpoint.config, backend))
@@ -283,13 +290,18 @@ def sample(
         asked = f"CKPT={str(ckpt)!r}" if backend is None else f"--backend={backend!r}"
         raise ConfigError(f"{asked}: {next(iter(problems.values()))}")
     tokenizer = build_tokenizer(checkpoint.config.data)
-    ids = tokenizer.encode(prompt.encode())
-    [drawn] = generate(load_model(checkpoint), [ids], tokenizer=tokenizer, num_tokens=tokens, temperature=temperature, seed=seed)
-    print(prompt + tokenizer.decode(drawn.ids))
-    if drawn.is_cut:
-        raise TrainError(
-            f"CKPT={str(ckpt)!r}: the model's logits are not finite after {len(drawn.ids)} tokens; sample an earlier checkpoint"
-        )
+    model, sampling = load_model(checkpoint), Sampling(tokens, temperature, top_p, seed, tuple(stop or ()))
+    for text in texts:
+        print(text, end="", flush=True)
+        stream = TextStream(model, tokenizer, tokenizer.encode(str(text).encode()), sampling)
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print(flush=True)
+        if stream.is_cut:
+            raise TrainError(
+                f"CKPT={str(ckpt)!r}: the model's logits are not finite after {stream.num_tokens} tokens; sample an earlier checkpoint"
+            )
+        warn(f"{stream.num_tokens} tokens, {stream.toks_per_s:.1f} tokens/s after a prompt of {stream.prompt_s:.2f} s")
     return 0
 
 
@@ -307,7 +319,7 @@ def report(directory: RunFolder, /) -> int:
     return 0
 
 
-ckpt = App(name="ckpt", help="List, verify and export checkpoints.", suppress_keyboard_interrupt=False)
+ckpt = App(name="ckpt", help="List, verify, export and import checkpoints.", suppress_keyboard_interrupt=False)
 app.command(ckpt)
 
 
@@ -357,6 +369,25 @@ def export(
     from nsa_train.checkpoint.formats import export as export_weights
 
     print(export_weights(source, out, format_, say=warn))
+    return 0
+
+
+@ckpt.command(name="import")
+def import_(
+    source: Annotated[Path, Parameter(name="SOURCE", help="A folder that `ckpt export --format hf` or Transformers wrote.")],
+    out: Annotated[Path, Parameter(help="The run's directory to write, which must not exist.")],
+    /,
+    *,
+    recipe: Annotated[str, Parameter(help="Data and training of the run: a shipped recipe or the path of a TOML file.")] = "demo",
+    set_: Overrides = None,
+) -> int:
+    """Make a run at OUT that goes on with the weights of SOURCE; `nsa-train resume OUT` trains it."""
+    check_path("OUT", out)
+    overrides = settled(set_ or (), say=warn)
+    from nsa_train.checkpoint.hugging_face import import_run
+
+    import_run(source, out, recipe, overrides)
+    print(out)
     return 0
 
 

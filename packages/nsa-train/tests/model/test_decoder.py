@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_core import NativeSparseAttention
+from nsa_core.dense_attention import DenseAttention
 from nsa_train.data.packing import IGNORED
 from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import Decoder, build_model, count_parameters
-from nsa_train.model.dense_attention import DenseAttention
 from nsa_train.model.loss import summed_loss
 from nsa_train.settings.recipe import load_config
 

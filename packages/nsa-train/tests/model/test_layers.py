@@ -7,6 +7,7 @@ import torch
 from attrs import evolve
 
 from nsa_core import NativeSparseAttention
+from nsa_core.dense_attention import DenseAttention
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.checkpoint.formats import export
 from nsa_train.checkpoint.resuming import check_resumable
@@ -15,7 +16,6 @@ from nsa_train.data.tokenizer import build_tokenizer
 from nsa_train.errors import ConfigError
 from nsa_train.host.routing import chosen_of, routing_decisions
 from nsa_train.model.decoder import build_model, count_parameters, undrawn_weights
-from nsa_train.model.dense_attention import DenseAttention
 from nsa_train.model.generate import generate
 from nsa_train.preflight.judge import run_preflight
 from nsa_train.preflight.memory import estimate_memory

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from nsa_core.dense_attention import DenseAttention
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.model.decoder import build_model, count_parameters, undrawn_weights
-from nsa_train.model.dense_attention import DenseAttention
 from nsa_train.preflight.memory import estimate_memory
 
 attentions = pytest.mark.parametrize("attention", ["nsa", "dense"])

@@ -25,6 +25,8 @@ ALLOWED = {
         "train.samples",
         "data.packing",
         "nsa.qk_norm",
+        "nsa.qkv_bias",
+        "model.tie_embeddings",
     },
     "1.5": {
         "train.lr",

@@ -9,7 +9,7 @@ import torch
 
 from nsa_train.cli import run_command
 from nsa_train.loop.trainer import Trainer
-from nsa_train.model.generate import Continuation
+from nsa_train.model.generate import BROKEN
 from nsa_train.run_dir import RunDirectory
 
 
@@ -327,8 +327,8 @@ def test_a_parameter_without_a_gradient_stops_the_run(
 def test_sample_refuses_a_model_of_nan_logits(
     tiny_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cut = Continuation(torch.tensor(list(b"and s")), is_cut=True)
-    monkeypatch.setattr("nsa_train.model.generate.generate", lambda *args, **options: [cut])
+    drawn = iter([*b"and s", BROKEN])
+    monkeypatch.setattr("nsa_train.model.stream.draw", lambda *args: torch.tensor([next(drawn)]))
     assert run_command(["sample", str(tiny_run.root), "--prompt", "once "]) == 1
     printed = capsys.readouterr()
     assert printed.out == "once and s\n"

@@ -120,6 +120,21 @@ def point_latest(root: Path, name: str) -> None:
     _flush(root)
 
 
+def whole(out: Path, write: Callable[[Path], None]) -> Path:
+    """Let `write` make a file or folder aside, then give it the name `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        write(aside)
+        aside.rename(out)
+    except BaseException:
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        aside.unlink(missing_ok=True)
+        raise
+    return out
+
+
 def _set_aside(path: Path, aside: Path) -> None:
     """Remove `path` so that at no moment half of it stands under its name."""
     _remove(aside)

@@ -181,7 +181,22 @@ def _require_lossless(tokenizer: BytePairTokenizer, file: Path) -> None:
         )
 
 
+def ranks_of(path: str | None) -> dict[bytes, int]:
+    """Return token -> id of GPT-2's merges: those of a local vocab.bpe with encoder.json, or tiktoken's.
+
+    Raises:
+        DataError: as `open_bpe`.
+    """
+    encoding = _downloaded_encoding() if path is None else _encoding_of_merges(Path(path))
+    ranks: dict[bytes, int] = encoding._mergeable_ranks
+    return ranks
+
+
 def _of_merges(file: Path) -> BytePairTokenizer:
+    return _of_encoding(_encoding_of_merges(file))
+
+
+def _encoding_of_merges(file: Path) -> Any:
     tiktoken = _tiktoken()
     merges, encoder = file.with_name("vocab.bpe"), file.with_name("encoder.json")
     for path in (merges, encoder):
@@ -201,14 +216,17 @@ def _of_merges(file: Path) -> BytePairTokenizer:
         ) from None
     pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
     separator = len(ranks)
-    encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: separator})
-    return _of_encoding(encoding)
+    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: separator})
 
 
 def _downloaded() -> BytePairTokenizer:
+    return _of_encoding(_downloaded_encoding())
+
+
+def _downloaded_encoding() -> Any:
     tiktoken = _tiktoken()
     try:
-        return _of_encoding(tiktoken.get_encoding("gpt2"))
+        return tiktoken.get_encoding("gpt2")
     # requests' errors are OSErrors; a damaged cache is a ValueError
     except (OSError, ValueError) as error:
         raise DataError(

@@ -1,104 +1,33 @@
-"""The decoder: embedding, blocks of RMSNorm -> attention and RMSNorm -> SwiGLU, and an output tied to the embedding."""
+"""The decoder of a run: nsa-core's, with a loss, recomputation and compilation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nsa_core import NativeSparseAttention, NSAConfig
+from nsa_core import decoder
+from nsa_core.decoder import ATTENTIONS, Block, DecoderSizes, mlp_width
 from nsa_train.data.tokenizer import num_ids_of
 from nsa_train.errors import ConfigError
-from nsa_train.model.dense_attention import DenseAttention
 from nsa_train.model.loss import ChunkKernel, loss_and_gradient, summed_loss, summed_loss_in_chunks
-from nsa_train.model.recompute import recomputed
+from nsa_train.model.recompute import RECOMPUTATIONS
 from nsa_train.settings.config import Layer, RunConfig
 
-ATTENTIONS: dict[str, type[NativeSparseAttention] | type[DenseAttention]] = {"nsa": NativeSparseAttention, "dense": DenseAttention}
-"""By the names that `model.attention` and `model.layers` allow."""
-EMBEDDING_STD = 0.02
-"""Small, so that the tied output starts near uniform: the first loss is about ln(vocab_size)."""
 
-
-def mlp_width(dim: int) -> int:
-    """Return the hidden width of an MLP on `dim` channels: 8/3 of them, rounded up to a multiple of 64."""
-    return -(-8 * dim // (3 * 64)) * 64
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), `mlp_width(dim)` wide."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        width = mlp_width(dim)
-        self.gate = nn.Linear(dim, width, bias=False)
-        self.up = nn.Linear(dim, width, bias=False)
-        self.down = nn.Linear(width, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `(..., dim)` of `x` `(..., dim)`."""
-        result: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-        return result
-
-
-class Block(nn.Module):
-    """One pre-norm layer."""
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        config: NSAConfig = layer.config
-        self.recompute = "none"
-        """The part that the backward pass computes again: `train.activation_checkpointing`."""
-        self.attention_norm = nn.RMSNorm(config.hidden_size)
-        self.attention = ATTENTIONS[layer.attention](config)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size)
-        self.mlp = SwiGLU(config.hidden_size)
-
-    def forward(
-        self,
-        x: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        cache: Any = None,
-        query_count: Tensor | None = None,
-    ) -> Tensor:
-        """Return `(B, S, hidden)` of `x` `(B, S, hidden)`."""
-        if self.recompute != "none" and self.training and cache is None:
-            return recomputed(self._layer, self.recompute, x, cu_seqlens, max_seqlen)
-        return self._layer(x, cu_seqlens, max_seqlen, cache, query_count)
-
-    def _layer(
-        self,
-        x: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        cache: Any = None,
-        query_count: Tensor | None = None,
-    ) -> Tensor:
-        attended = self.attention(
-            self.attention_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache, query_count=query_count
-        )
-        x = x + attended
-        result: Tensor = x + self.mlp(self.mlp_norm(x))
-        return result
-
-
-class Decoder(nn.Module):
+class Decoder(decoder.Decoder):
     """Token ids to logits or, with labels, to their loss."""
 
-    def __init__(self, layers: Sequence[Layer], *, vocab_size: int) -> None:
-        super().__init__()
-        dim = layers[0].config.hidden_size
-        self.embedding = nn.Embedding(vocab_size, dim)
-        self.blocks = nn.ModuleList(map(Block, layers))
-        self.norm = nn.RMSNorm(dim)
+    def __init__(self, layers: Sequence[Layer], sizes: DecoderSizes) -> None:
+        """Build a decoder of `layers`, first to last."""
+        super().__init__(sizes, (partial(ATTENTIONS[layer.attention], layer.config) for layer in layers))
         self.loss_chunk = 0
         """Tokens whose logits exist at a time when labels are given; 0: all."""
         self._whole_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
         self._chunk_kernel: ChunkKernel = loss_and_gradient
-        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
 
     def forward(
         self,
@@ -115,15 +44,12 @@ class Decoder(nn.Module):
         Packed: B = 1 with `cu_seqlens` int32 `(N + 1,)` and the host bound `max_seqlen`. With `caches` (`new_caches`)
         the tokens follow those held, of which `query_count` `(B,)` are valid.
         """
-        x = self.embedding(input_ids)
-        for index, block in enumerate(self.blocks):
-            x = block(x, cu_seqlens, max_seqlen, caches[index] if caches else None, query_count)
-        hidden, weight = self.norm(x), self.embedding.weight
+        hidden = self.hidden(self.embedding(input_ids), cu_seqlens, max_seqlen, caches, query_count)
         if labels is None:
-            return nn.functional.linear(hidden, weight)
+            return self.logits(hidden)
         if self.loss_chunk:
-            return summed_loss_in_chunks(hidden, weight, labels, self.loss_chunk, self._chunk_kernel)
-        return self._whole_loss(nn.functional.linear(hidden, weight), labels)
+            return summed_loss_in_chunks(hidden, self.output_weight, labels, self.loss_chunk, self._chunk_kernel)
+        return self._whole_loss(self.logits(hidden), labels)
 
     def compile_parts(self, **options: Any) -> None:
         """Compile each block's forward pass and the loss; `options` are those of `torch.compile`."""
@@ -132,15 +58,26 @@ class Decoder(nn.Module):
         self._whole_loss = torch.compile(summed_loss, **options)
         self._chunk_kernel = torch.compile(loss_and_gradient, **options)
 
-    def new_caches(self, batch_size: int, max_seqlen: int) -> list[Any]:
-        """Return an empty cache per layer, for sequences of at most `max_seqlen` tokens."""
-        return [cast(Block, block).attention.new_cache(batch_size, max_seqlen) for block in self.blocks]
 
-    @property
-    def sparse_layers(self) -> list[NativeSparseAttention]:
-        """Return the NSA layers, first to last, without those that are dense."""
-        attentions = [cast(Block, block).attention for block in self.blocks]
-        return [attention for attention in attentions if isinstance(attention, NativeSparseAttention)]
+def sizes_of(config: RunConfig) -> DecoderSizes:
+    """Return the sizes of `config`'s decoder.
+
+    Raises:
+        ConfigError: when its vocabulary does not fit its tokenizer.
+    """
+    model = config.model
+    return DecoderSizes(
+        vocab_size=vocab_size_of(config),
+        hidden_size=model.dim,
+        intermediate_size=intermediate_size_of(config),
+        norm_eps=model.norm_eps,
+        tie_embeddings=model.tie_embeddings,
+    )
+
+
+def intermediate_size_of(config: RunConfig) -> int:
+    """Return the width of the MLP: `model.intermediate_size`, or `mlp_width` of `model.dim` where that is 0."""
+    return config.model.intermediate_size or mlp_width(config.model.dim)
 
 
 def vocab_size_of(config: RunConfig) -> int:
@@ -161,10 +98,10 @@ def vocab_size_of(config: RunConfig) -> int:
 
 def build_model(config: RunConfig) -> Decoder:
     """Return the decoder of `config`, with freshly drawn weights."""
-    model = Decoder(layers_of(config), vocab_size=vocab_size_of(config))
+    model = Decoder(layers_of(config), sizes_of(config))
     model.loss_chunk = config.train.loss_chunk
     for block in model.blocks:
-        cast(Block, block).recompute = config.train.activation_checkpointing
+        cast(Block, block).recompute = RECOMPUTATIONS[config.train.activation_checkpointing]
     return model
 
 
@@ -199,7 +136,7 @@ def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:
     """
     pattern = config.pattern()
     with weightless():
-        model = Decoder(pattern, vocab_size=vocab_size_of(config))
+        model = Decoder(pattern, sizes_of(config))
     layers = [block.state_dict() for block in model.blocks]
     repeated = {
         f"blocks.{index}.{name}": weight for index in range(config.model.n_layers) for name, weight in layers[index % len(pattern)].items()
@@ -231,6 +168,6 @@ def introduced(config: RunConfig) -> str:
 def _count(config: RunConfig, attention: str) -> int:
     pattern = config.pattern(attention)
     with weightless():
-        model = Decoder(pattern, vocab_size=vocab_size_of(config))
+        model = Decoder(pattern, sizes_of(config))
     layers, whole = (sum(weight.numel() for weight in module.parameters()) for module in (model.blocks, model))
     return whole + (config.model.n_layers // len(pattern) - 1) * layers

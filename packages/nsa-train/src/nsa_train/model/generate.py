@@ -45,16 +45,16 @@ def generate(
     logits = model(ids.to(device), caches=caches, query_count=counts.to(device, torch.int32))
     logits = logits[torch.arange(len(prompts)), counts - 1]
     generator = torch.Generator().manual_seed(seed)
-    drawn = [_draw(logits, tokenizer, temperature, generator)]
+    drawn = [draw(logits, tokenizer, temperature, generator)]
     # to the last token also where all have ended: with shards, every rank takes part in every forward pass
     while len(drawn) < num_tokens:
         logits = model(drawn[-1].clamp(min=0)[:, None].to(device), caches=caches)[:, -1]
-        drawn.append(_draw(logits, tokenizer, temperature, generator))
+        drawn.append(draw(logits, tokenizer, temperature, generator))
     model.train(was_training)
     return [_ended(row, tokenizer.separator) for row in torch.stack(drawn, dim=1)]
 
 
-def _draw(logits: Tensor, tokenizer: Tokenizer, temperature: float, generator: torch.Generator) -> Tensor:
+def draw(logits: Tensor, tokenizer: Tokenizer, temperature: float, generator: torch.Generator, top_p: float = 1.0) -> Tensor:
     """Return one id per row of `logits` `(B, V)`, on the CPU; padding is never drawn; -1 where they are not finite."""
     logits = logits.float().cpu()
     is_broken = ~logits.isfinite().all(-1)
@@ -64,9 +64,18 @@ def _draw(logits: Tensor, tokenizer: Tokenizer, temperature: float, generator: t
         ids = logits.argmax(-1)
     else:
         # the largest becomes 0, so that no quotient is too large for a float
-        below = (logits - logits.amax(-1, keepdim=True)) / temperature
-        ids = torch.multinomial(below.softmax(-1), 1, generator=generator)[:, 0]
+        shares = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+        ids = torch.multinomial(_likeliest(shares, top_p), 1, generator=generator)[:, 0]
     return ids.masked_fill(is_broken, BROKEN)
+
+
+def _likeliest(shares: Tensor, top_p: float) -> Tensor:
+    """Return `shares` `(B, V)` without those that follow the likeliest ones whose sum is `top_p`."""
+    if top_p >= 1:
+        return shares
+    ordered, order = shares.sort(-1, descending=True)
+    is_behind = ordered.cumsum(-1) - ordered >= top_p
+    return shares.masked_fill(torch.zeros_like(is_behind).scatter(-1, order, is_behind), 0)
 
 
 def _ended(ids: Tensor, separator: int) -> Continuation:

@@ -22,18 +22,20 @@ PRODUCTS = frozenset(
 """The operations of torch whose results are dear enough to keep."""
 
 
-def recomputed(layer: Callable[..., Tensor], kind: str, *inputs: Any) -> Tensor:
-    """Return `layer(*inputs)`; "full" keeps its inputs alone, "selective" also its products and attention.
-
-    A layer draws no random numbers, so none are replayed.
-    """
-    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    # two calls and no choice of a function: that is how torch.compile can read it
-    if kind == "selective":
-        kept: Tensor = checkpoint(layer, *inputs, context_fn=_selective_contexts, **settings)
-        return kept
-    result: Tensor = checkpoint(layer, *inputs, **settings)
+def keeping_inputs(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return `layer(*inputs)`, of which its inputs alone are kept. A layer draws no random numbers, so none are replayed."""
+    result: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
     return result
+
+
+def keeping_products(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return `layer(*inputs)`, of which its inputs, products and attention are kept; see `keeping_inputs`."""
+    result: Tensor = checkpoint(layer, *inputs, context_fn=_selective_contexts, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+RECOMPUTATIONS = {"none": None, "full": keeping_inputs, "selective": keeping_products}
+"""By the names that `train.activation_checkpointing` allows."""
 
 
 def _selective_contexts() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from nsa_train.host.machine import Machine
-from nsa_train.model.decoder import mlp_width, vocab_size_of
+from nsa_train.model.decoder import intermediate_size_of, vocab_size_of
 from nsa_train.settings.config import Layer, RunConfig
 from nsa_train.settings.rules import MOST_ACCUMULATED
 
@@ -93,7 +93,7 @@ def _bytes_of_block(config: RunConfig, layer: Layer) -> int:
     # float32 inputs of the norms of q and k, and their casts
     norms = (4 + wide) * (queries + sets * model.n_kv_heads * model.head_dim_qk) if config.nsa.qk_norm else 0
     # two norms with their float32 inputs and casts, projections before and after RoPE, each branch's output, the MLP
-    own = wide * (2 * queries + 2 * sets * keys_values + (branches + 1) * outputs + 4 * mlp_width(model.dim))
+    own = wide * (2 * queries + 2 * sets * keys_values + (branches + 1) * outputs + 4 * intermediate_size_of(config))
     return 2 * model.dim * (4 + 4 + wide) + own + norms
 
 

@@ -28,6 +28,7 @@ from nsa_train.settings.rules import (
     limited,
     number,
     one_of,
+    optional_number,
     optional_text,
     undivided_rows,
 )
@@ -54,7 +55,7 @@ _LAYERS = Rule(lambda value: isinstance(value, tuple), "a list of layers", '["de
 
 @frozen(kw_only=True)
 class ModelTable(Table):
-    """The decoder. Its output layer shares the token embedding; its MLP is 8/3 `dim` wide, rounded up to 64."""
+    """The decoder."""
 
     table = "model"
     dim: int = integer(at_least=1, at_most=65_536, example=128)
@@ -75,6 +76,14 @@ class ModelTable(Table):
     is left out), `branches` and sizes of blocks that this layer has of its own. Empty: all layers have `attention`."""
     vocab_size: int = integer(at_least=0, at_most=2**24, example=50304, default=0)
     """Rows of the embedding; 0: as many as the tokenizer has ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
+    intermediate_size: int = integer(at_least=0, at_most=2**20, example=1024, default=0)
+    """Width of the MLP; 0: 8/3 `dim`, rounded up to 64."""
+    tie_embeddings: bool = flag(default=True)
+    """The output layer shares the token embedding; else it has a weight of its own."""
+    norm_eps: float | None = optional_number(at_least=1e-12, at_most=1, example=1e-6)
+    """Added to the mean square in RMSNorm; left out: the machine epsilon of the norm's input."""
+    max_position: int = integer(at_least=0, at_most=2**31 - 1, example=4096, default=0)
+    """The longest sequence that the model is meant for, which an export states; 0: `train.seq_len`. No row may be longer."""
 
     def broken_pairs(self) -> list[str]:
         """Return the problems of n_heads / n_kv_heads and head_dim_qk."""
@@ -200,6 +209,8 @@ class NSATable(Table):
     """"shared": one K and V for all branches, under the names of the dense twin's; the twin has one as it is."""
     qk_norm: bool = flag(default=_DEFAULTS["qk_norm"])
     """RMSNorm of every head of q and k before RoPE; the dense twin has it too."""
+    qkv_bias: bool = flag(default=_DEFAULTS["qkv_bias"])
+    """Biases of the projections of q, k and v; the dense twin has them too."""
 
     def broken_pairs(self) -> list[str]:
         """Return the problems of rope_scaling that nsa-core does not find."""
@@ -312,6 +323,11 @@ class RunConfig:
     def __attrs_post_init__(self) -> None:
         if problems := self.data.broken_rows(self.train.seq_len):
             raise ConfigError.of(problems)
+        if 0 < self.model.max_position < self.train.seq_len:
+            raise ConfigError(
+                f"train.seq_len={self.train.seq_len} is above model.max_position={self.model.max_position} (no row is longer than that); "
+                f"use --set model.max_position={self.train.seq_len}"
+            )
         for index, layer in enumerate(self.model.layers):
             self._table_of(index, layer)
         if self.train.profile == "branches" and self.model.attention == "dense":

@@ -2,10 +2,12 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from nsa_train.errors import ConfigError
+from nsa_train.files import MOST_JSON, read_regular
 from nsa_train.settings.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_number, is_utf_8
 
 MOST_SAMPLED = 100_000
@@ -14,6 +16,7 @@ COLDEST, HOTTEST = 1e-3, 1e3
 """Temperatures but 0; beyond them the draw is the likeliest token, or uniform."""
 NEWEST, AUTO = -1, -2
 """Values of the step to resume from. NEWEST: the newest whole checkpoint. AUTO: the same where a run is there, else a new run."""
+STANDARD_INPUT = "-"
 LONGEST_BELOW = 128
 """Bytes of the longest path below a run's directory, rounded up."""
 
@@ -32,6 +35,25 @@ def resume_step(text: str) -> int:
             "a step, or --resume auto to start where there is no run yet"
         )
     return int(text)
+
+
+def read_prompts(source: Path) -> list[str]:
+    """Return the prompts of a file, or of standard input where `source` is "-": one a line, empty lines left out.
+
+    Raises:
+        ConfigError: where it cannot be read, or holds none.
+    """
+    try:
+        content = sys.stdin.buffer.read(MOST_JSON + 1) if str(source) == STANDARD_INPUT else read_regular(source, MOST_JSON)
+        if len(content) > MOST_JSON:
+            raise ValueError(f"it has more than {MOST_JSON:,} bytes")
+        lines = content.decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--prompts={str(source)!r} cannot be read ({error}); name a UTF-8 file with a prompt a line, or -") from None
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise ConfigError(f"--prompts={str(source)!r} holds no prompt (one a line); write one, or use --prompt 'def '")
+    return found
 
 
 def check_path(option: str, path: str | Path) -> None:
@@ -78,13 +100,27 @@ def check_seconds(option: str, seconds: float, *, example: float) -> None:
         raise ConfigError(f"{option}={seconds} is not a number of seconds from {LEAST_SECONDS:g} to {MOST_SECONDS:,}; use {example:g}")
 
 
-def check_sampling(prompt: str, *, tokens: int, temperature: float, seed: int) -> None:
-    """Let the options of `nsa-train sample` pass.
+def check_sampling(
+    prompt: str | None,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    top_p: float = 1.0,
+    stops: Iterable[str] = (),
+    file: Path | None = None,
+) -> None:
+    """Let the options of `nsa-train sample` pass: a `prompt`, or a `file` of prompts.
 
     Raises:
         ConfigError: a line for each that breaks its rule.
     """
     problems = []
+    if (prompt is None) == (file is None):
+        problems.append(
+            "--prompt and --prompts came together or not at all (one of them has the beginning of the text); use --prompt 'def '"
+        )
+    prompt = "x" if prompt is None else prompt
     if not prompt:
         problems.append("--prompt='' is empty (the model needs a first token); use --prompt 'def '")
     if not is_utf_8(prompt):
@@ -93,6 +129,13 @@ def check_sampling(prompt: str, *, tokens: int, temperature: float, seed: int) -
         problems.append(f"--tokens={tokens} is not an integer from 1 to {MOST_SAMPLED:,}; use 200")
     if not (temperature == 0 or is_number(temperature, at_least=COLDEST, at_most=HOTTEST)):
         problems.append(f"--temperature={temperature} is neither 0 nor a number from {COLDEST:g} to {HOTTEST:g}; use 0.8")
+    if not 0 < top_p <= 1:
+        problems.append(f"--top-p={top_p} is not a number above 0, up to 1; use 0.95")
+    problems += [
+        f"--stop={stop!r} is empty or not UTF-8 (it would end every text, or none); leave it out"
+        for stop in stops
+        if not (stop and is_utf_8(stop))
+    ]
     if not 0 <= seed <= MOST_SEED:
         problems.append(f"--seed={seed} is not an integer from 0 to {MOST_SEED:,}; use 0")
     if problems:

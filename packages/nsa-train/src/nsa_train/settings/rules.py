@@ -110,6 +110,12 @@ def optional_text(*, example: str) -> Any:
     return _key(Rule(lambda value: value is None or (isinstance(value, str) and bool(value)), "a string", example), None)
 
 
+def optional_number(*, at_least: float, at_most: float, example: float) -> Any:
+    """Return a field that holds a number in these bounds, both inclusive, or nothing."""
+    text = f"a number from {at_least:g} to {at_most:,}"
+    return _key(Rule(lambda value: value is None or is_number(value, at_least=at_least, at_most=at_most), text, f"{example:g}"), None)
+
+
 def _key(rule: Rule, default: Any) -> Any:
     return field(default=default, metadata={"rule": rule})
 

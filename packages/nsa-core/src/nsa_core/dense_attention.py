@@ -3,12 +3,15 @@
 It takes the fastest dense attention that a device offers, never torch's default choice, which on Hopper is half as fast.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_core import NSAConfig
-from nsa_core.errors import CacheOverflowError
+from nsa_core.config import NSAConfig
+from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.kv_cache.cache import FIRST_CAPACITY
 from nsa_core.module import HeadNorm
 from nsa_core.reference.causal import causal_attention
 from nsa_core.rope import RotaryEmbedding
@@ -21,49 +24,109 @@ LARGEST_VARLEN_DIM = 256
 class DenseCache:
     """Keys and values of every sequence, at their positions; lengths may differ within the batch."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Start empty in stores `(B, max_seqlen + 1, G, D)`; the last row takes what is not valid."""
-        self.keys, self.values = keys, values
+    def __init__(self, keys: Tensor, values: Tensor, max_seqlen: int | None = None, *, static: bool = False) -> None:
+        """Start empty in stores `(B, rows + 1, G, D)`; the last row takes what is not valid.
+
+        The stores grow by doubling up to `max_seqlen` tokens (None: no bound). A `static` cache keeps its rows and no state on the
+        host: tokens that do not fit are dropped and noted on the device, where `check` finds the note.
+        """
+        self.keys, self.values, self.is_static = keys, values, static
+        self.max_seqlen = max_seqlen
         self.lengths = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
         """(B,): tokens held of each sequence."""
-        self.bound = 0
+        self.overflowed = torch.zeros_like(self.lengths, dtype=torch.bool)
+        """(B,): the sequences of a static cache that lost tokens."""
+        self.bound = self.capacity if static else 0
         """The longest that a sequence can be, known on the host."""
 
-    def append(self, k: Tensor, v: Tensor, query_count: Tensor | None) -> Tensor:
-        """Store `k`, `v` `(B, S, G, D)` after what is held and return int64 `(B, S)`, their positions.
+    @property
+    def capacity(self) -> int:
+        """Return the tokens of a sequence that there is room for."""
+        return self.keys.shape[1] - 1
 
-        Rows from `query_count` `(B,)` on are not valid and are dropped.
+    @property
+    def batch_size(self) -> int:
+        """Return the number of sequences."""
+        return self.keys.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of both stores."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def append(self, k: Tensor, v: Tensor, query_count: Tensor | None) -> None:
+        """Store `k`, `v` `(B, S, G, D)` after what is held. Rows from `query_count` `(B,)` on are not valid and are dropped.
 
         Raises:
-            CacheOverflowError: when a sequence could pass max_seqlen.
+            CacheOverflowError: when a sequence could pass max_seqlen of a cache that grows.
         """
-        spare, step = self.keys.shape[1] - 1, torch.arange(k.shape[1], device=k.device)
-        if self.bound + k.shape[1] > spare:
-            raise CacheOverflowError(
-                f"{k.shape[1]} tokens after {self.bound} pass max_seqlen={spare} of this cache; "
-                f"use new_cache with max_seqlen={self.bound + k.shape[1]} or more"
-            )
-        self.bound += k.shape[1]
-        positions = self.lengths[:, None] + step
-        counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.long()
-        rows = torch.where(step < counts[:, None], positions, spare)
+        if not self.is_static:
+            self._make_room(k.shape[1])
+        spare, step = self.capacity, torch.arange(k.shape[1], device=k.device)
+        counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.to(self.lengths)
+        fitting = torch.minimum(counts, spare - self.lengths)
+        rows = torch.where(step < fitting[:, None], self.lengths[:, None] + step, spare)
         sequences = torch.arange(len(k), device=k.device)[:, None]
         # under autocast they come in its dtype
         self.keys[sequences, rows], self.values[sequences, rows] = k.to(self.keys.dtype), v.to(self.values.dtype)
-        self.lengths = self.lengths + counts
-        return positions
+        self.lengths.add_(fitting)
+        self.overflowed.logical_or_(fitting < counts)
+
+    def check(self) -> None:
+        """Raise CacheOverflowError where a step of a static cache dropped tokens that did not fit; waits for the device."""
+        if lost := self.overflowed.nonzero().flatten().tolist():
+            raise CacheOverflowError(f"sequences {lost} lost tokens (a static cache never grows); reset them, or build a larger cache")
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` tokens of every sequence.
+
+        Raises:
+            CacheOverflowError: where a sequence of a static cache lost tokens, or, on a CPU, has fewer.
+        """
+        if self.is_static:
+            self.check()
+        if self.lengths.device.type == "cpu" and bool((self.lengths < num_tokens).any()):
+            raise CacheOverflowError(f"a sequence cannot go back by {num_tokens} tokens (it has {int(self.lengths.min())}); crop fewer")
+        self.lengths.sub_(num_tokens).clamp_(min=0)
+        self.bound -= 0 if self.is_static else num_tokens
+
+    def reset(self) -> None:
+        """Empty every sequence."""
+        self.lengths.zero_()
+        self.overflowed.zero_()
+        self.bound = self.capacity if self.is_static else 0
+
+    def reorder(self, indices: Tensor) -> None:
+        """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed; a static cache has B' = B and does it in place."""
+        for name in ("keys", "values", "lengths", "overflowed"):
+            held = getattr(self, name)
+            chosen = held.index_select(0, indices.to(held.device))
+            held.copy_(chosen) if self.is_static else setattr(self, name, chosen)
+
+    def _make_room(self, num_tokens: int) -> None:
+        needed = self.bound + num_tokens
+        if self.max_seqlen is not None and needed > self.max_seqlen:
+            raise CacheOverflowError(
+                f"{num_tokens} tokens after {self.bound} pass max_seqlen={self.max_seqlen} of this cache; "
+                f"use new_cache with max_seqlen={needed} or more"
+            )
+        if needed > self.capacity:
+            rows = max(needed, 2 * self.capacity)
+            rows = rows if self.max_seqlen is None else min(rows, self.max_seqlen)
+            self.keys, self.values = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - self.capacity)) for x in (self.keys, self.values))
+        self.bound = needed
 
 
 class DenseAttention(nn.Module):
-    """GQA with RoPE over the whole past. Reads of `config` the sizes, RoPE and qk_norm, nothing of sparsity."""
+    """GQA with RoPE over the whole past. Reads of `config` the sizes, RoPE, qk_norm and qkv_bias, nothing of sparsity."""
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
         self.dim_qk, self.dim_v = config.head_dim_qk, config.head_dim_v
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.dim_qk, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_qk, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_v, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.dim_qk, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_qk, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_v, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.heads * self.dim_v, config.hidden_size, bias=False)
         if config.qk_norm:
             self.q_norm, self.k_norm = HeadNorm(self.dim_qk), HeadNorm(self.dim_qk)
@@ -98,15 +161,22 @@ class DenseAttention(nn.Module):
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 
-    def new_cache(self, batch_size: int, max_seqlen: int) -> DenseCache:
-        """Return an empty cache for sequences of at most `max_seqlen` tokens."""
+    def new_cache(self, batch_size: int, max_seqlen: int | None = None, *, static: bool = False, **_: Any) -> DenseCache:
+        """Return an empty cache for sequences of at most `max_seqlen` tokens; see `DenseCache`. Other options are a sparse layer's.
+
+        Raises:
+            InputError: for a static cache without a bound.
+        """
+        if static and max_seqlen is None:
+            raise InputError("max_seqlen=None with static=True (a static cache is allocated once, whole); use max_seqlen=4096")
+        rows = FIRST_CAPACITY if max_seqlen is None else max_seqlen if static else min(max_seqlen, FIRST_CAPACITY)
         # built anew, not from the weight: under fsdp that is a shard
         weight = self.k_proj.weight
         keys, values = (
-            torch.zeros(batch_size, max_seqlen + 1, self.kv_heads, dim, dtype=weight.dtype, device=weight.device)
+            torch.zeros(batch_size, rows + 1, self.kv_heads, dim, dtype=weight.dtype, device=weight.device)
             for dim in (self.dim_qk, self.dim_v)
         )
-        return DenseCache(keys, values)
+        return DenseCache(keys, values, max_seqlen, static=static)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         total, count = q.shape[1], cu_seqlens.shape[0] - 1
@@ -117,7 +187,7 @@ class DenseAttention(nn.Module):
             rows = (count, max_seqlen)
             return fast_causal_attention(*(x.unflatten(0, rows) for x in (q, k, v))).flatten(0, 1).unsqueeze(0)
         if has_varlen_attention(q, v):
-            from nsa_train.model.varlen_attention import varlen_causal_attention
+            from nsa_core.varlen_attention import varlen_causal_attention
 
             return varlen_causal_attention(q, k, v, cu_seqlens, max_seqlen).unsqueeze(0)
         return self._padded(q, k, v, positions, cu_seqlens, max_seqlen).unsqueeze(0)
@@ -131,6 +201,7 @@ class DenseAttention(nn.Module):
         out = fast_causal_attention(*(x[rows] for x in (q, k, v)))
         return out[sequence_ids(cu_seqlens, total), positions]
 
+    @torch.no_grad()
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, query_count: Tensor | None) -> Tensor:
         positions = cache.lengths[:, None] + torch.arange(q.shape[1], device=q.device)
         cache.append(self.rope(k, positions), v, query_count)

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from nsa_core import NSAConfig
+from nsa_core.dense_attention import DenseAttention
 from nsa_core.errors import CacheOverflowError
-from nsa_train.model.dense_attention import DenseAttention
 
 CONFIG = NSAConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=4)
 
@@ -62,6 +62,43 @@ def test_a_full_cache_says_what_would_fit() -> None:
     layer(torch.zeros(1, 3, 24, dtype=torch.float64), cache=cache)
     with pytest.raises(CacheOverflowError, match="2 tokens after 3 pass max_seqlen=4 .* max_seqlen=5 or more"):
         layer(torch.zeros(1, 2, 24, dtype=torch.float64), cache=cache)
+
+
+def test_a_cache_without_a_bound_grows_and_a_static_one_notes_what_did_not_fit() -> None:
+    layer, x = _layer(), torch.randn(2, 1030, 24, dtype=torch.float64)
+    cache = layer.new_cache(2)
+    parts = [layer(part, cache=cache) for part in x.split([1020, 7, 3], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x))
+    fixed = layer.new_cache(2, 1024, static=True)
+    layer(x[:, :1020], cache=fixed)
+    layer(x[:, 1020:1024], cache=fixed)
+    fixed.check()
+    layer(x[:, 1024:1025], cache=fixed, query_count=torch.tensor([0, 1], dtype=torch.int32))
+    with pytest.raises(CacheOverflowError, match=r"sequences \[1\] lost tokens"):
+        fixed.check()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_is_cropped_reordered_and_reset(static: bool) -> None:
+    layer, x = _layer(), torch.randn(2, 9, 24, dtype=torch.float64)
+    cache = layer.new_cache(2, 12, static=static)
+    layer(x, cache=cache)
+    cache.crop(4)
+    cache.reorder(torch.tensor([1, 1]))
+    again = x[[1, 1]]
+    torch.testing.assert_close(layer(again[:, 5:], cache=cache), layer(again)[:, 5:])
+    cache.reset()
+    torch.testing.assert_close(layer(x, cache=cache), layer(x))
+    with pytest.raises(CacheOverflowError, match="cannot go back by 10 tokens"):
+        cache.crop(10)
+
+
+def test_biases_of_q_k_and_v_count() -> None:
+    config = NSAConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim_qk=6, head_dim_v=4, qkv_bias=True)
+    layer = DenseAttention(config).double()
+    assert {name for name, _ in layer.named_parameters() if name.endswith("bias")} == {"q_proj.bias", "k_proj.bias", "v_proj.bias"}
+    x = torch.randn(1, 5, 24, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), _written_out(layer, x))
 
 
 def _packed(layer: DenseAttention, lengths: list[int]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,166 @@
+"""The decoder: embedding, blocks of RMSNorm -> attention and RMSNorm -> SwiGLU, a norm, and the output layer.
+
+Training and inference build on it. Attention is passed in, one module a layer; so is recomputation. The names of its parameters are those of
+every checkpoint and every export.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from nsa_core.dense_attention import DenseAttention
+from nsa_core.module import NativeSparseAttention
+
+ATTENTIONS: dict[str, type[NativeSparseAttention] | type[DenseAttention]] = {"nsa": NativeSparseAttention, "dense": DenseAttention}
+"""The attentions that a decoder may be built of, by name; each is made from an `NSAConfig`."""
+EMBEDDING_STD = 0.02
+"""Small, so that a tied output starts near uniform: the first loss is about ln(vocab_size)."""
+Recompute = Callable[..., Tensor]
+"""Takes a function and its inputs and returns its result, which the backward pass computes again."""
+
+
+def mlp_width(dim: int) -> int:
+    """Return the usual hidden width of an MLP on `dim` channels: 8/3 of them, rounded up to a multiple of 64."""
+    return -(-8 * dim // (3 * 64)) * 64
+
+
+class DecoderSizes(NamedTuple):
+    """The sizes of a decoder that its attention does not have."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP; `mlp_width` is the usual one."""
+    norm_eps: float | None = None
+    """Added to the mean square in RMSNorm; None: the machine epsilon of the norm's input."""
+    tie_embeddings: bool = True
+    """The output layer shares the embedding's weight; else it has `lm_head.weight`."""
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        """Build `dim` -> `width` -> `dim`."""
+        super().__init__()
+        self.gate = nn.Linear(dim, width, bias=False)
+        self.up = nn.Linear(dim, width, bias=False)
+        self.down = nn.Linear(width, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `(..., dim)` of `x` `(..., dim)`."""
+        result: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class Block(nn.Module):
+    """One pre-norm layer."""
+
+    recompute: Recompute | None = None
+    """Runs the layer in training, where it is not None."""
+
+    def __init__(self, sizes: DecoderSizes, attention: Callable[[], nn.Module]) -> None:
+        """Build a layer of `sizes` around the module that `attention` makes."""
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        self.attention = attention()
+        self.mlp_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        self.mlp = SwiGLU(sizes.hidden_size, sizes.intermediate_size)
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: Any = None,
+        query_count: Tensor | None = None,
+    ) -> Tensor:
+        """Return `(B, S, hidden)` of `x` `(B, S, hidden)`."""
+        if self.recompute is not None and self.training and cache is None:
+            return self.recompute(self._layer, x, cu_seqlens, max_seqlen)
+        return self._layer(x, cu_seqlens, max_seqlen, cache, query_count)
+
+    def _layer(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: Any = None,
+        query_count: Tensor | None = None,
+    ) -> Tensor:
+        attended = self.attention(
+            self.attention_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache, query_count=query_count
+        )
+        x = x + attended
+        result: Tensor = x + self.mlp(self.mlp_norm(x))
+        return result
+
+
+class Decoder(nn.Module):
+    """Token ids to logits."""
+
+    block: type[Block] = Block
+    """The class of a layer."""
+
+    def __init__(self, sizes: DecoderSizes, attentions: Iterable[Callable[[], nn.Module]], *inputs: Any) -> None:
+        """Build a layer of each of `attentions`, first to last; `inputs` go to the next class, where this one has a sibling."""
+        super().__init__(*inputs)
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        self.blocks = nn.ModuleList(self.block(sizes, attention) for attention in attentions)
+        self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.norm_eps)
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        if not sizes.tie_embeddings:
+            self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
+            nn.init.normal_(self.lm_head.weight, std=EMBEDDING_STD)
+        self._is_tied = sizes.tie_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        caches: Sequence[Any] | None = None,
+        query_count: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits `(B, S, vocab_size)` of `input_ids` `(B, S)`.
+
+        Packed: B = 1 with `cu_seqlens` int32 `(N + 1,)` and the host bound `max_seqlen`. With `caches` (`new_caches`)
+        the tokens follow those held, of which `query_count` `(B,)` are valid.
+        """
+        return self.logits(self.hidden(self.embedding(input_ids), cu_seqlens, max_seqlen, caches, query_count))
+
+    def hidden(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        caches: Sequence[Any] | None = None,
+        query_count: Tensor | None = None,
+    ) -> Tensor:
+        """Return the states `(B, S, hidden)` that the output layer reads, of embedded tokens `x` `(B, S, hidden)`; see `forward`."""
+        for index, block in enumerate(self.blocks):
+            x = block(x, cu_seqlens, max_seqlen, caches[index] if caches else None, query_count)
+        result: Tensor = self.norm(x)
+        return result
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `(..., vocab_size)` of states `(..., hidden)`."""
+        return nn.functional.linear(hidden, self.output_weight)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Return the weight `(vocab_size, hidden)` of the output layer."""
+        layer: Any = self.embedding if self._is_tied else self.lm_head
+        return cast(Tensor, layer.weight)
+
+    def new_caches(self, batch_size: int, max_seqlen: int | None = None, **options: Any) -> list[Any]:
+        """Return an empty cache per layer, for sequences of at most `max_seqlen` tokens; `options` are those of the layers' `new_cache`."""
+        return [cast(Any, block).attention.new_cache(batch_size, max_seqlen, **options) for block in self.blocks]
+
+    @property
+    def sparse_layers(self) -> list[NativeSparseAttention]:
+        """Return the NSA layers, first to last, without those that are dense."""
+        attentions = [cast(Block, block).attention for block in self.blocks]
+        return [attention for attention in attentions if isinstance(attention, NativeSparseAttention)]

@@ -1,0 +1,256 @@
+"""Checkpoints of nsa-train as folders that Hugging Face Transformers loads through nsa-transformers, and back. Needs nsa-train[hf]."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from nsa_core.errors import InputError
+from nsa_train.checkpoint.layout import MODEL
+from nsa_train.checkpoint.publish import whole
+from nsa_train.checkpoint.rng import seed_rng
+from nsa_train.checkpoint.snapshot import capture
+from nsa_train.checkpoint.store import Checkpoint
+from nsa_train.checkpoint.tensors import Form, read_forms, write_tensors
+from nsa_train.checkpoint.writer import CheckpointWriter
+from nsa_train.data.stream import merge_states, open_training_stream
+from nsa_train.data.tokenizer import GPT2_VOCAB_SIZE, build_tokenizer, ranks_of
+from nsa_train.errors import CheckpointError, ConfigError
+from nsa_train.files import MOST_TOKENIZER, read_regular
+from nsa_train.model.decoder import build_model, undrawn_weights
+from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig, structure, unstructure
+from nsa_train.settings.data_table import IDS, DataTable
+from nsa_train.settings.recipe import load_config, to_toml
+
+MODEL_TYPE = "nsa_core"
+OF_MODEL = ("model.", "nsa.")
+"""Keys that an import takes from config.json."""
+LONGEST = 2**31 - 1
+NAMED = 3
+
+
+def write_folder(folder: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Write config.json, weights, tokenizer.json and the module for `trust_remote_code` into `folder`, which is made.
+
+    Raises:
+        ConfigError: where nsa-transformers is not installed.
+        DataError: where the tokenizer cannot be had.
+    """
+    require_installed("--format hf")
+    from nsa_transformers.configuration import generation_config
+
+    folder.mkdir()
+    config, data = hugging_face_config(checkpoint, tensors), checkpoint.config.data
+    config.save_pretrained(folder)
+    write_tensors(folder / MODEL, tensors)
+    tokenizer = hugging_face_tokenizer(data, max_length=config.max_position_embeddings)
+    tokenizer.save_pretrained(folder)
+    generation_config(config).save_pretrained(folder)
+
+
+def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> Any:
+    """Return the `NSAModelConfig` of a checkpoint: Hugging Face's names where it has one, table `nsa` of the recipe under "nsa"."""
+    from nsa_transformers import NSAForCausalLM, NSAModelConfig
+    from nsa_transformers.configuration import nsa_table
+
+    model, run = checkpoint.config.model, checkpoint.config
+    vocab_size, hidden_size = tensors["embedding.weight"].shape
+    separator, pad = special_ids(run.data)
+    return NSAModelConfig(
+        architectures=[NSAForCausalLM.__name__],
+        dtype=str(tensors["embedding.weight"].dtype).removeprefix("torch."),
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=len(tensors["blocks.0.mlp.gate.weight"]),
+        num_hidden_layers=model.n_layers,
+        num_attention_heads=model.n_heads,
+        num_key_value_heads=model.n_kv_heads,
+        head_dim_qk=model.head_dim_qk,
+        head_dim_v=model.head_dim_v,
+        max_position_embeddings=model.max_position or run.train.seq_len,
+        rms_norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tie_embeddings,
+        attention=model.attention,
+        layers=_listed(model.layers) or None,
+        nsa=nsa_table(run.nsa_config()),
+        bos_token_id=separator,
+        eos_token_id=separator,
+        pad_token_id=pad,
+        trained_steps=checkpoint.step,
+    )
+
+
+def special_ids(data: DataTable) -> tuple[int, int]:
+    """Return the ids that end a document and fill a row."""
+    tokenizer = build_tokenizer(data)
+    return tokenizer.separator, tokenizer.pad
+
+
+def hugging_face_tokenizer(data: DataTable, *, max_length: int) -> Any:
+    """Return the tokenizer of `data` for Transformers: the same ids for the same text.
+
+    Raises:
+        DataError: where its file cannot be had.
+    """
+    from nsa_transformers.tokenizer import byte_tokenizer, id_tokenizer, json_tokenizer, merges_tokenizer
+
+    if data.tokenizer == "byte":
+        return byte_tokenizer(max_length)
+    separator, pad = special_ids(data)
+    options = {"separator": separator, "pad": pad, "max_length": max_length}
+    if data.source in IDS and data.tokenizer_path is None:
+        # random ids stand for no text
+        return id_tokenizer(GPT2_VOCAB_SIZE, **options)
+    path = None if data.tokenizer_path is None else Path(data.tokenizer_path)
+    if path is not None and path.suffix == ".json" and path.name != "encoder.json":
+        return json_tokenizer(read_regular(path, MOST_TOKENIZER).decode("utf-8"), **options)
+    return merges_tokenizer(ranks_of(data.tokenizer_path), **options)
+
+
+def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Write to `out` a run that has taken no step yet and whose weights are those of the folder `source`; return its configuration.
+
+    Data and training are those of `recipe` with `overrides`; the model is that of config.json.
+
+    Raises:
+        ConfigError: where `out` exists, nsa-transformers is not installed, an override is one of the model, or `source` describes none.
+        CheckpointError: naming the tensors that are missing, extra or of another shape, or a file that is damaged.
+    """
+    if out.exists():
+        raise ConfigError(f"OUT={str(out)!r} exists already (an import never overwrites); use another name")
+    require_installed("ckpt import")
+    try:
+        config = imported_config(source, recipe, overrides)
+        tensors = imported_weights(source, config)
+    except InputError as error:
+        raise CheckpointError(str(error)) from None
+    whole(out, lambda aside: _write_run(aside, config, tensors))
+    return config
+
+
+def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of `recipe` with the model of the folder `source`.
+
+    Raises:
+        ConfigError: where an override is one of the model, or config.json describes none.
+    """
+    from nsa_transformers import NSAModelConfig
+    from nsa_transformers.weights import require_architecture
+
+    if theirs := [line for line in overrides if line.startswith(OF_MODEL)]:
+        raise ConfigError(f"--set {theirs[0]} is a key of the model (an import takes those from {source / 'config.json'}); leave it out")
+    found = _content(source / "config.json")
+    if found.get("model_type") != MODEL_TYPE:
+        raise ConfigError(
+            f"{source / 'config.json'} has model_type={found.get('model_type')!r} (the architecture that can be imported is {MODEL_TYPE!r}); "
+            "name a folder that `ckpt export --format hf` or NSAForCausalLM.save_pretrained wrote"
+        )
+    config = NSAModelConfig(**{key: value for key, value in found.items() if key not in ("model_type", "transformers_version")})
+    require_architecture(config)
+    tables = unstructure(load_config(recipe, overrides))
+    tables["train"].pop("init_from", None)
+    tables["model"] = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "head_dim_qk": config.head_dim_qk,
+        "head_dim_v": config.head_dim_v,
+        "attention": config.attention,
+        "layers": config.layers or [],
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+        "tie_embeddings": config.tie_word_embeddings,
+        "max_position": min(config.max_position_embeddings, LONGEST),
+        **({} if config.rms_norm_eps is None else {"norm_eps": config.rms_norm_eps}),
+    }
+    tables["nsa"] = dict(config.nsa or {})
+    return structure(tables)
+
+
+def imported_weights(source: Path, config: RunConfig) -> dict[str, Tensor]:
+    """Return name -> weight, float32, of the folder `source`, which are those of `config`'s decoder.
+
+    Raises:
+        CheckpointError: naming those that are missing, extra or of another shape.
+        InputError: naming a pickle or a damaged file.
+    """
+    from nsa_transformers.weights import require_safetensors, weight_files
+
+    require_safetensors(source)
+    files = weight_files(source)
+    found = {name: form for file in files for name, form in read_forms(file).items()}
+    wanted = undrawn_weights(config)
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not of this model" for name in sorted(found) if name not in wanted]
+    problems += [
+        f"{name} expected {list(wanted[name].shape)}, found {list(form.shape)}"
+        for name, form in found.items()
+        if not _fits(form, wanted.get(name))
+    ]
+    if problems:
+        more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+        raise CheckpointError(f"the weights in {source} are not those of its config.json: {'; '.join(problems[:NAMED])}{more}")
+    return {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
+
+
+def _fits(form: Form, wanted: Tensor | None) -> bool:
+    return wanted is None or form.shape == tuple(wanted.shape)
+
+
+def _write_run(folder: Path, config: RunConfig, tensors: dict[str, Tensor]) -> None:
+    paths = RunDirectory(folder)
+    folder.mkdir()
+    with open_training_stream(config) as stream:
+        position = merge_states([stream.state_dict()])
+    with torch.random.fork_rng(devices=[]):
+        seed_rng(config.train.seed)
+        model = build_model(config)
+        model.load_state_dict(tensors)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        # the two groups of a run: with weight decay and without
+        optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:]}], lr=config.train.lr)
+        pending = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        snapshot = capture(
+            model=model,
+            optimizer=optimizer,
+            config=config,
+            data=position,
+            counters={
+                "guard": {"num_skipped": 0, "recent_skips": [], "losses": []},
+                "watch": {"num_observed": 0, "longest": 0, "pending": pending},
+                "patience": {"best": None, "num_worse": 0},
+            },
+        )
+    paths.config.write_text(to_toml(config), encoding="utf-8")
+    with CheckpointWriter(paths.checkpoints) as writer:
+        writer.save(0, snapshot)
+
+
+def require_installed(what: str) -> None:
+    """Raise ConfigError where nsa-transformers is not installed; `what` needs it."""
+    try:
+        import nsa_transformers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{what} needs nsa-transformers, which is not installed ({error}); install the extra nsa-train[hf]") from None
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"SOURCE: {path} cannot be read ({error!r:.120}); name a folder that holds config.json and safetensors") from None
+    return found
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_listed(item) for item in value]
+    return {key: _listed(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,304 @@
+"""`ckpt export --format hf` and `ckpt import`: the same logits in Transformers, and a run that goes on."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from nsa_train.checkpoint import CheckpointWriter, capture, load_model, open_checkpoint
+from nsa_train.checkpoint.hugging_face import hugging_face_tokenizer
+from nsa_train.checkpoint.tensors import read_tensors
+from nsa_train.cli import run_command
+from nsa_train.data.tokenizer import build_tokenizer
+from nsa_train.model.decoder import build_model
+from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (an extra, nsa-train[hf])")
+pytest.importorskip("nsa_transformers", reason="nsa-transformers is not installed (an extra, nsa-train[hf])")
+
+TEXT = "3 bottles stood — 🙂\n"
+KINDS = {
+    "nsa": [],
+    "dense": ["model.attention=dense"],
+    "mixed": ['model.layers=["dense", {branches = ["slc", "win"]}]'],
+    "all keys": [
+        *("nsa.kv=shared", "nsa.qk_norm=true", "nsa.qkv_bias=true", "nsa.gate=softmax", "nsa.compressor=conv"),
+        *("model.tie_embeddings=false", "model.norm_eps=1e-5", "model.intermediate_size=80", "model.vocab_size=320"),
+        *("model.max_position=512", "nsa.rope_scaling={rope_type = 'llama3', factor = 8.0}", "nsa.backends={cmp = 'sdpa'}"),
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def saved(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Path]:
+    """A function from overrides to the directory of a checkpoint with random weights."""
+
+    def save(*overrides: str) -> Path:
+        config = tiny_config(*overrides)
+        torch.manual_seed(0)
+        model = build_model(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        with CheckpointWriter(tmp_path / "checkpoints") as writer:
+            return writer.save(7, capture(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, data={}))
+
+    return save
+
+
+@pytest.fixture
+def exported(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A function from overrides to the folder of an export."""
+
+    def export(*overrides: str) -> Path:
+        out = tmp_path / "exported"
+        assert run_command(["ckpt", "export", str(saved(*overrides)), str(out), "--format", "hf"]) == 0
+        return out
+
+    return export
+
+
+def _ids(vocab_size: int = 258) -> Tensor:
+    return torch.randint(0, vocab_size, (2, 50), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_has_the_logits_of_its_checkpoint_bit_for_bit(exported: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    folder = exported(*KINDS[kind])
+    expected = load_model(open_checkpoint(tmp_path / "checkpoints"))
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        assert torch.equal(found(_ids()).logits, expected(_ids()))
+    assert read_tensors(folder / "model.safetensors").keys() == expected.state_dict().keys()
+
+
+def test_an_export_holds_config_weights_tokenizer_and_module(exported: Callable[..., Path]) -> None:
+    folder = exported(*KINDS["all keys"])
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        *("config.json", "generation_config.json", "model.safetensors", "modeling_nsa_core.py", "tokenizer.json", "tokenizer_config.json"),
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["architectures"], config["dtype"]) == ("nsa_core", ["NSAForCausalLM"], "float32")
+    assert (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]) == (320, 32, 2, 80)
+    assert (config["max_position_embeddings"], config["rms_norm_eps"], config["tie_word_embeddings"]) == (512, 1e-5, False)
+    assert (config["trained_steps"], config["nsa"]["compressor"], config["nsa"]["window_size"]) == (7, "conv", 8)
+    assert "backends" not in config["nsa"]
+    assert (config["eos_token_id"], config["pad_token_id"]) == (256, 257)
+
+
+def test_generate_of_an_export_gives_the_text_of_sample(
+    exported: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported()
+    capsys.readouterr()
+    words = ["sample", str(tmp_path / "checkpoints"), "--prompt", "12 b", "--tokens", "20", "--temperature", "0"]
+    assert run_command(words) == 0
+    expected = capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = model.generate(**tokenizer("12 b", return_tensors="pt"), max_new_tokens=20, do_sample=False, suppress_tokens=[257])
+    assert tokenizer.decode(ids[0], skip_special_tokens=True) + "\n" == expected
+
+
+def test_the_byte_tokenizer_gives_the_ids_of_training(tiny_config: Callable[..., RunConfig]) -> None:
+    data = tiny_config().data
+    assert hugging_face_tokenizer(data, max_length=64)(TEXT)["input_ids"] == build_tokenizer(data).encode(TEXT.encode()).tolist()
+
+
+@pytest.fixture
+def gpt2_files(tmp_path: Path) -> Path:
+    """vocab.bpe and encoder.json with a few merges."""
+    from nsa_transformers.tokenizer import byte_alphabet
+
+    alphabet = byte_alphabet()
+    letters = [alphabet[byte] for byte in sorted(alphabet, key=lambda byte: (alphabet[byte] != chr(byte), byte))]
+    merges = [("b", "o"), ("t", "t"), ("bo", "tt"), ("s", "t")]
+    vocabulary = [*letters, *(left + right for left, right in merges), "<|endoftext|>"]
+    (tmp_path / "encoder.json").write_text(json.dumps({token: index for index, token in enumerate(vocabulary)}))
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
+    return tmp_path / "vocab.bpe"
+
+
+def test_byte_pair_tokenizers_give_the_ids_of_training(tiny_config: Callable[..., RunConfig], gpt2_files: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tiktoken", reason="tiktoken is not installed (an extra, nsa-train[bpe])")
+    data = tiny_config("data.tokenizer=gpt2", f"data.tokenizer_path={gpt2_files}").data
+    tokenizer, own = hugging_face_tokenizer(data, max_length=64), build_tokenizer(data)
+    assert tokenizer(TEXT)["input_ids"] == own.encode(TEXT.encode()).tolist()
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (own.separator, own.pad)
+    tokenizer.save_pretrained(tmp_path / "json")
+    again = tiny_config("data.tokenizer=gpt2", f"data.tokenizer_path={tmp_path / 'json/tokenizer.json'}").data
+    # its pad is an id of the file by now
+    assert build_tokenizer(again).encode(TEXT.encode()).tolist() == tokenizer(TEXT)["input_ids"]
+    assert hugging_face_tokenizer(again, max_length=64)(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]
+
+
+def test_random_ids_get_a_tokenizer_of_numbers(exported: Callable[..., Path]) -> None:
+    folder = exported("data.source=synthetic", "data.tokenizer=gpt2", "data.path=")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("17 4")["input_ids"] == [17, 4]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (50256, 50257)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, tiny_recipe: Path) -> Iterator[Callable[..., int]]:
+    """A function that imports a folder into a run."""
+
+    def run(source: Path, *words: str, out: str = "run") -> int:
+        return run_command(["ckpt", "import", str(source), str(tmp_path / out), "--recipe", str(tiny_recipe), *words])
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["nsa", "all keys"])
+def test_an_imported_run_goes_on_from_the_weights(
+    exported: Callable[..., Path], runs: Callable[..., int], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 4)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
+    folder = exported(*KINDS[kind])
+    assert runs(folder, "--set", "train.steps=3") == 0
+    start = load_model(open_checkpoint(tmp_path / "run")).state_dict()
+    assert all(torch.equal(start[name], value) for name, value in read_tensors(folder / "model.safetensors").items())
+    assert run_command(["resume", str(tmp_path / "run")]) == 0
+    end = open_checkpoint(tmp_path / "run")
+    assert end.step == 3
+    moved = load_model(end).state_dict()
+    assert not torch.equal(moved["embedding.weight"], start["embedding.weight"])
+    assert len(RunDirectory(tmp_path / "run").training.read_text().splitlines()) == 4
+    # and it is exported again
+    assert run_command(["ckpt", "export", str(tmp_path / "run"), str(tmp_path / "again"), "--format", "hf"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(model(_ids()).logits, load_model(end)(_ids()))
+
+
+def test_a_model_made_in_transformers_becomes_a_run(runs: Callable[..., int], tmp_path: Path) -> None:
+    from nsa_transformers import NSAForCausalLM, NSAModelConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    nsa = {"compression_block_size": 4, "compression_stride": 2, "selection_block_size": 4, "num_selected_blocks": 4, "window_size": 8}
+    model = NSAForCausalLM(NSAModelConfig(vocab_size=258, nsa=nsa, **sizes)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "made", max_shard_size="30KB")
+    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 1
+    assert runs(tmp_path / "made") == 0
+    found = load_model(open_checkpoint(tmp_path / "run")).state_dict()
+    assert all(torch.equal(value, model.state_dict()[name].float()) for name, value in found.items())
+
+
+def _config(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def _weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "missing": (lambda folder: _weights(folder, lambda tensors: tensors.pop("norm.weight")), 1, "norm.weight is missing"),
+    "extra": (lambda folder: _weights(folder, lambda tensors: tensors.update(more=torch.zeros(1))), 1, "more is not of this model"),
+    "shape": (
+        lambda folder: _weights(folder, lambda tensors: tensors.update({"norm.weight": torch.zeros(3)})),
+        1,
+        "norm.weight expected [32], found [3]",
+    ),
+    "pickle": (_pickled, 1, "pytorch_model.bin is a pickle, which runs code when it is read"),
+    "truncated": (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), 1, "is no whole safetensors file"),
+    "architecture": (lambda folder: _config(folder, model_type="llama"), 2, "has model_type='llama'"),
+    "class": (lambda folder: _config(folder, architectures=["LlamaForCausalLM"]), 1, "architectures=['LlamaForCausalLM']"),
+    "schema": (lambda folder: _config(folder, nsa_schema=9), 2, "has nsa_schema=9 (this version of nsa-transformers reads up to 1)"),
+    "not json": (lambda folder: (folder / "config.json").write_text("{"), 2, "config.json cannot be read"),
+    "vocabulary": (lambda folder: _config(folder, vocab_size=100), 1, "embedding.weight expected"),
+    "gone": (shutil.rmtree, 2, "config.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_is_no_model_is_refused_and_nothing_written(
+    exported: Callable[..., Path], runs: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    folder = exported()
+    spoil, code, message = DAMAGES[damage]
+    spoil(folder)
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    if damage == "vocabulary":
+        assert runs(folder) == 2
+        assert "model.vocab_size=100 is below the 258 ids" in capsys.readouterr().err
+    else:
+        assert runs(folder) == code
+        printed = capsys.readouterr().err
+        assert message in printed
+        assert "Traceback" not in printed
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_import_takes_no_key_of_the_model_and_overwrites_nothing(
+    exported: Callable[..., Path], runs: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported()
+    assert runs(folder, "--set", "model.dim=64") == 2
+    assert "--set model.dim=64 is a key of the model" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    assert runs(folder, out="mine") == 2
+    assert "an import never overwrites" in capsys.readouterr().err
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+WITHOUT = """
+import sys
+sys.modules["nsa_transformers"] = None
+from nsa_train.cli import run_command
+print([run_command(words.split()) for words in sys.argv[1:]])
+"""
+
+
+def test_without_the_extra_the_commands_say_what_to_install(saved: Callable[..., Path], tmp_path: Path) -> None:
+    commands = [f"ckpt export {saved()} {tmp_path / 'a'} --format hf", f"ckpt import {tmp_path} {tmp_path / 'b'}"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *commands], capture_output=True, text=True, check=True)
+    assert done.stdout == "[2, 2]\n"
+    assert done.stderr.count("install the extra nsa-train[hf]") == 2
+    assert not (tmp_path / "a").exists()
+
+
+TUTORIAL = Path(__file__).resolve().parents[4] / "docs/tutorials/hugging-face.md"
+
+
+def test_the_tutorial_runs_on_an_export(exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("accelerate", "datasets", "peft"):
+        pytest.importorskip(package, reason=f"{package} is not installed (an extra, nsa-transformers[train])")
+    folder = exported("train.seq_len=512", "data.source=synthetic", "data.path=")
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "mine.jsonl").write_text("".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(16)))
+    blocks = re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    assert len(blocks[0].splitlines()) == 5
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(
+            compile(block.replace('"report_to": []', '"report_to": [], "use_cpu": True, "disable_tqdm": True'), str(TUTORIAL), "exec"),
+            names,
+        )
+    assert (folder.parent / "tuned/last/tokenizer.json").is_file() or (folder.parent / "tuned/last/model.safetensors").is_file()
+    assert (folder.parent / "adapter/last/adapter_model.safetensors").is_file()

@@ -1,0 +1,14 @@
+"""Native Sparse Attention in Hugging Face Transformers: importing this package lets the Auto classes load `nsa_core` checkpoints."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from nsa_transformers.__about__ import __version__
+from nsa_transformers.cache import NSAModelCache
+from nsa_transformers.configuration import NSAModelConfig
+from nsa_transformers.modeling import NSAForCausalLM, NSAModel
+
+__all__ = ["NSAForCausalLM", "NSAModel", "NSAModelCache", "NSAModelConfig", "__version__"]
+
+AutoConfig.register(NSAModelConfig.model_type, NSAModelConfig)
+AutoModel.register(NSAModelConfig, NSAModel)
+AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM)

@@ -1,0 +1,243 @@
+"""Transformers' cache interface over the caches of nsa-core: one per layer, made when the first tokens come."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from nsa_core.errors import CacheOverflowError, InputError
+from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK
+
+
+class NSACacheLayer(CacheLayerMixin):
+    """The past of one layer. The attention module writes it itself, so `update` raises."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, max_cache_len: int | None, *, static: bool, max_rollback: int, keep_raw: bool) -> None:
+        """Start without tensors; see `NSAModelCache`."""
+        super().__init__()
+        self.max_cache_len, self.is_compileable = max_cache_len, static
+        self.options = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw, "count_reads": False}
+        self.store: Any = None
+        """An `nsa_core.NSACache` or `DenseCache`; None before the first tokens."""
+        self.length: Any = 0
+        """Columns of the batch so far, padding included: an int, or of a static cache a tensor, which a compiled step advances."""
+
+    def start(self, attention: Any, batch_size: int) -> None:
+        """Make the tensors for `batch_size` sequences of the module `attention`, where there are none yet."""
+        if self.store is None:
+            self.store = attention.new_cache(batch_size, self.max_cache_len, **self.options)
+            if self.is_compileable:
+                self.length = torch.zeros((), dtype=torch.int64, device=self.store.lengths.device)
+            self.is_initialized = True
+
+    @property
+    def batch_size(self) -> int:
+        """Return the number of sequences."""
+        if self.store is None:
+            raise AttributeError("batch_size")
+        return int(self.store.batch_size)
+
+    def advance(self, num_tokens: int) -> None:
+        """Count `num_tokens` columns that the step has added."""
+        if self.is_compileable:
+            self.length.add_(num_tokens)
+        else:
+            self.length += num_tokens
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raise: `start` makes the tensors."""
+        raise InputError("an NSA cache is not made of keys and values (each branch has its own); pass it to the model as past_key_values")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raise: the attention module writes its own stores."""
+        raise InputError("an NSA cache takes no keys and values (its layer writes each branch); pass it to the model as past_key_values")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the columns of a mask over the past and `query_length` new tokens, and 0."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> Any:
+        """Return the columns of the batch so far, padding included."""
+        return self.length if self.store is not None else 0
+
+    def get_max_length(self) -> int:
+        """Return the most columns, -1 for no bound."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    def reset(self) -> None:
+        """Empty every sequence."""
+        if self.store is not None:
+            self.store.reset()
+            self.length = self.length.zero_() if self.is_compileable else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every sequence.
+
+        Raises:
+            InputError: for a count above 0, which older versions of transformers took as the length to keep.
+            CacheOverflowError: for more than `max_rollback`, or than there are.
+        """
+        count = int(tokens_to_remove)
+        if count > 0:
+            raise InputError(f"crop({count}) is not negative (-n forgets the last n tokens); use crop(-n)")
+        if count and self.store is not None:
+            self.store.crop(-count)
+            self.advance(count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the sequences by those at `beam_idx` `(B',)`."""
+        if self.store is not None:
+            self.store.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times."""
+        if self.store is not None:
+            device = self.store.lengths.device
+            self.store.reorder(torch.arange(self.batch_size, device=device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences at `indices` alone; a boolean vector `(B,)` keeps those where it is true."""
+        if self.store is not None:
+            self.store.reorder(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def activate_past_recording(self) -> None:
+        """Do nothing: what a crop needs is kept up to `max_rollback` anyway."""
+
+    def offload(self) -> None:
+        """Raise: these stores stay on their layer's device."""
+        raise InputError("an NSA cache is not offloaded (a step reads all of its stores); use cache_implementation='dynamic'")
+
+    prefetch = offload
+
+
+class Deferred(NamedTuple):
+    """Embedded tokens that no layer has seen yet."""
+
+    x: Tensor
+    """(B, S, hidden_size)"""
+    mask: Tensor | None
+    """(B, S): which are valid; None: all."""
+
+    def rows(self, indices: Tensor) -> "Deferred":
+        """Return the sequences at `indices`; a boolean vector `(B,)` keeps those where it is true."""
+        return Deferred(self.x[indices], None if self.mask is None else self.mask[indices])
+
+
+class NSAModelCache(Cache):
+    """The past of all layers of an NSA model, passed as `past_key_values`; may be copied with `copy.deepcopy` and reused."""
+
+    def __init__(
+        self,
+        config: Any,
+        max_cache_len: int | None = None,
+        *,
+        static: bool = False,
+        max_rollback: int = DEFAULT_MAX_ROLLBACK,
+        keep_raw: bool = False,
+    ) -> None:
+        """Start empty, for the layers of `config` (an `NSAModelConfig`).
+
+        `static`: `max_cache_len` tokens are allocated at once, and a step may be compiled or captured; else the stores grow.
+        `max_rollback`: how many tokens `crop` may take back; `keep_raw`: any number.
+
+        Raises:
+            InputError: for a static cache without `max_cache_len`.
+        """
+        if static and max_cache_len is None:
+            raise InputError("max_cache_len=None with static=True (a static cache is allocated once, whole); use max_cache_len=4096")
+        count = config.num_hidden_layers
+        make = NSACacheLayer
+        layers = [make(max_cache_len, static=static, max_rollback=max_rollback, keep_raw=keep_raw) for _ in range(count)]
+        super().__init__(layers=layers)
+        self.deferred: Deferred | None = None
+        """Tokens that the layers get before the next step; None where they have them all."""
+
+    @property
+    def is_static(self) -> bool:
+        """Return True where the stores never grow."""
+        return bool(self.layers[0].is_compileable)
+
+    def start(self, attentions: list[Any], batch_size: int, num_tokens: int) -> None:
+        """Get ready for `num_tokens` more tokens of each of `batch_size` sequences.
+
+        Raises:
+            InputError: where it holds another number of sequences, or layers.
+            CacheOverflowError: where they do not fit, as far as the host knows.
+        """
+        if len(attentions) != len(self.layers):
+            raise InputError(
+                f"past_key_values has {len(self.layers)} layers, the model {len(attentions)} (each has its own); use NSAModelCache(model.config)"
+            )
+        for layer, attention in zip(self.layers, attentions, strict=True):
+            layer.start(attention, batch_size)
+        if self.layers[0].batch_size != batch_size:
+            raise InputError(
+                f"past_key_values holds {self.layers[0].batch_size} sequences, the batch has {batch_size}; "
+                f"use past_key_values.batch_repeat_interleave({max(1, batch_size // max(1, self.layers[0].batch_size))})"
+            )
+        if not torch.compiler.is_compiling() and (num_tokens > 1 or not self.is_static):
+            self.require_room(int(self.get_seq_length()) + num_tokens)
+
+    def defer(self, x: Tensor, mask: Tensor | None) -> None:
+        """Keep the embedded tokens `x` `(B, S, hidden_size)`, the first ones, until a step follows."""
+        self.deferred = Deferred(x, mask)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the columns of the batch so far, padding included."""
+        return super().get_seq_length(layer_idx) if self.deferred is None else self.deferred.x.shape[1]
+
+    @property
+    def batch_size(self) -> int:
+        """Return the number of sequences, -1 before the first tokens."""
+        return int(super().batch_size) if self.deferred is None else self.deferred.x.shape[0]
+
+    def reset(self) -> None:
+        """Empty every sequence."""
+        self.deferred = None
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every sequence; see `NSACacheLayer.crop`."""
+        if self.deferred is None or tokens_to_remove >= 0:
+            super().crop(tokens_to_remove)
+            return
+        x, mask = self.deferred
+        self.deferred = Deferred(x[:, :tokens_to_remove], None if mask is None else mask[:, :tokens_to_remove])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the sequences by those at `beam_idx` `(B',)`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times."""
+        if self.batch_size > 0:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences at `indices` alone; a boolean vector `(B,)` keeps those where it is true."""
+        if self.deferred is not None:
+            self.deferred = self.deferred.rows(indices.to(self.deferred.x.device))
+        super().batch_select_indices(indices)
+
+    def require_room(self, num_tokens: int) -> None:
+        """Raise CacheOverflowError where sequences of `num_tokens` tokens do not fit."""
+        most = self.get_max_length()
+        if 0 <= most < num_tokens:
+            raise CacheOverflowError(
+                f"{num_tokens} tokens do not fit past_key_values (it was built with max_cache_len={most}); use max_cache_len={num_tokens} or more"
+            )
+
+    def advance(self, num_tokens: int) -> None:
+        """Count `num_tokens` columns that a step has added."""
+        for layer in self.layers:
+            layer.advance(num_tokens)
+
+    def check(self) -> None:
+        """Raise CacheOverflowError where a step of a static cache dropped tokens that did not fit; waits for the device."""
+        for layer in self.layers:
+            if layer.store is not None:
+                layer.store.check()

@@ -1,0 +1,183 @@
+"""NSAModelConfig: the content of config.json, and the layers that it describes."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from attrs import fields
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from nsa_core.config import SCALING_ALIASES, BlockGeometry, NSAConfig
+from nsa_core.decoder import ATTENTIONS, DecoderSizes, mlp_width
+from nsa_core.errors import ConfigError
+from nsa_core.serialization import config_from_dict, config_to_dict
+
+SCHEMA = 1
+"""Version of the keys of config.json that are ours: `attention`, `layers`, `nsa`."""
+GEOMETRY = tuple(item.name for item in fields(BlockGeometry))
+SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v")
+"""Fields of `NSAConfig` that config.json holds under Hugging Face's names."""
+TABLE_KEYS = (*GEOMETRY, *(item.name for item in fields(NSAConfig) if item.name not in (*SIZES, "geometry")))
+"""The keys of `nsa`."""
+LAYER_KEYS = ("attention", "branches", *GEOMETRY)
+"""The keys that an entry of `layers` may have."""
+REMOTE_MODULE = "modeling_nsa_core"
+REMOTE_CODE = '''"""The classes of this model are those of the installed package nsa-transformers."""
+
+from nsa_transformers import NSAForCausalLM, NSAModel, NSAModelConfig  # noqa: F401
+'''
+"""The module that is saved beside config.json: what `trust_remote_code=True` runs where nsa_transformers was not imported."""
+AUTO_MAP = {
+    "AutoConfig": f"{REMOTE_MODULE}.NSAModelConfig",
+    "AutoModel": f"{REMOTE_MODULE}.NSAModel",
+    "AutoModelForCausalLM": f"{REMOTE_MODULE}.NSAForCausalLM",
+}
+
+
+class Layer(NamedTuple):
+    """One layer of the decoder."""
+
+    attention: str
+    """"nsa" or "dense"."""
+    config: NSAConfig
+
+    def build(self) -> nn.Module:
+        """Return a new attention module."""
+        return ATTENTIONS[self.attention](self.config)
+
+
+@strict
+class NSAModelConfig(PreTrainedConfig):
+    """Sizes of the decoder under Hugging Face's names, and its attention under `nsa`, whose keys are those of nsa-train's table `nsa`.
+
+    Raises:
+        ConfigError: for a schema that is newer than this version, or values that `nsa_core` refuses.
+    """
+
+    model_type = "nsa_core"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    vocab_size: int = 258
+    hidden_size: int = 256
+    intermediate_size: int | None = None
+    """None: 8/3 hidden_size, rounded up to 64."""
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 1
+    head_dim_qk: int | None = None
+    """None: hidden_size / num_attention_heads; so is head_dim_v."""
+    head_dim_v: int | None = None
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float | None = None
+    """None: the machine epsilon of the norm's input."""
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    attention: str = "nsa"
+    """"dense": the same decoder with full causal attention."""
+    layers: list[Any] | None = None
+    """A pattern, repeated until there are num_hidden_layers: "nsa", "dense", or a table of `attention`, `branches` and sizes of blocks."""
+    nsa: dict[str, Any] | None = None
+    """Sizes of blocks, and the other fields of `nsa_core.NSAConfig`; absent ones have their defaults."""
+    nsa_schema: int = SCHEMA
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in what depends on other fields, and judge the layers."""
+        if self.nsa_schema > SCHEMA:
+            raise ConfigError(
+                f"config.json has nsa_schema={self.nsa_schema} (this version of nsa-transformers reads up to {SCHEMA}); "
+                "use a newer version of it"
+            )
+        head_dim = self.hidden_size // max(self.num_attention_heads, 1)
+        self.intermediate_size = self.intermediate_size or mlp_width(self.hidden_size)
+        self.head_dim_qk = self.head_dim_qk or head_dim
+        self.head_dim_v = self.head_dim_v or head_dim
+        self.nsa = dict(self.nsa or {})
+        # a repository may have put its own name in front
+        super().__post_init__(**{**kwargs, "auto_map": dict(AUTO_MAP)})
+        self.decoder_layers()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: every configuration that is saved names its classes, in a module of three lines."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return the content of config.json: all fields of this model, and others that differ from their defaults."""
+        own = {field.name for field in dataclasses.fields(self)} - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+        whole = self.to_dict()
+        return {**super().to_diff_dict(), **{name: whole[name] for name in sorted(own)}}
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write config.json, and the module that `trust_remote_code=True` imports."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def sizes(self) -> DecoderSizes:
+        """Return the sizes of the decoder, whose output layer is built by its owner."""
+        assert self.intermediate_size is not None
+        return DecoderSizes(self.vocab_size, self.hidden_size, self.intermediate_size, self.rms_norm_eps)
+
+    def decoder_layers(self) -> list[Layer]:
+        """Return the layers, first to last.
+
+        Raises:
+            ConfigError: naming the key that is refused.
+        """
+        if self.attention not in ATTENTIONS:
+            raise ConfigError(f"attention={self.attention!r} is unknown (the rule: one of 'nsa', 'dense'); use 'nsa'")
+        pattern = self.layers or [self.attention]
+        if self.num_hidden_layers < 1 or self.num_hidden_layers % len(pattern):
+            raise ConfigError(
+                f"num_hidden_layers={self.num_hidden_layers} does not hold the {len(pattern)} entries of layers (the pattern is repeated, whole); "
+                f"use {len(pattern) * max(1, round(self.num_hidden_layers / len(pattern)))}"
+            )
+        built = [self._layer(f"layers[{index}]", entry) for index, entry in enumerate(pattern)]
+        return built * (self.num_hidden_layers // len(pattern))
+
+    def _layer(self, key: str, entry: Any) -> Layer:
+        own = dict(entry) if isinstance(entry, Mapping) else {"attention": entry}
+        attention = own.pop("attention", "nsa")
+        unknown = [name for name in own if name not in LAYER_KEYS]
+        if attention not in ATTENTIONS or unknown:
+            raise ConfigError(f"{key}={entry!r} is no layer (the rule: 'nsa', 'dense', or a table of {', '.join(LAYER_KEYS)}); use 'nsa'")
+        return Layer(attention, self._nsa_config({**(self.nsa or {}), **own}))
+
+    def _nsa_config(self, table: Mapping[str, Any]) -> NSAConfig:
+        if unknown := [key for key in table if key not in TABLE_KEYS]:
+            near = difflib.get_close_matches(unknown[0], TABLE_KEYS, 1)
+            raise ConfigError(
+                f"unknown key nsa.{unknown[0]} (the rule: a size of blocks or a field of NSAConfig); "
+                + (f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(TABLE_KEYS)}")
+            )
+        sizes = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim_qk, self.head_dim_v)
+        rest = {key: value for key, value in table.items() if key not in GEOMETRY and value is not None}
+        if isinstance(scaling := rest.get("rope_scaling"), Mapping):
+            rest["rope_scaling"] = {SCALING_ALIASES.get(key, key): value for key, value in scaling.items()}
+        geometry = {key: table[key] for key in GEOMETRY if key in table}
+        return config_from_dict({**rest, **dict(zip(SIZES, sizes, strict=True)), "geometry": geometry})
+
+
+def nsa_table(config: NSAConfig) -> dict[str, Any]:
+    """Return the table `nsa` of config.json for layers of `config`; which backends run an operation is the machine's matter and left out."""
+    values = config_to_dict(config)
+    geometry = values.pop("geometry")
+    return {**geometry, **{key: value for key, value in values.items() if key not in (*SIZES, "backends")}}
+
+
+def generation_config(config: NSAModelConfig) -> GenerationConfig:
+    """Return the settings of `generate` for models of `config`: the ids that end and fill a text."""
+    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+
+
+def attentions(config: NSAModelConfig) -> list[partial[nn.Module]]:
+    """Return a function per layer that makes its attention."""
+    return [partial(Layer.build, layer) for layer in config.decoder_layers()]

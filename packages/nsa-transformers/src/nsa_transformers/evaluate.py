@@ -1,0 +1,108 @@
+"""Evaluate an export with lm-eval on a file of tasks, without a network: `python -m nsa_transformers.evaluate DIR --tasks FILE`.
+
+FILE is YAML or JSON: a task of lm-eval or a list of them, under lm-eval's own keys. `data` holds a task's documents: a list, or a table of
+lists by split. A task without `data` is lm-eval's matter, such as `dataset_path: json` with local files.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nsa_core.errors import ConfigError, NSAError
+
+SPLIT = "test"
+"""The split of a task whose `data` are a list."""
+
+
+def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int = 8, limit: int | None = None) -> dict[str, Any]:
+    """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: documents of each task, at most.
+
+    Raises:
+        ConfigError: where lm-eval is not installed, or the file holds no tasks.
+    """
+    configs = read_tasks(tasks)
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.api.task import ConfigurableTask
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ConfigError(
+            f"an evaluation needs lm-eval, which is not installed ({error}); install the extra nsa-transformers[evaluate]"
+        ) from None
+    model = AutoModelForCausalLM.from_pretrained(folder).to(device)
+    wrapped = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=batch_size)
+    results = simple_evaluate(model=wrapped, tasks=[ConfigurableTask(config=config) for config in configs], limit=limit, log_samples=False)
+    return dict(results)
+
+
+def read_tasks(path: Path) -> list[dict[str, Any]]:
+    """Return the configurations of the tasks in a YAML or JSON file, as lm-eval takes them. No code in it is run.
+
+    Raises:
+        ConfigError: where it cannot be read, or holds no tasks with a name.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--tasks={str(path)!r} cannot be read ({str(error)[:200]}); name a YAML or JSON file of tasks") from None
+    entries = found if isinstance(found, list) else [found]
+    if not entries or not all(isinstance(entry, Mapping) and isinstance(entry.get("task"), str) for entry in entries):
+        raise ConfigError(
+            f"--tasks={str(path)!r} holds no tasks (the rule: a table with `task`, its name, or a list of them); see lm-eval's keys"
+        )
+    return [_with_data(dict(entry)) for entry in entries]
+
+
+def _with_data(task: dict[str, Any]) -> dict[str, Any]:
+    data = task.pop("data", None)
+    if data is None:
+        return task
+    splits = data if isinstance(data, Mapping) else {SPLIT: data}
+    if not all(isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows) for rows in splits.values()):
+        raise ConfigError(
+            f"task {task['task']!r} has data that are no documents (the rule: a list of tables, or such lists by split); fill it"
+        )
+
+    def documents(**_: Any) -> Any:
+        from datasets import Dataset, DatasetDict
+
+        return DatasetDict({str(split): Dataset.from_list([dict(row) for row in rows]) for split, rows in splits.items()})
+
+    # the path is not opened
+    return {"dataset_path": "json", "test_split": SPLIT if SPLIT in splits else next(iter(splits)), **task, "custom_dataset": documents}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table of results, and write them to `--json`; return the exit code: 0, 2 for what is refused."""
+    parser = argparse.ArgumentParser(prog="python -m nsa_transformers.evaluate", description="Evaluate an export with lm-eval, offline.")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="the folder that `nsa-train ckpt export --format hf` wrote")
+    parser.add_argument(
+        "--tasks", metavar="FILE", type=Path, required=True, help="YAML or JSON: tasks of lm-eval, with their documents in `data`"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--limit", type=int, help="documents of each task, at most")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results here")
+    given = parser.parse_args(arguments)
+    try:
+        results = evaluate(given.folder, given.tasks, device=given.device, batch_size=given.batch_size, limit=given.limit)
+    except (NSAError, OSError) as error:
+        sys.stderr.write(f"nsa_transformers.evaluate: {error}\n")
+        return 2
+    from lm_eval.utils import make_table
+
+    sys.stdout.write(f"{make_table(results)}\n")
+    if given.json is not None:
+        given.json.write_text(json.dumps(results["results"], indent=1, default=str) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""Where the tokens of a batch stand: padding masks and packed positions, in the terms of nsa-core."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core.errors import InputError
+
+
+class Padding(NamedTuple):
+    """A padded batch: each row's valid columns are moved to its front, and back afterwards."""
+
+    order: Tensor
+    """int64 (B, S): the column that stands at each place of the moved row."""
+    back: Tensor
+    """int64 (B, S): the place that each column has in the moved row."""
+    counts: Tensor
+    """int32 (B,): valid columns."""
+
+
+class Packing(NamedTuple):
+    """Sequences one after another in one row."""
+
+    cu_seqlens: Tensor
+    """int32 (N + 1,)"""
+    max_seqlen: int
+
+
+def move(x: Tensor, order: Tensor) -> Tensor:
+    """Return x `(B, S, D)` with the columns of each row in `order` `(B, S)`."""
+    return x.gather(1, order.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def padding_of(mask: Tensor | None, batch_size: int, num_tokens: int, past: int) -> Padding | None:
+    """Return the padding among the last `num_tokens` columns of `mask` `(B, past + S)` or `(B, S)`; None where all are valid.
+
+    Waits for the mask's device.
+
+    Raises:
+        InputError: for a mask of another shape, or one whose valid columns are not next to one another.
+    """
+    if mask is None:
+        return None
+    if mask.dim() != 2 or mask.shape[0] != batch_size or mask.shape[1] not in (num_tokens, past + num_tokens):
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)} (the layout is (B, past + S) = ({batch_size}, {past + num_tokens}), 1 where a token is "
+            "valid); causality is built in, so leave other masks out"
+        )
+    is_valid = mask != 0
+    require_no_holes(is_valid)
+    return None if bool(is_valid[:, -num_tokens:].all()) else padding_in_graph(mask, num_tokens)
+
+
+def padding_in_graph(mask: Tensor, num_tokens: int) -> Padding:
+    """Return the padding among the last `num_tokens` columns of `mask`, of which nothing is read on the host."""
+    is_valid = mask[:, -num_tokens:] != 0
+    counts = is_valid.sum(1)
+    lead = torch.where(counts > 0, is_valid.int().argmax(1), 0).unsqueeze(1)
+    columns = torch.arange(num_tokens, device=mask.device)
+    return Padding((columns + lead) % num_tokens, (columns - lead) % num_tokens, counts.to(torch.int32))
+
+
+def require_no_holes(is_valid: Tensor) -> None:
+    """Raise InputError where the valid columns of a row of `is_valid` `(B, T)` are not next to one another."""
+    starts = is_valid.clone()
+    starts[:, 1:] &= ~is_valid[:, :-1]
+    if bool((broken := starts.sum(1) > 1).any()):
+        raise InputError(
+            f"attention_mask has a hole in row {int(broken.int().argmax())} (valid tokens must be next to one another, padding left or right of "
+            "them; behind right padding no token can follow); pad on the left, with padding_side='left'"
+        )
+
+
+def packing_of(positions: Tensor | None, batch_size: int, num_tokens: int) -> Packing | None:
+    """Return the sequences that `positions` `(B, S)` or `(1, S)` describe, each from 0 on; None where every row is one sequence.
+
+    Waits for the device of the positions.
+
+    Raises:
+        InputError: for positions that start elsewhere than at 0, or skip one.
+    """
+    if positions is None:
+        return None
+    rows = _rows(positions, batch_size, num_tokens)
+    steps = torch.arange(num_tokens, device=rows.device)
+    if bool((rows == steps).all()):
+        return None
+    is_start = rows == 0
+    follows = rows[:, 1:] == rows[:, :-1] + 1
+    if not bool(is_start[:, :1].all()) or not bool((follows | is_start[:, 1:]).all()):
+        raise InputError(
+            "position_ids are no sequences from 0 on (RoPE and blocks count from a sequence's own start, in steps of 1); "
+            "pass 0 .. n - 1 for each packed sequence, or leave position_ids out"
+        )
+    starts = is_start.flatten().nonzero().flatten()
+    bounds = torch.cat([starts, starts.new_tensor([rows.numel()])])
+    return Packing(bounds.to(torch.int32), int(bounds.diff().max()))
+
+
+def require_positions(positions: Tensor, padding: Padding | None, batch_size: int, num_tokens: int, lengths: Tensor | None) -> None:
+    """Raise InputError unless `positions` are those that the valid tokens have after `lengths` `(B,)` tokens (None: 0)."""
+    rows = _rows(positions, batch_size, num_tokens)
+    moved = rows if padding is None else rows.gather(1, padding.order)
+    steps = torch.arange(num_tokens, device=rows.device)
+    expected = steps if lengths is None else lengths.to(rows.device).long().unsqueeze(1) + steps
+    is_valid = torch.ones_like(moved, dtype=torch.bool) if padding is None else steps < padding.counts.unsqueeze(1)
+    if bool(((moved != expected) & is_valid).any()):
+        raise InputError(
+            "position_ids are not those of the tokens (after a cache or beside padding they count on from the tokens before, in steps of 1); "
+            "leave position_ids out"
+        )
+
+
+def _rows(positions: Tensor, batch_size: int, num_tokens: int) -> Tensor:
+    if positions.dim() != 2 or positions.shape[0] not in (1, batch_size) or positions.shape[1] != num_tokens:
+        raise InputError(
+            f"position_ids have shape {tuple(positions.shape)} (the layout is (B, S) = ({batch_size}, {num_tokens})); reshape them"
+        )
+    return positions.expand(batch_size, num_tokens)

@@ -1,0 +1,313 @@
+"""NSAModel and NSAForCausalLM: the decoder of nsa-core with the interface of Transformers. Names of weights are the decoder's."""
+
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.utils import GenerationMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from nsa_core.decoder import EMBEDDING_STD, Block, Decoder
+from nsa_core.errors import InputError
+from nsa_transformers.cache import NSAModelCache
+from nsa_transformers.configuration import NSAModelConfig, attentions
+from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_no_holes, require_positions
+from nsa_transformers.weights import Loaded
+
+WORKING_CACHES = (None, "dynamic", "static")
+"""The values of `cache_implementation` that `generate` takes."""
+
+
+class NSABlock(GradientCheckpointingLayer, Block):
+    """A layer of the decoder that `gradient_checkpointing_enable` recomputes in the backward pass."""
+
+
+class NSAPreTrainedModel(Loaded, PreTrainedModel):
+    """Loading, saving and generation settings of NSA models."""
+
+    config_class = NSAModelConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[Any] = ["NSABlock"]
+    _skip_keys_device_placement: ClassVar[Any] = ["cache", "past_key_values"]
+    _input_embed_layer = "embedding"
+    _can_compile_fullgraph = True
+    _can_record_outputs: ClassVar[Any] = {"hidden_states": NSABlock}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Do nothing: modules draw their own weights when they are built, and a checkpoint has them all."""
+
+
+class NSAModel(Decoder, NSAPreTrainedModel):
+    """The decoder without its output layer: token ids to states."""
+
+    config: NSAModelConfig
+    embedding: Any
+    post_init: Any
+    loss_function: Any
+
+    block = NSABlock
+    _keys_to_ignore_on_load_unexpected: ClassVar[Any] = [r"^lm_head\."]
+
+    def __init__(self, config: NSAModelConfig) -> None:
+        """Build the layers that `config` describes, with freshly drawn weights."""
+        super().__init__(config.sizes(), attentions(config), config)
+        self._add_head(config)
+        self.post_init()
+
+    def _add_head(self, config: NSAModelConfig) -> None:
+        """Build the output layer, of a model that has one."""
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NSAModelCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        has_labels: bool = False,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return `last_hidden_state` `(B, S, hidden_size)` of `input_ids` `(B, S)`, and `past_key_values` with a cache.
+
+        `attention_mask` `(B, past + S)` says which tokens are valid, next to one another. `position_ids` that start again at 0 pack
+        several sequences in a row, which do not see one another; a cache takes none. A pass with a cache records no gradient. Without
+        `past_key_values` one is begun where `use_cache` says so; by default where no gradient is recorded, and its stores are filled
+        when a step follows, so that states are those of a pass without it.
+
+        Raises:
+            InputError: for ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of another model.
+            CacheOverflowError: for more tokens than a static cache has room for.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("input_ids and inputs_embeds came together or not at all (one of them holds the tokens); pass input_ids")
+        if input_ids is not None:
+            self._check_ids(input_ids)
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.shape[1] == 0:
+            raise InputError(f"the batch has shape {tuple(x.shape[:2])} (a pass needs a token of each sequence); pass a prompt")
+        if past_key_values is not None:
+            self._check_cache(past_key_values)
+            cache = None if use_cache is False else past_key_values
+        else:
+            cache = NSAModelCache(self.config) if use_cache and not self._is_learning() else None
+            if use_cache and cache is None:
+                warnings.warn("use_cache=True is ignored in training (a pass with a cache records no gradient); leave it out", stacklevel=2)
+        is_recorded = bool(kwargs.get("output_hidden_states") or self.config.output_hidden_states)
+        if cache is not None:
+            states = self._step(x, attention_mask, position_ids, cache, is_recorded=is_recorded)
+            return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
+        states, is_packed = self._whole(x, attention_mask, position_ids, is_recorded=is_recorded)
+        if use_cache is None and self.config.use_cache and not (has_labels or is_packed or torch.is_grad_enabled()):
+            # who evaluates never reads it: its stores are filled when a step follows
+            cache = NSAModelCache(self.config)
+            cache.defer(x, attention_mask)
+        return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
+
+    def _is_learning(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Raise InputError for ids beyond the vocabulary; those on a GPU are read by `generate` alone."""
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            require_known_ids(ids, self.config.vocab_size)
+
+    def _check_cache(self, cache: Any) -> None:
+        require_own_cache(cache)
+        if self._is_learning():
+            raise InputError(
+                "past_key_values came in training (a pass with a cache records no gradient); leave it out, or call model.eval()"
+            )
+
+    def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, *, is_recorded: bool) -> tuple[Tensor, bool]:
+        """Return the states of whole sequences, and whether they are packed. Padding is moved behind them, where causality hides it."""
+        batch_size, num_tokens = x.shape[:2]
+        padding = padding_of(mask, batch_size, num_tokens, 0)
+        if padding is None:
+            packing = packing_of(positions, batch_size, num_tokens)
+            if packing is None:
+                return self.hidden(x), False
+            require_in_place(is_recorded and batch_size > 1)
+            states = self.hidden(x.flatten(0, 1).unsqueeze(0), *packing)
+            return states.view(batch_size, num_tokens, -1), True
+        require_in_place(is_recorded)
+        if positions is not None:
+            require_positions(positions, padding, batch_size, num_tokens, None)
+        return move(self.hidden(move(x, padding.order)), padding.back), False
+
+    @torch.no_grad()
+    def _step(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache, *, is_recorded: bool = False) -> Tensor:
+        """Return the states of tokens that follow those in `cache`. On a GPU the mask and positions of a single token are not read."""
+        if cache.deferred is not None:
+            deferred, cache.deferred = cache.deferred, None
+            self._step(deferred.x, deferred.mask, None, cache)
+        batch_size, num_tokens = x.shape[:2]
+        cache.start([block.attention for block in self.blocks], batch_size, num_tokens)
+        is_single = num_tokens == 1 and x.device.type != "cpu"
+        padding = None
+        if torch.compiler.is_compiling():
+            padding = None if mask is None or is_single else padding_in_graph(mask, num_tokens)
+        elif mask is not None and not is_single:
+            padding = padding_of(mask, batch_size, num_tokens, int(cache.get_seq_length()))
+        stores = [layer.store for layer in cache.layers]
+        if positions is not None and not is_single and not torch.compiler.is_compiling():
+            require_positions(positions, padding, batch_size, num_tokens, stores[0].lengths)
+        require_in_place(is_recorded and padding is not None)
+        if padding is None:
+            states = self.hidden(x, caches=stores)
+        else:
+            states = move(self.hidden(move(x, padding.order), caches=stores, query_count=padding.counts), padding.back)
+        cache.advance(num_tokens)
+        return states
+
+
+class NSAForCausalLM(NSAModel, GenerationMixin):
+    """The decoder with its output layer: token ids to logits, loss and text."""
+
+    _tied_weights_keys: ClassVar[Any] = {"lm_head.weight": "embedding.weight"}
+    _keys_to_ignore_on_load_unexpected: ClassVar[Any] = None
+    generation_config: Any
+
+    def _add_head(self, config: NSAModelConfig) -> None:
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        nn.init.normal_(self.lm_head.weight, std=EMBEDDING_STD)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Return the weight `(vocab_size, hidden)` of the output layer."""
+        return self.lm_head.weight
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NSAModelCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return `logits` `(B, S, vocab_size)`, of the last `logits_to_keep` tokens (0: all), and with `labels` `(B, S)` the `loss`.
+
+        Labels are the ids themselves, -100 where a token does not count; the loss shifts them. See `NSAModel.forward` for the rest.
+        """
+        outputs = super().forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            has_labels=labels is not None,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Return what follows the prompts; see `GenerationMixin.generate`.
+
+        Raises:
+            InputError: for an empty prompt, ids beyond the vocabulary, or a `cache_implementation` that cannot hold NSA.
+            CacheOverflowError: for a prompt with continuation that a given cache has no room for.
+        """
+        given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
+        require_working_cache(kwargs.get("cache_implementation") or given.cache_implementation)
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        if isinstance(ids, Tensor):
+            require_known_ids(ids, self.config.vocab_size)
+            mask = kwargs.get("attention_mask")
+            is_empty = ids.shape[1] == 0 or (mask is not None and mask.dim() == 2 and bool((mask == 0).all(1).any()))
+            if is_empty and kwargs.get("inputs_embeds") is None:
+                raise InputError("a prompt is empty (the model needs a first token); begin it with the tokenizer's eos_token")
+        return super().generate(inputs, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise InputError: continuous batching pages one K and V per layer."""
+        require_working_cache("paged")
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        """Put a cache that fits the generation into `model_kwargs`."""
+        given, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        if given is not None:
+            require_own_cache(given)
+            if kind is not None:
+                raise InputError(
+                    f"cache_implementation={kind!r} came with past_key_values (which is a cache already); leave one of them out"
+                )
+            given.require_room(max_cache_length)
+            given._is_user_defined = True
+            return
+        if generation_config.use_cache is False:
+            return
+        require_working_cache(kind)
+        if kind == "static":
+            most = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            model_kwargs["past_key_values"] = NSAModelCache(self.config, most, static=True)
+            return
+        # drafts are taken back, however many they are
+        has_drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        model_kwargs["past_key_values"] = NSAModelCache(self.config, keep_raw=bool(has_drafts))
+
+    @staticmethod
+    def create_masks_for_generate(inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+        """Return the mask `(B, S)` of the S new tokens, for a step with a static cache; None where all are valid."""
+        if attention_mask is None or (inputs_embeds.shape[1] == 1 and attention_mask.device.type != "cpu"):
+            return None
+        is_valid = attention_mask != 0
+        require_no_holes(is_valid)
+        recent = attention_mask[:, -inputs_embeds.shape[1] :]
+        return None if bool((recent != 0).all()) else recent
+
+
+def require_in_place(is_moved: bool) -> None:
+    """Raise InputError where the states of layers would be recorded in another order than the batch has."""
+    if is_moved:
+        raise InputError(
+            "output_hidden_states came with padding or packed rows (layers see the tokens of such a batch in another order); pass rows of one length"
+        )
+
+
+def require_working_cache(kind: str | None) -> None:
+    """Raise InputError for a `cache_implementation` that cannot hold the stores of NSA."""
+    if kind not in WORKING_CACHES:
+        raise InputError(
+            f"cache_implementation={kind!r} cannot hold NSA (its branches have stores of their own, which are neither offloaded, quantized nor "
+            "paged by transformers); use 'dynamic' or 'static'"
+        )
+
+
+def require_known_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raise InputError where `ids` name tokens beyond the vocabulary; waits for their device."""
+    if ids.numel() and bool(((ids < 0) | (ids >= vocab_size)).any()):
+        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+        raise InputError(f"input_ids holds {wrong} (the vocabulary has ids 0 .. {vocab_size - 1}); use the tokenizer of this model")
+
+
+def require_own_cache(cache: Any) -> None:
+    """Raise InputError unless `cache` is an `NSAModelCache`."""
+    if not isinstance(cache, NSAModelCache):
+        raise InputError(
+            f"past_key_values is a {type(cache).__name__} (it holds one K and V per layer, NSA has stores per branch); "
+            "leave it out, or use NSAModelCache(model.config)"
+        )

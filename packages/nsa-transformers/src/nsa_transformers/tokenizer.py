@@ -1,0 +1,99 @@
+"""Tokenizers of nsa-train's checkpoints as `tokenizer.json`: bytes, byte-pair encoding, and ids without text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nsa_core.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+NUM_BYTES = 256
+
+
+def byte_tokenizer(max_length: int | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with an id per byte: 0 .. 255 the bytes, 256 the end of a text, 257 the pad."""
+    alphabet = byte_alphabet()
+    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in alphabet.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return wrapped(tokenizer, separator=NUM_BYTES, pad=NUM_BYTES + 1, max_length=max_length)
+
+
+def merges_tokenizer(ranks: Mapping[bytes, int], *, separator: int, pad: int, max_length: int | None = None) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of GPT-2's pattern whose tokens have the ids `ranks`, merged in that order."""
+    alphabet = byte_alphabet()
+
+    def spelled(token: bytes) -> str:
+        return "".join(alphabet[byte] for byte in token)
+
+    merged = (split_by_rank(token, ranks) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1)
+    merges = [(spelled(left), spelled(right)) for left, right in merged]
+    tokenizer = Tokenizer(models.BPE({spelled(token): index for token, index in ranks.items()}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    return wrapped(tokenizer, separator=separator, pad=pad, max_length=max_length)
+
+
+def json_tokenizer(text: str, *, separator: int, pad: int, max_length: int | None = None) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that a tokenizer.json with `text` holds, and a pad."""
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return wrapped(tokenizer, separator=separator, pad=pad, max_length=max_length)
+
+
+def id_tokenizer(num_ids: int, *, separator: int, pad: int, max_length: int | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of ids that stand for no text, written as numbers: "17 4 23"."""
+    names = {str(index): index for index in range(num_ids) if index not in (separator, pad)}
+    tokenizer = Tokenizer(models.WordLevel({**names, END_OF_TEXT: separator, PAD: pad}, unk_token=END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return wrapped(tokenizer, separator=separator, pad=pad, max_length=max_length)
+
+
+def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None) -> PreTrainedTokenizerFast:
+    """Return `tokenizer` for Transformers, with the ids that end and fill a text. Text that spells them out stays text.
+
+    Raises:
+        InputError: where one of them would get another id.
+    """
+    end = tokenizer.id_to_token(separator) or END_OF_TEXT
+    tokenizer.add_special_tokens([AddedToken(end, normalized=False, special=True)])
+    # a tokenizer.json may have a pad of its own, which the model knows as a token like others
+    filler = tokenizer.id_to_token(pad) or (PAD if tokenizer.token_to_id(PAD) is None else f"<|pad-{pad}|>")
+    tokenizer.add_special_tokens([AddedToken(filler, normalized=False, special=True)])
+    for name, index in ((end, separator), (filler, pad)):
+        if tokenizer.token_to_id(name) != index:
+            raise InputError(
+                f"{name!r} has id {tokenizer.token_to_id(name)} in this tokenizer (the model knows it as {index}); use the model's own"
+            )
+    limit = {} if max_length is None else {"model_max_length": max_length}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=end,
+        eos_token=end,
+        pad_token=filler,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+        **limit,
+    )
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Return byte -> the letter that byte-level tokenizers spell it as: itself where it prints, else one from U+0100 on."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(NUM_BYTES) if byte not in printing]
+    return {**{byte: chr(byte) for byte in printing}, **{byte: chr(NUM_BYTES + place) for place, byte in enumerate(others)}}
+
+
+def split_by_rank(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """Return the two parts whose merge made `token`: the lower ranks, merged in order, down to two parts."""
+    parts = [token[place : place + 1] for place in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:], strict=False)]
+        place = pairs.index(min(pairs))
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts

@@ -1,0 +1,119 @@
+"""Loading of weights: safetensors alone, and exactly the model's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from nsa_core.errors import InputError
+
+ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+NAMED = 3
+"""Most tensors that a message names."""
+
+
+class Loaded:
+    """Mixin of a `PreTrainedModel`: `from_pretrained` that refuses what it cannot load whole."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read from safetensors alone.
+
+        Raises:
+            InputError: for pickled weights, a damaged file, another architecture, or tensors that are missing, extra or of another shape.
+        """
+        if kwargs.pop("use_safetensors", True) is False:
+            raise InputError("use_safetensors=False asks for pickled weights (a pickle runs code when it is read); leave it out")
+        wants_info = kwargs.pop("output_loading_info", False)
+        folder = Path(str(pretrained_model_name_or_path))
+        if folder.is_dir():
+            require_safetensors(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
+        parent: Any = super()
+        try:
+            model, info = parent.from_pretrained(
+                pretrained_model_name_or_path,
+                *args,
+                use_safetensors=True,
+                output_loading_info=True,
+                **{**kwargs, "ignore_mismatched_sizes": True},
+            )
+        except SafetensorError as error:
+            raise InputError(f"{folder} holds a damaged safetensors file ({error}); copy it again") from None
+        require_architecture(model.config)
+        require_whole(info, str(folder))
+        return (model, info) if wants_info else model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: every configuration that is saved names its classes, in a module of three lines."""
+
+
+def require_architecture(config: Any) -> None:
+    """Raise InputError where `config.architectures` names none of this package's classes."""
+    named = getattr(config, "architectures", None) or []
+    if named and not set(named) & set(ARCHITECTURES):
+        raise InputError(
+            f"config.json has architectures={named} (this package has {', '.join(ARCHITECTURES)}); use a checkpoint of one of them"
+        )
+
+
+def require_whole(info: Any, where: str) -> None:
+    """Raise InputError where loading left tensors out."""
+    parts = {"missing": "missing_keys", "not of this model": "unexpected_keys", "of another shape": "mismatched_keys"}
+    problems = []
+    for what, key in parts.items():
+        names = sorted(name if isinstance(name, str) else _with_shapes(*name) for name in info.get(key) or ())
+        if names:
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            problems.append(f"{what}: {', '.join(names[:NAMED])}{more}")
+    if problems:
+        raise InputError(f"the weights at {where} are not those of config.json ({'; '.join(problems)}); use the files of one export")
+
+
+def _with_shapes(name: str, found: Any, expected: Any) -> str:
+    return f"{name} {list(found)} in place of {list(expected)}"
+
+
+def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
+    """Raise InputError unless `folder` has safetensors files whose headers can be read, or an adapter's."""
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        return
+    files = weight_files(folder, variant=variant)
+    if not files:
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        found = f"{', '.join(pickles[:NAMED])} is a pickle, which runs code when it is read" if pickles else "it has no weights"
+        raise InputError(f"{folder} has no {SAFE_WEIGHTS_NAME} ({found}); save it with safetensors")
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file} is no whole safetensors file ({error}); copy it again") from None
+
+
+def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
+    """Return the files that hold the weights in `folder`: one, or those that its index names; empty where there are none.
+
+    Raises:
+        InputError: for an index that cannot be read, or names a file elsewhere.
+    """
+    mark = f".{variant}" if variant else ""
+    single = folder / SAFE_WEIGHTS_NAME.replace(".safetensors", f"{mark}.safetensors")
+    if single.is_file():
+        return [single]
+    index = folder / SAFE_WEIGHTS_INDEX_NAME.replace(".json", f"{mark}.json")
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        is_plain = all(isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in names)
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None
+    if not is_plain:
+        raise InputError(
+            f"{index} names files elsewhere ({names[:NAMED]}; the rule: safetensors files beside it); use the files of one export"
+        )
+    return [folder / name for name in names]

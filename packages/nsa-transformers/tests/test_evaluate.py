@@ -1,0 +1,126 @@
+"""lm-eval on an export: by our command with inline documents, and by lm-eval's own through remote code."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nsa_core.errors import ConfigError
+from nsa_transformers.evaluate import evaluate, main, read_tasks
+from nsa_transformers.tokenizer import byte_tokenizer
+
+TASKS = """
+- task: letters
+  output_type: multiple_choice
+  doc_to_text: "{{question}}"
+  doc_to_choice: ["a", "b"]
+  doc_to_target: answer
+  data:
+  - {question: "x", answer: 0}
+  - {question: "yy", answer: 1}
+- task: text
+  output_type: loglikelihood_rolling
+  doc_to_text: ""
+  doc_to_target: "{{text}}"
+  metric_list: [{metric: byte_perplexity}]
+  data: [{text: "three bottles"}, {text: "— 東京"}]
+- task: continuing
+  output_type: generate_until
+  doc_to_text: "{{question}}"
+  doc_to_target: "b"
+  generation_kwargs: {until: ["\\n"], max_gen_toks: 4}
+  metric_list: [{metric: exact_match}]
+  data: [{question: "a"}, {question: "aaaa"}]
+"""
+THEIRS = """
+task: letters_of_a_file
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: ["a", "b"]
+doc_to_target: answer
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_model("mixed", vocab_size=258, bos_token_id=256, eos_token_id=256, pad_token_id=257, max_position_embeddings=128)
+    model.save_pretrained(folder)
+    byte_tokenizer(128).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    path = tmp_path / "tasks.yaml"
+    path.write_text(TASKS)
+    return path
+
+
+def _needs_lm_eval():
+    return pytest.importorskip("lm_eval", reason="lm-eval is not installed (an extra, nsa-transformers[evaluate])")
+
+
+def test_a_file_with_inline_documents_is_evaluated_offline(folder, tasks, tiny_model, tmp_path, capsys, monkeypatch):
+    _needs_lm_eval()
+    monkeypatch.setattr("socket.socket.connect", None)
+    assert main([str(folder), "--tasks", str(tasks), "--json", str(tmp_path / "out.json")]) == 0
+    table = capsys.readouterr().out
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert set(results) == {"letters", "text", "continuing"}
+    assert "byte_perplexity" in table
+    # the figure is that of the model's own loss, after the separator
+    model = tiny_model("mixed", vocab_size=258, max_position_embeddings=128)
+    texts = [text.encode() for text in ("three bottles", "— 東京")]
+    with torch.no_grad():
+        losses = [(len(text), model(torch.tensor([[256, *text]]), labels=torch.tensor([[256, *text]])).loss) for text in texts]
+    mean = sum(count * loss for count, loss in losses) / sum(count for count, _ in losses)
+    assert results["text"]["byte_perplexity,none"] == pytest.approx(float(mean.exp()), rel=1e-4)
+
+
+def test_the_command_of_lm_eval_loads_an_export_by_remote_code(folder, tmp_path):
+    _needs_lm_eval()
+    rows = [{"question": "x", "answer": 0}, {"question": "yy", "answer": 1}]
+    (tmp_path / "rows.json").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "task.yaml").write_text(THEIRS.replace("FILE", str(tmp_path / "rows.json")))
+    words = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True", "--tasks", str(tmp_path / "task.yaml")]
+    settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", *words, "--device", "cpu", "--batch_size", "2"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, **settings},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "letters_of_a_file" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("task: [", "cannot be read"),
+        ("- 3", "holds no tasks"),
+        ("[]", "holds no tasks"),
+        ("{output_type: multiple_choice}", "holds no tasks"),
+        ("{task: a, data: [3]}", "task 'a' has data that are no documents"),
+        ("{task: a, data: []}", "task 'a' has data that are no documents"),
+        ("{task: !!python/object/apply:os.system ['true']}", "cannot be read"),
+    ],
+)
+def test_a_file_that_holds_no_tasks_is_refused(tmp_path, text, message):
+    (tmp_path / "tasks.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_tasks(tmp_path / "tasks.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        evaluate(tmp_path, tmp_path / "nowhere.yaml")
+
+
+def test_a_folder_without_a_model_ends_with_2(tmp_path, tasks, capsys):
+    _needs_lm_eval()
+    assert main([str(tmp_path / "nowhere"), "--tasks", str(tasks)]) == 2
+    assert "nsa_transformers.evaluate: " in capsys.readouterr().err

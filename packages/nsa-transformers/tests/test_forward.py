@@ -1,0 +1,166 @@
+"""One pass: masks, packed positions, loss, gradients, hidden states."""
+
+import pytest
+import torch
+
+from nsa_core.errors import InputError
+from nsa_transformers import NSAModel
+
+PAD = 49
+kinds = pytest.mark.parametrize("kind", ["nsa", "shared", "mixed", "dense"])
+
+
+@pytest.fixture
+def model(tiny_model, kind):
+    return tiny_model(kind)
+
+
+@kinds
+def test_packed_sequences_do_not_see_one_another(model, prompt):
+    lengths = [7, 1, 12]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    together = model(prompt, position_ids=positions, use_cache=False).logits
+    alone = [model(part, use_cache=False).logits for part in prompt.split(lengths, 1)]
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(together, model(prompt, use_cache=False).logits)
+
+
+def test_packed_positions_of_each_row_count_and_gradients_follow(tiny_model, prompt):
+    model = tiny_model().train()
+    positions = torch.stack([torch.arange(20), torch.arange(20) % 10])
+    loss = model(prompt, position_ids=positions).logits.square().mean()
+    first, *parts = prompt[:1], prompt[1:, :10], prompt[1:, 10:]
+    expected = torch.cat([model(first).logits, torch.cat([model(part).logits for part in parts], 1)]).square().mean()
+    torch.testing.assert_close(loss, expected)
+    grads = [torch.autograd.grad(x, model.embedding.weight)[0] for x in (loss, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [[[3, 4, 5]], [[0, 2, 3]], [[1, 0, 1]], [[0, 1, 1]]])
+def test_positions_that_are_no_sequences_are_refused(tiny_model, positions):
+    with pytest.raises(InputError, match="position_ids are no sequences from 0 on"):
+        tiny_model()(torch.zeros(1, 3, dtype=torch.int64), position_ids=torch.tensor(positions), use_cache=False)
+
+
+def test_positions_that_a_cache_does_not_continue_are_refused(tiny_model, prompt):
+    model = tiny_model()
+    with torch.no_grad():
+        cache = model(prompt, position_ids=torch.arange(20)[None], use_cache=True).past_key_values
+        model(prompt[:, :1], past_key_values=cache, position_ids=torch.tensor([[20]]))
+        with pytest.raises(InputError, match="position_ids are not those of the tokens"):
+            model(prompt[:, :1], past_key_values=cache, position_ids=torch.tensor([[25]]))
+        with pytest.raises(InputError, match="position_ids are not those of the tokens"):
+            model(prompt, position_ids=torch.arange(20)[None] % 10, use_cache=True)
+
+
+@kinds
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_valid_logit(model, prompt, side):
+    padded = torch.full_like(prompt[:, :5], PAD)
+    parts = [padded, prompt] if side == "left" else [prompt, padded]
+    ids, mask = torch.cat(parts, 1), torch.cat([torch.full_like(part, part is prompt) for part in parts], 1)
+    valid = slice(5, None) if side == "left" else slice(0, 20)
+    expected = model(prompt, use_cache=False).logits
+    torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=False).logits[:, valid], expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=True).logits[:, valid], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("row", [[1, 0, 1, 1], [1, 1, 0, 1], [0, 1, 0, 1]])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_mask_with_a_hole_is_refused(tiny_model, row, use_cache):
+    ids, mask = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[1, 1, 1, 1], row])
+    with pytest.raises(InputError, match="attention_mask has a hole in row 1"), torch.no_grad():
+        tiny_model()(ids, attention_mask=mask, use_cache=use_cache)
+
+
+def test_tokens_behind_right_padding_are_refused(tiny_model, prompt):
+    model, mask = tiny_model(), torch.ones(2, 20, dtype=torch.int64)
+    mask[1, 15:] = 0
+    with pytest.raises(InputError, match="hole in row 1"):
+        model.generate(prompt, attention_mask=mask, pad_token_id=PAD, max_new_tokens=4)
+
+
+def test_a_mask_of_another_shape_is_refused(tiny_model, prompt):
+    with pytest.raises(InputError, match=r"attention_mask has shape \(2, 1, 20, 20\)"):
+        tiny_model()(prompt, attention_mask=torch.ones(2, 1, 20, 20), use_cache=False)
+
+
+def test_the_loss_is_that_of_the_next_token(tiny_model, prompt):
+    model, labels = tiny_model(), prompt.clone()
+    labels[:, 5] = -100
+    outputs = model(prompt, labels=labels)
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100))
+    outputs.loss.backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
+
+
+def test_the_last_logits_alone_and_hidden_states_are_given(tiny_model, prompt):
+    model = tiny_model()
+    outputs = model(prompt, output_hidden_states=True, use_cache=False)
+    assert len(outputs.hidden_states) == 3
+    torch.testing.assert_close(model(prompt, logits_to_keep=2, use_cache=False).logits, outputs.logits[:, -2:])
+    torch.testing.assert_close(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
+    embedded = model(inputs_embeds=model.get_input_embeddings()(prompt), use_cache=False)
+    torch.testing.assert_close(embedded.logits, outputs.logits)
+
+
+def test_hidden_states_in_another_order_are_refused_and_a_cache_in_training_warns(tiny_model, prompt):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :3] = 0
+    for options in ({"attention_mask": mask}, {"position_ids": torch.arange(20)[None] % 10}):
+        with pytest.raises(InputError, match="output_hidden_states came with padding or packed rows"):
+            model(prompt, output_hidden_states=True, use_cache=False, **options)
+    with pytest.warns(UserWarning, match="use_cache=True is ignored in training"):
+        assert model.train()(prompt, use_cache=True).past_key_values is None
+
+
+def test_a_bare_call_gives_a_cache_without_gradients_alone(tiny_model, prompt):
+    model = tiny_model()
+    assert model(prompt).past_key_values is None
+    with torch.no_grad():
+        cache = model(prompt).past_key_values
+        assert cache.get_seq_length() == 20
+        # it grows without a bound
+        for _ in range(3):
+            model(torch.zeros(2, 400, dtype=torch.int64), past_key_values=cache)
+    with pytest.raises(InputError, match="past_key_values came in training"):
+        model.train()(prompt, past_key_values=cache)
+
+
+@kinds
+def test_the_logits_of_a_bare_call_are_those_without_a_cache_bit_for_bit(model, prompt):
+    with torch.no_grad():
+        outputs = model(prompt)
+        assert torch.equal(outputs.logits, model(prompt, use_cache=False).logits)
+        # nothing was stored, and a step gets it all the same
+        assert outputs.past_key_values.layers[0].store is None
+        found = model(prompt[:, :3], past_key_values=outputs.past_key_values).logits
+        torch.testing.assert_close(found, model(torch.cat([prompt, prompt[:, :3]], 1)).logits[:, 20:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_a_cache_that_is_still_to_be_filled_is_cropped_repeated_and_selected(tiny_model, prompt, is_padded):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :6] = 0
+    options = {"attention_mask": mask} if is_padded else {}
+    with torch.no_grad():
+        outputs = [model(prompt, **options, **other).past_key_values for other in ({}, {"use_cache": True})]
+        for cache in outputs:
+            cache.crop(-7)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0]))
+            assert (cache.get_seq_length(), cache.batch_size) == (13, 2)
+        found, expected = (model(prompt[:, :2], past_key_values=cache).logits for cache in outputs)
+        torch.testing.assert_close(found, expected)
+        cache = model(prompt).past_key_values
+        cache.reset()
+        assert cache.get_seq_length() == 0
+
+
+def test_the_model_without_a_head_gives_states(tiny_model, tiny_config, prompt):
+    model, bare = tiny_model(), NSAModel(tiny_config())
+    bare.load_state_dict({name: weight for name, weight in model.state_dict().items() if not name.startswith("lm_head")})
+    states = bare(prompt, use_cache=False).last_hidden_state
+    torch.testing.assert_close(model.lm_head(states), model(prompt, use_cache=False).logits)

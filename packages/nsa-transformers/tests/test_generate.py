@@ -1,0 +1,229 @@
+"""`generate` against recomputation from scratch, token for token in float32."""
+
+import copy
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache
+
+from nsa_core.errors import CacheOverflowError, InputError
+from nsa_transformers import NSAModelCache
+
+COUNT = 24
+GREEDY = {"do_sample": False, "max_new_tokens": COUNT}
+PAD = 49
+kinds = pytest.mark.parametrize("kind", ["nsa", "shared", "mixed", "dense"])
+
+
+@pytest.fixture
+def model(tiny_model, kind):
+    return tiny_model(kind)
+
+
+@kinds
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_greedy_tokens_are_those_from_scratch(model, prompt, from_scratch, implementation):
+    found = model.generate(prompt, cache_implementation=implementation, **GREEDY)
+    assert torch.equal(found, from_scratch(model, prompt, COUNT))
+
+
+def test_a_compiled_step_of_a_static_cache_gives_the_tokens_from_scratch(tiny_model, prompt, from_scratch):
+    model = tiny_model("mixed")
+    steps = []
+
+    def counted(graph, inputs):
+        steps.append(graph)
+        return graph.forward
+
+    options = CompileConfig(backend=counted, fullgraph=True, mode=None, dynamic=False)
+    options._compile_all_devices = True
+    found = model.generate(prompt, cache_implementation="static", compile_config=options, **GREEDY)
+    assert torch.equal(found, from_scratch(model, prompt, COUNT))
+    # one graph serves every step
+    assert len(steps) == 1
+
+
+@pytest.mark.slow
+def test_compiled_chunks_of_a_padded_batch_give_the_tokens_from_scratch(tiny_model, prompt, from_scratch):
+    model = tiny_model()
+    mask = torch.arange(20) >= torch.tensor([[0], [9]])
+    ids = torch.where(mask, prompt, PAD)
+    options = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    options._compile_all_devices = True
+    found = model.generate(
+        ids,
+        attention_mask=mask.long(),
+        pad_token_id=PAD,
+        cache_implementation="static",
+        compile_config=options,
+        prefill_chunk_size=10,
+        **GREEDY,
+    )
+    assert torch.equal(found[0], from_scratch(model, prompt[:1], COUNT)[0])
+    assert torch.equal(found[1, 9:], from_scratch(model, prompt[1:, 9:], COUNT)[0])
+
+
+@kinds
+def test_chunked_prefill_changes_no_token(model, prompt, from_scratch):
+    found = model.generate(prompt, prefill_chunk_size=7, **GREEDY)
+    assert torch.equal(found, from_scratch(model, prompt, COUNT))
+
+
+@pytest.mark.parametrize("kind", ["nsa", "mixed"])
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_beams_are_those_without_a_cache(model, prompt, implementation):
+    options = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
+    found = model.generate(prompt, cache_implementation=implementation, **options)
+    assert found.shape[0] == 4
+    assert torch.equal(found, model.generate(prompt, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("kind", ["nsa", "mixed"])
+def test_samples_are_those_without_a_cache(model, prompt):
+    def drawn(**options):
+        torch.manual_seed(5)
+        return model.generate(prompt, do_sample=True, num_return_sequences=3, top_p=0.9, temperature=1.5, max_new_tokens=COUNT, **options)
+
+    found = drawn()
+    assert torch.equal(found, drawn(use_cache=False))
+    assert len({tuple(row.tolist()) for row in found}) > 2
+
+
+@kinds
+def test_prompt_lookup_changes_no_token(model, prompt, from_scratch):
+    # repeated, so that there is something to look up; the drafts that are wrong are taken back
+    ids = prompt[:1].repeat(1, 3)
+    found = model.generate(ids, prompt_lookup_num_tokens=6, **GREEDY)
+    assert torch.equal(found, from_scratch(model, ids, COUNT))
+
+
+@kinds
+@pytest.mark.parametrize("is_same", [True, False])
+def test_assisted_generation_changes_no_token(model, kind, tiny_model, prompt, from_scratch, is_same):
+    assistant = model if is_same else tiny_model(kind, seed=1)
+    assistant.generation_config.num_assistant_tokens = 8
+    found = model.generate(prompt[:1], assistant_model=assistant, **GREEDY)
+    assert torch.equal(found, from_scratch(model, prompt[:1], COUNT))
+
+
+@pytest.mark.parametrize("kind", ["nsa", "shared"])
+def test_drafts_are_taken_back_however_many_they_are(model, prompt):
+    ids = prompt[:1].repeat(1, 5)
+    shallow, deep = NSAModelCache(model.config), NSAModelCache(model.config, keep_raw=True)
+    with torch.no_grad():
+        for cache in (shallow, deep):
+            model(ids, past_key_values=cache)
+        deep.crop(-70)
+        found = model(ids[:, 30:], past_key_values=deep).logits
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits[:, 30:], rtol=1e-4, atol=1e-4)
+    with pytest.raises(CacheOverflowError, match="cannot go back by 70"):
+        shallow.crop(-70)
+
+
+@kinds
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 6}, {"use_cache": False}])
+def test_left_padding_of_mixed_lengths_changes_no_token(model, prompt, from_scratch, options):
+    lengths = [20, 3, 11]
+    rows = torch.cat([prompt, prompt[:1].flip(1)])
+    mask = torch.arange(20) >= 20 - torch.tensor(lengths)[:, None]
+    ids = torch.where(mask, rows, PAD)
+    found = model.generate(ids, attention_mask=mask.long(), pad_token_id=PAD, **GREEDY, **options)
+    for row, length in enumerate(lengths):
+        assert torch.equal(found[row, 20 - length :], from_scratch(model, ids[row : row + 1, 20 - length :], COUNT)[0])
+
+
+@kinds
+def test_a_prompts_cache_is_copied_and_used_again(model, prompt, from_scratch):
+    with torch.no_grad():
+        kept = model(prompt, use_cache=True).past_key_values
+    for seed in (1, 2):
+        question = torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(seed))
+        whole = torch.cat([prompt, question], 1)
+        found = model.generate(whole, past_key_values=copy.deepcopy(kept), **GREEDY)
+        assert torch.equal(found, from_scratch(model, whole, COUNT))
+    assert kept.get_seq_length() == 20
+
+
+@kinds
+def test_a_static_cache_is_reset_and_used_again(model, prompt, from_scratch):
+    cache = NSAModelCache(model.config, 20 + COUNT, static=True)
+    for ids in (prompt, prompt.flip(1)):
+        cache.reset()
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), from_scratch(model, ids, COUNT))
+        cache.check()
+
+
+@kinds
+def test_a_cache_is_cropped_selected_and_repeated(model, prompt):
+    def following(cache):
+        return model(prompt[:1, :3].expand(cache.batch_size, 3), past_key_values=cache).logits
+
+    with torch.no_grad():
+        cache = model(prompt, use_cache=True).past_key_values
+        cache.crop(-8)
+        short = model(prompt[:, :12], use_cache=True).past_key_values
+        assert cache.get_seq_length() == 12
+        torch.testing.assert_close(following(copy.deepcopy(cache)), following(copy.deepcopy(short)))
+        expected = following(copy.deepcopy(short))
+        cache.batch_select_indices(torch.tensor([False, True]))
+        cache.batch_repeat_interleave(3)
+        torch.testing.assert_close(following(cache), expected[1:].expand(3, -1, -1))
+
+
+def test_a_stopped_sequence_ends_with_its_stop_token(tiny_model, prompt, from_scratch):
+    model = tiny_model()
+    whole = from_scratch(model, prompt, COUNT)
+    stop = int(whole[0, 25])
+    found = model.generate(prompt[:1], eos_token_id=stop, pad_token_id=PAD, **GREEDY)
+    assert int(found[0, -1]) == stop
+    assert torch.equal(found, whole[:1, : found.shape[1]])
+
+
+@pytest.mark.parametrize("name", ["quantized", "offloaded", "offloaded_static", "hybrid", "sliding_window", "paged"])
+def test_a_cache_that_cannot_hold_nsa_is_refused_by_name(tiny_model, prompt, name):
+    with pytest.raises((InputError, ValueError), match=name):
+        tiny_model().generate(prompt, cache_implementation=name, **GREEDY)
+
+
+def test_another_cache_is_refused(tiny_model, prompt):
+    model = tiny_model()
+    with pytest.raises(InputError, match="past_key_values is a DynamicCache"):
+        model.generate(prompt, past_key_values=DynamicCache(), **GREEDY)
+    with pytest.raises(InputError, match="past_key_values is a DynamicCache"):
+        model(prompt, past_key_values=DynamicCache())
+
+
+def test_a_prompt_that_does_not_fit_the_cache_is_refused_before_any_token(tiny_model, prompt):
+    model = tiny_model()
+    cache = NSAModelCache(model.config, 16, static=True)
+    with pytest.raises(CacheOverflowError, match=r"43 tokens do not fit .* max_cache_len=16\); use max_cache_len=43"):
+        model.generate(prompt, past_key_values=cache, **GREEDY)
+    with pytest.raises(CacheOverflowError, match="20 tokens do not fit"), torch.no_grad():
+        model(prompt, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_cache_of_other_sequences_is_refused(tiny_model, prompt):
+    model = tiny_model()
+    with torch.no_grad():
+        cache = model(prompt[:1], use_cache=True).past_key_values
+        with pytest.raises(InputError, match=r"holds 1 sequences, the batch has 2; use past_key_values.batch_repeat_interleave\(2\)"):
+            model(prompt, past_key_values=cache)
+    with pytest.raises(InputError, match=r"crop\(3\) is not negative"):
+        cache.crop(3)
+
+
+def test_an_empty_prompt_is_refused(tiny_model):
+    model = tiny_model()
+    with pytest.raises(InputError, match="a prompt is empty"):
+        model.generate(torch.zeros(1, 0, dtype=torch.int64), **GREEDY)
+    with pytest.raises(InputError, match="a prompt is empty"):
+        model.generate(torch.zeros(2, 3, dtype=torch.int64), attention_mask=torch.tensor([[0, 0, 0], [0, 1, 1]]), **GREEDY)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tiny_model, prompt):
+    model = tiny_model()
+    prompt[1, 4] = 50
+    for call in (lambda: model.generate(prompt, **GREEDY), lambda: model(prompt)):
+        with pytest.raises(InputError, match=r"input_ids holds 50 \(the vocabulary has ids 0 .. 49\)"):
+            call()

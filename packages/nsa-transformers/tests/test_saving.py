@@ -1,0 +1,227 @@
+"""Saving and loading: names, tied heads, remote code, and everything that is refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from nsa_core.decoder import Decoder
+from nsa_core.errors import ConfigError, InputError
+from nsa_transformers import NSAForCausalLM, NSAModel, NSAModelConfig
+from nsa_transformers.configuration import nsa_table
+
+FRESH = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(type(model).__module__, float(model(torch.arange(12)[None], use_cache=False).logits.detach().double().sum()))
+"""
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    model = tiny_model("mixed")
+    model.save_pretrained(tmp_path / "model")
+    return model, tmp_path / "model"
+
+
+@pytest.mark.parametrize("kind", ["nsa", "shared", "mixed", "dense"])
+def test_a_saved_model_loads_bit_equal(tiny_model, prompt, tmp_path, kind):
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path)
+    for found in (AutoModelForCausalLM.from_pretrained(tmp_path), NSAForCausalLM.from_pretrained(tmp_path)):
+        assert type(found) is NSAForCausalLM
+        assert torch.equal(found(prompt).logits, model(prompt).logits)
+    bare = AutoModel.from_pretrained(tmp_path)
+    assert type(bare) is NSAModel
+    assert torch.equal(model.lm_head(bare(prompt).last_hidden_state), model(prompt).logits)
+
+
+def test_names_of_weights_are_the_decoders(saved):
+    model, folder = saved
+    config = model.config
+    layers = config.decoder_layers()
+    plain = Decoder(config.sizes(), [layer.build for layer in layers])
+    assert safetensors.torch.load_file(folder / "model.safetensors").keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_shares_its_weight_after_loading(tiny_model, prompt, tmp_path, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    assert ("lm_head.weight" in safetensors.torch.load_file(tmp_path / "model.safetensors")) != tied
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (found.lm_head.weight is found.embedding.weight) == tied
+    assert found.get_input_embeddings() is found.embedding
+    assert found.get_output_embeddings() is found.lm_head
+    assert torch.equal(found(prompt).logits, model(prompt).logits)
+    assert type(AutoModel.from_pretrained(tmp_path)) is NSAModel
+
+
+def test_embeddings_are_resized_together(tiny_model, prompt):
+    model = tiny_model()
+    model.resize_token_embeddings(64)
+    assert model(prompt).logits.shape[-1] == 64
+    assert model.lm_head.weight is model.embedding.weight
+
+
+def test_shards_dtypes_and_device_maps_load(saved, prompt):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    assert len(list(shards.glob("*.safetensors"))) > 1
+    for device_map in ("cpu", "auto", {"": "cpu"}):
+        found = AutoModelForCausalLM.from_pretrained(shards, device_map=device_map)
+        assert torch.equal(found(prompt).logits, model(prompt).logits)
+        assert torch.equal(
+            found.generate(prompt, max_new_tokens=4, do_sample=False), model.generate(prompt, max_new_tokens=4, do_sample=False)
+        )
+    half = AutoModelForCausalLM.from_pretrained(shards, dtype=torch.bfloat16)
+    assert half(prompt).logits.dtype == torch.bfloat16
+    assert half.generate(prompt, max_new_tokens=3).shape == (2, 23)
+
+
+def test_the_config_holds_every_size_and_the_three_line_module(saved):
+    model, folder = saved
+    values = json.loads((folder / "config.json").read_text())
+    assert values["model_type"] == "nsa_core"
+    assert values["architectures"] == ["NSAForCausalLM"]
+    assert values["nsa_schema"] == 1
+    assert values["layers"] == ["dense", {"window_size": 6}]
+    assert values["auto_map"]["AutoModelForCausalLM"] == "modeling_nsa_core.NSAForCausalLM"
+    assert (folder / "modeling_nsa_core.py").read_text().count("\n") == 3
+    again = AutoConfig.from_pretrained(folder)
+    assert type(again) is NSAModelConfig
+    assert again.decoder_layers() == model.config.decoder_layers()
+
+
+def test_a_process_that_imports_nothing_of_ours_loads_it_by_remote_code(saved, tmp_path):
+    model, folder = saved
+    expected = float(model(torch.arange(12)[None], use_cache=False).logits.detach().double().sum())
+    done = subprocess.run([sys.executable, "-c", FRESH, str(folder)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    module, found = done.stdout.split()
+    assert module == "nsa_transformers.modeling"
+    assert float(found) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_model_that_came_by_remote_code_saves_the_same_module(saved, tmp_path):
+    _, folder = saved
+    NSAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).save_pretrained(tmp_path / "again")
+    names = {path.name for path in (tmp_path / "again").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "modeling_nsa_core.py"}
+    assert (tmp_path / "again/modeling_nsa_core.py").read_text() == (folder / "modeling_nsa_core.py").read_text()
+
+
+def _rewritten(folder, change):
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    change(tensors)
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("norm.weight"), "missing: norm.weight"),
+        (lambda tensors: tensors.update({"blocks.9.mlp.up.weight": torch.zeros(2)}), "not of this model: blocks.9.mlp.up.weight"),
+        (lambda tensors: tensors.update({"norm.weight": torch.zeros(3)}), r"of another shape: norm.weight \[3\] in place of \[32\]"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(saved, change, message):
+    _, folder = saved
+    _rewritten(folder, change)
+    with pytest.raises(InputError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_pickled_weights_are_refused_unread(saved):
+    _, folder = saved
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    with pytest.raises(InputError, match=r"pytorch_model.bin is a pickle, which runs code"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(InputError, match="use_safetensors=False asks for pickled weights"):
+        AutoModelForCausalLM.from_pretrained(folder, use_safetensors=False)
+
+
+def test_damaged_files_and_shards_are_named(saved):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    part = sorted(shards.glob("*.safetensors"))[1]
+    whole = part.read_bytes()
+    for content in (whole[:-10], whole[:4], b"", b"\xff" * 100):
+        part.write_bytes(content)
+        with pytest.raises(InputError, match=f"{part.name} is no whole safetensors file"):
+            AutoModelForCausalLM.from_pretrained(shards)
+    part.unlink()
+    with pytest.raises(InputError, match=part.name):
+        AutoModelForCausalLM.from_pretrained(shards)
+    index = shards / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(part.name, "../model/model.safetensors"))
+    with pytest.raises(InputError, match="names files elsewhere"):
+        AutoModelForCausalLM.from_pretrained(shards)
+    index.write_text("{")
+    with pytest.raises(InputError, match="is no index of weights"):
+        AutoModelForCausalLM.from_pretrained(shards)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nsa_schema": 2}, r"nsa_schema=2 \(this version of nsa-transformers reads up to 1\)"),
+        ({"attention": "linear"}, "attention='linear' is unknown"),
+        ({"layers": ["nsa", "nsa", "nsa"]}, "num_hidden_layers=2 does not hold the 3 entries"),
+        ({"layers": ["dense", {"heads": 2}]}, r"layers\[1\]=.* is no layer"),
+        ({"nsa": {"window": 5}}, "unknown key nsa.window .* did you mean 'window_size'"),
+        ({"nsa": {"compression_stride": 3}}, "compression_stride=3 does not divide"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(saved, values, message):
+    _, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    with pytest.raises(ConfigError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_another_architecture_is_refused(saved):
+    _, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(InputError, match=r"architectures=\['LlamaForCausalLM'\] \(this package has NSAForCausalLM, NSAModel\)"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_remote_code_is_not_run_where_the_package_is_imported(saved, tmp_path):
+    _, folder = saved
+    (folder / "modeling_nsa_core.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_table_nsa_describes_its_layers_again(tiny_config):
+    config = tiny_config(
+        "shared", nsa={**tiny_config().nsa, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "backends": {"cmp": "sdpa"}}
+    )
+    [layer, _] = config.decoder_layers()
+    assert layer.config.rope_scaling.kind == "llama3"
+    table = nsa_table(layer.config)
+    assert "backends" not in table
+    assert nsa_table(tiny_config(nsa=table).decoder_layers()[0].config) == table
+    json.dumps(table)
+
+
+def test_nothing_is_left_where_a_copy_is_missing(tmp_path):
+    with pytest.raises(InputError, match="has no model.safetensors"):
+        NSAForCausalLM.from_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    shutil.rmtree(tmp_path)

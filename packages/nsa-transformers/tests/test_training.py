@@ -1,0 +1,91 @@
+"""Fine-tuning: gradient checkpointing, Trainer, LoRA."""
+
+import pytest
+import torch
+
+KINDS = ["nsa", "mixed"]
+
+
+def _loss_and_gradients(model, ids):
+    model.zero_grad()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(tiny_model, prompt, kind, is_reentrant, monkeypatch):
+    model = tiny_model(kind).train()
+    loss, expected = _loss_and_gradients(model, prompt)
+    # a reentrant checkpoint needs an input with a gradient
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    calls = []
+    forward = type(model.blocks[0])._layer
+    monkeypatch.setattr(type(model.blocks[0]), "_layer", lambda self, *inputs: (calls.append(self), forward(self, *inputs))[1])
+    again, found = _loss_and_gradients(model, prompt)
+    assert torch.equal(again, loss)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+    # each layer ran forward and once more in the backward pass
+    assert len(calls) == 4
+
+
+def _rows(count=16):
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(0, 40, (count, 1), generator=generator)
+    ids = (starts + torch.arange(24)) % 45
+    return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids]
+
+
+def _trainer(model, folder, **options):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed (an extra, nsa-transformers[train])")
+    assert accelerate
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=10, per_device_train_batch_size=4, learning_rate=5e-3, report_to=[], use_cpu=True, logging_steps=1,
+        disable_tqdm=True, **options,
+    )  # fmt: skip
+    return Trainer(model=model, args=arguments, train_dataset=_rows())
+
+
+@pytest.mark.parametrize("options", [{"save_steps": 5}, {"gradient_checkpointing": True, "save_strategy": "no"}])
+def test_trainer_takes_ten_steps_and_what_it_saves_loads(tiny_model, tmp_path, options):
+    from nsa_transformers import NSAForCausalLM
+
+    model = tiny_model("mixed")
+    trainer = _trainer(model, tmp_path, **options)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 10
+    assert losses[-1] < 0.9 * losses[0]
+    if "save_steps" in options:
+        again = NSAForCausalLM.from_pretrained(tmp_path / "checkpoint-10")
+        ids = _rows(1)[0]["input_ids"][None]
+        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
+def test_lora_trains_the_projections_alone_and_merges(tiny_model, tmp_path, prompt):
+    peft = pytest.importorskip("peft", reason="peft is not installed (an extra, nsa-transformers[train])")
+    base = tiny_model()
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    # with `kv="separate"` the projections of k and v have a name per branch
+    targets = r".*attention\.(q_proj|o_proj|[kv]_proj\.(cmp|slc|win))"
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    assert all(parameter.requires_grad == ("lora" in name) for name, parameter in model.named_parameters())
+    trainer = _trainer(model, tmp_path / "run", save_strategy="no")
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    model.eval()
+    logits = model(prompt).logits
+    model.save_pretrained(tmp_path / "adapter")
+    fresh = tiny_model()
+    assert all(torch.equal(weight, before[name]) for name, weight in fresh.state_dict().items())
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    torch.testing.assert_close(loaded(prompt).logits, logits)
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(merged(prompt).logits, logits, rtol=1e-4, atol=1e-4)
+    assert merged.generate(prompt, max_new_tokens=4, do_sample=False).shape == (2, 24)
