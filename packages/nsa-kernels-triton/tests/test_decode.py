@@ -21,7 +21,7 @@ from nsa_kernels_triton.plugin import MOST_STEP_ROWS, TritonBackend
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.3
-LAUNCHES = ("split_kernel", "selected_kernel", "combine_kernel")
+LAUNCHES = ("split_kernel", "choose_kernel", "attend_kernel")
 
 
 class Case(NamedTuple):
@@ -126,10 +126,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
     return seen
 
 
-def on_a_gpu_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch, slices: int = 1) -> None:
     """Cut steps as for such a GPU, into tiles so small that these short sequences have several."""
     monkeypatch.setattr(op, "num_multiprocessors", lambda x: multiprocessors)
-    monkeypatch.setattr(op, "TILE_KEYS", 16)
+    monkeypatch.setattr(op, "SLICES", slices)
 
 
 CASES = {
@@ -277,9 +277,8 @@ def test_launches_do_not_depend_on_lengths(
     for starts in ((0, 37, 90), (3, 5, 60)):
         by_the_kernels(step._replace(queries=step.queries._replace(start=int32(*starts))), SMALL)
     assert launched[:3] == launched[3:]
-    (_name, _grid, constants), (_other, selected_grid, _constants) = launched[:2]
-    assert constants["CMP_SPLITS"] > 1
-    assert selected_grid[2] > 1
+    assert [grid[1] > 1 for _name, grid, _constants in launched[:1]] == [True]
+    assert launched[2][1][2] > 1
 
 
 def test_longer_steps_and_gradients_take_the_kernels_of_training(launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]) -> None:
