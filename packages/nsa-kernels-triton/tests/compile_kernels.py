@@ -16,8 +16,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_core import BlockGeometry, Operation
-from nsa_core.backends.base import Keys, Queries
+from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.blocks import num_compressed_blocks, num_selection_blocks
+from nsa_core.compression import build_compressor
+from nsa_core.rope import RotaryEmbedding
 from nsa_kernels_triton import device
 from nsa_kernels_triton.plugin import TritonBackend
 
@@ -118,6 +120,10 @@ def run_case(
     }
     for operation in map(Operation, operations):
         backend = TritonBackend(operation=operation)
+        if operation is Operation.APPEND:
+            for phi in ("mean", "conv", "mlp"):
+                append_step(phi, num_rows, num_kv_heads, head_dim_qk, head_dim_v, geometry, dtype)
+            continue
         if operation is Operation.CHOOSE:
             scores = torch.zeros(length, num_kv_heads, num_selection_blocks(length, geometry))
             backend(scores, None, torch.arange(length), num_kv_heads, geometry=geometry)
@@ -131,6 +137,26 @@ def run_case(
             (found.out.sum() + found.lse.sum()).backward()
         if operation is Operation.NSA:
             found.out.sum().backward()
+
+
+def append_step(phi: Any, num_rows: int, num_kv_heads: int, head_dim_qk: int, head_dim_v: int, geometry: BlockGeometry, dtype: torch.dtype) -> None:
+    """Write a step into rows, into pages, and into FP8 numbers where the target converts to them."""
+    backend, size = TritonBackend(operation=Operation.APPEND), geometry.selection_block_size
+    start = torch.zeros(1, dtype=torch.int32)
+
+    def pair(pages: int, rows: int, dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
+        return tuple(torch.zeros(pages, rows, num_kv_heads, width, dtype=dtype) for width in (head_dim_qk, head_dim_v))
+
+    compress = [build_compressor(phi, num_kv_heads, width, geometry).to(dtype) for width in (head_dim_qk, head_dim_v)]
+    new, table = pair(1, num_rows), torch.zeros(1, 4, dtype=torch.int32)
+    raw = NewRows(Keys(*pair(1, geometry.compression_block_size + 64), LENGTH, ring=True), *new)
+    stores = [Keys(*pair(5, size), LENGTH, page_table=table)]
+    if device.capability_of(start) >= (8, 9):
+        scales = [torch.zeros(1, LENGTH, num_kv_heads) for _ in "kv"]
+        stores.append(Keys(*pair(1, LENGTH, torch.float8_e4m3fn), LENGTH, ring=True, k_scale=scales[0], v_scale=scales[1]))
+    cmp = Keys(*pair(5, size // geometry.compression_stride), LENGTH, page_table=table)
+    blocks = NewBlocks(cmp, raw, *compress, RotaryEmbedding(head_dim_qk))
+    backend((raw, *(NewRows(store, *new) for store in stores)), blocks, start, start + 1, geometry=geometry)
 
 
 def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *names: str) -> None:

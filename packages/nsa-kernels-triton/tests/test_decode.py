@@ -16,7 +16,8 @@ from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.tolerances import allowed_error, max_error
 from nsa_kernels_triton.decode import kernels, op
-from nsa_kernels_triton.plugin import MOST_STEP_ROWS, TritonBackend
+from nsa_kernels_triton.plugin import TritonBackend
+from nsa_kernels_triton.routing import MOST_STEP_ROWS
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -348,7 +349,7 @@ def test_a_layers_steps_take_the_three_launches(
     on_a_gpu_of(40, monkeypatch)
     config = NSAConfig(
         hidden_size=16, num_heads=4, num_kv_heads=2, head_dim_qk=16, head_dim_v=16, geometry=SMALL, compressor="mean", kv=kv,
-        backends={"nsa": "triton"},
+        backends={"nsa": "triton", "append": "triton"},
     )  # fmt: skip
     torch.manual_seed(0)
     layer = NativeSparseAttention(config).to(DEVICE)

@@ -43,20 +43,16 @@ class TritonBackend:
 
             return decode(*operands, **keywords)
         compute = _compute_of(self.operation)
-        if self.operation is Operation.CHOOSE:
+        if self.operation in (Operation.CHOOSE, Operation.APPEND):
             return compute(*operands, **keywords)
         if self.operation in (Operation.WIN, Operation.NSA):
             compute = partial(with_window_in_order, compute)
         return over_rows(compute, *operands, **keywords)
 
 
-MOST_STEP_ROWS = 16
-"""Rows of a sequence in a step that `decode` serves. More of them fill the tiles of a forward pass."""
-
-
 def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor) -> bool:
     """Return whether `decode` serves the operands of NSA: a few rows of each sequence over a cache, without gradients."""
-    if queries.start is None or queries.max_count > MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
+    if queries.start is None or queries.max_count > routing.MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
         return False
     tensors = (queries.q, cmp.k, cmp.v, slc.k, slc.v, win.k, win.v, gates)
     return cmp.k_scale is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
@@ -84,6 +80,15 @@ def _compute_of(operation: Operation) -> Callable[..., Any]:
         from nsa_kernels_triton.interval.op import sliding_window_attention
 
         return sliding_window_attention
+    if operation is Operation.APPEND:
+        if torch.compiler.is_compiling():
+            # a graph being traced takes torch's own operations, which it fuses
+            from nsa_core.reference.append import append
+
+            return append
+        from nsa_kernels_triton.append.op import append as append_by_kernels
+
+        return append_by_kernels
     from nsa_kernels_triton.choice.op import choose
 
     return choose
@@ -91,5 +96,5 @@ def _compute_of(operation: Operation) -> Callable[..., Any]:
 
 @hookimpl
 def nsa_branch_backends() -> Sequence[TritonBackend]:
-    """Return the Triton kernels of every operation that reads a cache or none; they write no cache."""
-    return [TritonBackend(operation=operation) for operation in Operation if operation is not Operation.APPEND]
+    """Return the Triton kernels of every operation."""
+    return [TritonBackend(operation=operation) for operation in Operation]
