@@ -38,6 +38,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     multiprocessors: int = 40
     """The multiprocessors of the GPU that the splits are made for."""
+    slices: int = 1
+    """Parts of a tile of keys."""
 
     @property
     def capacity(self) -> int:
@@ -148,10 +150,13 @@ CASES = {
     "odd heads": Case(head_dim_qk=10, head_dim_v=6),
     "one local block": Case(geometry=ONE_LOCAL),
     "l = l'": Case(geometry=EQUAL_BLOCKS),
-    "default geometry": Case(starts=(1500, 20, 1150), geometry=BlockGeometry(), multiprocessors=8),
+    "default geometry": Case(starts=(1500, 20, 1150), geometry=BlockGeometry(), multiprocessors=8, slices=4),
     "three strides to a block": Case(starts=(90,), counts=(2,), geometry=BlockGeometry(4, 4, 12, 4, 1, 1, 20)),
     "40 blocks of 8": Case(starts=(700,), counts=(1,), geometry=BlockGeometry(4, 2, 8, 40, 2, 3, 20), multiprocessors=2),
+    "blocks of 32 strides": Case(starts=(130,), geometry=BlockGeometry(2, 2, 64, 2, 0, 1, 20), counts=(1,)),
     "large blocks": Case(starts=(900,), counts=(1,), geometry=BlockGeometry(8, 8, 96, 4, 1, 2, 100)),
+    "two slices": Case(counts=(5, 2, 7), slices=2),
+    "four slices": Case(starts=(3, 150, 233), head_dim_qk=48, num_heads=6, multiprocessors=12, slices=4),
     "bf16": Case(dtype=torch.bfloat16, starts=(5, 41, 63), counts=(3, 1, 1)),
     "fp16": Case(dtype=torch.float16, starts=(5, 41, 63), counts=(3, 1, 1)),
 }
@@ -161,7 +166,7 @@ CASES = {
 def test_a_step_equals_the_branches_one_by_one(
     case: Case, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
 ) -> None:
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = make_step(case)
     assert_same(by_the_kernels(step, case.geometry), by_the_reference(step, case.geometry))
     assert [name for name, _grid, _constants in launched] == list(LAUNCHES)
@@ -226,7 +231,7 @@ PLACES: dict[str, Callable[[Step, Case], Step]] = {
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(counts=counts)
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = make_step(case)
     found, expected = by_the_kernels(place(step, case), SMALL), by_the_reference(step, SMALL)
     if place(step, case).queries.cu_seqlens is not None:
@@ -240,7 +245,7 @@ def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tupl
 
 def test_keys_before_the_first_row_of_a_tail_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(starts=(14, 37, 90), counts=(2, 1, 3))
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = as_a_tail(make_step(case), case)
     win = step.win
     assert win.first is not None
@@ -253,7 +258,7 @@ def test_keys_before_the_first_row_of_a_tail_are_absent(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
 def test_fp8_stores_are_multiplied_by_their_scales(is_paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(counts=(3, 1, 2))
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = make_step(case)
     if is_paged:
         step = in_pages(step, case)
@@ -280,6 +285,13 @@ def test_launches_do_not_depend_on_lengths(
     assert launched[:3] == launched[3:]
     assert [grid[1] > 1 for _name, grid, _constants in launched[:1]] == [True]
     assert launched[2][1][2] > 1
+
+
+def test_blocks_of_many_strides_take_the_kernels_of_training(launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]) -> None:
+    case = Case(starts=(150,), geometry=BlockGeometry(2, 2, 66, 3, 1, 1, 20), counts=(1,))
+    step = make_step(case)
+    assert_same(by_the_kernels(step, case.geometry), by_the_reference(step, case.geometry))
+    assert launched == []
 
 
 def test_longer_steps_and_gradients_take_the_kernels_of_training(launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]) -> None:
@@ -319,7 +331,7 @@ def test_rows_behind_the_end_of_a_store_read_nothing_outside_it(
 ) -> None:
     """A captured step goes on counting where its cache is full; `cache.check()` says so later."""
     case = Case(counts=(2, 1, 3))
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = place(make_step(case), case)
     guarded = []
     for keys in step[1:4]:

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from nsa_core import BranchRequest, Capability, Operation, Reason
+from nsa_core import BlockGeometry, BranchRequest, Capability, Operation, Reason
 from nsa_core.backends.base import Keys, Queries
 from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
@@ -38,7 +38,7 @@ class TritonBackend:
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation on the operands that its protocol in `nsa_core.backends.base` lists."""
-        if self.operation is Operation.NSA and is_step(*operands):
+        if self.operation is Operation.NSA and is_step(*operands, keywords["geometry"]):
             from nsa_kernels_triton.decode.op import decode
 
             return decode(*operands, **keywords)
@@ -50,9 +50,15 @@ class TritonBackend:
         return over_rows(compute, *operands, **keywords)
 
 
-def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor) -> bool:
+MOST_STRIDES = 32
+"""Strides of a selection block that `decode` serves: a warp's part of a tile holds whole blocks."""
+
+
+def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, geometry: BlockGeometry) -> bool:
     """Return whether `decode` serves the operands of NSA: a few rows of each sequence over a cache, without gradients."""
     if queries.start is None or queries.max_count > routing.MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
+        return False
+    if geometry.selection_block_size > MOST_STRIDES * geometry.compression_stride:
         return False
     tensors = (queries.q, cmp.k, cmp.v, slc.k, slc.v, win.k, win.v, gates)
     return cmp.k_scale is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

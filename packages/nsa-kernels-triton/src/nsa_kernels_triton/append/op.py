@@ -181,7 +181,7 @@ def _launch(rows: tuple[NewRows, ...], blocks: NewBlocks | None, phi: Phi, start
     both = {
         "G": num_groups, "D_K": head_dim_qk, "D_V": head_dim_v, "WIDTH_K": width_k, "WIDTH_V": width_v, "HALF_K": half_k, "HALF_V": half_v,
         "SIZE": size, "STRIDE": geometry.compression_stride, "TOKEN_SPLITS": splits, "BLOCK_ITEMS": BLOCK_ITEMS, "BLOCK_COLUMNS": BLOCK_COLUMNS,
-        "num_warps": 4, "num_stages": 2,
+        "num_warps": 4, "num_stages": 1 if first.k.element_size() > 2 else 2,
     }  # fmt: skip
     kernels.append_kernel[(programs,)](
         start, count, *stores[0].tensors, *stores[1].tensors, *stores[2].tensors,

@@ -211,7 +211,7 @@ def _importance(
     H: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
     SUMMED_HEADS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return the importance of the blocks 0 .. last_free of one query (Eq. 9, 10), float32 (TOPS * SLICE_BLOCKS,).
+    """Return the importance of the blocks 0 .. last_free of one query (Eq. 9, 10), float32 (TOPS * SLICE_BLOCKS,), and any number of the others.
 
     It is its heads' weights by block, normalised, and summed over a group.
     """
@@ -225,14 +225,14 @@ def _importance(
         heads = row * H + group * HG + in_group
         # all loads before what is computed of them
         source = blocks_ptr + (heads * (2 * num_blocks))[:, None, None] + blocks[None, :, :]
-        mask = is_head[:, None, None] & (blocks <= last_free)[None, :, :]
-        share = tl.load(source, mask=mask, other=0.0)
         top_ptr = tops_ptr + (heads * num_tops)[:, None] + tops[None, :]
         has_top = is_head[:, None] & (tops * SLICE_BLOCKS <= last_free)[None, :]
+        # the blocks of a slice are read at once: those behind the last free one are written as well, and not used
+        share = tl.load(source, mask=has_top[:, :, None], other=0.0)
         top = tl.load(top_ptr, mask=has_top, other=float("-inf"))
         reaching, before = share, top
         if REACH > 1:
-            reaching = tl.load(source + num_blocks, mask=mask & (blocks > 0)[None, :, :], other=0.0)
+            reaching = tl.load(source + num_blocks, mask=has_top[:, :, None], other=0.0)
             before = tl.load(top_ptr - 1, mask=has_top & (tops > 0)[None, :], other=float("-inf"))
         place = splits.to(tl.int64)[None, :] * num_heads_of_rows + heads[:, None]
         is_split = is_head[:, None] & (splits < CMP_SPLITS)[None, :]
@@ -245,6 +245,8 @@ def _importance(
         scale = exponential(top - largest, EXACT) * inverse
         share *= scale[:, :, None]
         if REACH > 1:
+            # nothing reaches into the first block, and nothing was written there
+            reaching = tl.where((blocks > 0)[None, :, :], reaching, 0.0)
             scale_before = exponential(before - largest, EXACT) * inverse
             share += reaching * tl.where((in_slice == 0)[None, None, :], scale_before[:, :, None], scale[:, :, None])
         importance += tl.sum(share, 0)
@@ -333,7 +335,7 @@ def attend_kernel(
     RAGGED: tl.constexpr, EXACT: tl.constexpr, SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, SLC_SPLITS: tl.constexpr,
     CMP_SLOT: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, HEAD_TILES: tl.constexpr, MERGED_SPLITS: tl.constexpr,
     PADDED_WIN_SPLITS: tl.constexpr, PADDED_SLC_SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, WIN_KEYS: tl.constexpr, SLC_KEYS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to a share of one query's window and of its chosen blocks; the last of its programs writes the output.
 
@@ -363,12 +365,12 @@ def attend_kernel(
             first_held = tl.load(win_first_ptr + sequence)
             first = tl.maximum(first, first_held)
             last = tl.minimum(t, win_end - 1 + first_held)
-        tiles = tl.cdiv(t + 1 - first, SLICES * WIN_KEYS)
+        tiles = tl.cdiv(t + 1 - first, SLICES * SLICE_KEYS)
         share = tl.cdiv(tiles, WIN_SPLITS)
-        in_tile = (slices * WIN_KEYS)[:, None] + tl.arange(0, WIN_KEYS)[None, :]
+        in_tile = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
         acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
         for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles)):
-            keys = first + tile * (SLICES * WIN_KEYS) + in_tile
+            keys = first + tile * (SLICES * SLICE_KEYS) + in_tile
             is_key = keys <= last
             key_rows = _store_rows(sequence, keys, is_key, win_table_ptr, win_first_ptr, win_rows, win_pages, win_table_width, RING)
             acc1, acc2, row_max, row_sum, _weights = _fold(
@@ -386,12 +388,12 @@ def attend_kernel(
         slots = number * SLOTS + tl.arange(0, PADDED_SLOTS)
         is_slot = (tl.arange(0, PADDED_SLOTS) < SLOTS) & (slots < NUM_SELECTED)
         chosen = tl.load(indices_ptr + (row * G + group) * NUM_SELECTED + slots, mask=is_slot, other=-1)
-        in_part = (slices * SLC_KEYS)[:, None] + tl.arange(0, SLC_KEYS)[None, :]
-        PARTS: tl.constexpr = (SELECTION_SIZE + SLICES * SLC_KEYS - 1) // (SLICES * SLC_KEYS)
+        in_part = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
+        PARTS: tl.constexpr = (SELECTION_SIZE + SLICES * SLICE_KEYS - 1) // (SLICES * SLICE_KEYS)
         acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
         for part in tl.range(0, SLOTS * PARTS):
             block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
-            in_block = part % PARTS * (SLICES * SLC_KEYS) + in_part
+            in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
             keys = block * SELECTION_SIZE + in_block
             is_key = (block >= 0) & (in_block < SELECTION_SIZE) & (keys <= tl.minimum(t, slc_end - 1))
             key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, slc_table_ptr, None, slc_rows, slc_pages, slc_table_width, False)

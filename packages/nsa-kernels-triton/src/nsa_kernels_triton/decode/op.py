@@ -69,17 +69,24 @@ class Splits(NamedTuple):
 class Tiles(NamedTuple):
     """How a launch cuts keys."""
 
-    slice_keys: int
+    slices: int
+    """Parts of a tile, one for each warp."""
     num_stages: int
 
     @classmethod
     def of(cls, q: Tensor, head_dim_v: int, slice_keys: int) -> "Tiles":
-        """Return tiles of SLICES parts of `slice_keys`, and as many in flight as leave room for two programs on a multiprocessor."""
+        """Return tiles of parts of `slice_keys`, and as many in flight as leave room for two programs on a multiprocessor."""
         capability = capability_of(q)
-        limit = shared_memory_bytes(OLDEST if capability is None else capability)
-        tile_bytes = SLICES * slice_keys * (padded(q.shape[3]) + padded(head_dim_v)) * q.element_size()
-        # what threads exchange takes the rest
-        return cls(slice_keys, min(MOST_STAGES, max(2, 1 + int(0.9 * limit) // (PROGRAMS_PER_MULTIPROCESSOR * tile_bytes))))
+        limit = int(0.9 * shared_memory_bytes(OLDEST if capability is None else capability))
+        slice_bytes = slice_keys * (padded(q.shape[3]) + padded(head_dim_v)) * q.element_size()
+        slices = SLICES
+        while slices > 1 and slices * slice_bytes > limit:
+            slices //= 2
+        if q.element_size() > 2:
+            # without matrix units a tile lies in registers, and what threads exchange takes as much
+            return cls(slices, 1)
+        # one tile is held while the others arrive
+        return cls(slices, min(MOST_STAGES, max(2, 1 + limit // (PROGRAMS_PER_MULTIPROCESSOR * slices * slice_bytes))))
 
 
 class Extent(NamedTuple):
@@ -126,7 +133,8 @@ def _decode(
     slice_blocks = cdiv(SLICE_KEYS, padded_strides)
     # rows of sums are read four at a time
     num_blocks = cdiv(max(1, blocks.num_selection_blocks(blocks.max_tokens(cmp.max_count, geometry), geometry)), 16) * 16
-    num_tops = cdiv(num_blocks, SLICES * slice_blocks) * SLICES
+    tiles = Tiles.of(q, head_dim_v, slice_blocks * padded_strides)
+    num_tops = cdiv(num_blocks, tiles.slices * slice_blocks) * tiles.slices
     rows_of_heads, cmp_slot = num_rows * num_heads, splits.cmp if splits.cmp > 1 else 0
     num_slots = cmp_slot + 1 + splits.win + splits.slc
 
@@ -136,6 +144,7 @@ def _decode(
     outs, maxima, sums = scratch(num_slots, rows_of_heads, head_dim_v), scratch(num_slots, rows_of_heads), scratch(num_slots, rows_of_heads)
     weights, tops = scratch(rows_of_heads, 2, num_blocks), scratch(rows_of_heads, num_tops)
     counters = q.new_empty(num_rows, num_groups, head_tiles, dtype=torch.int32)
+    # without fusion: a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
     parts_qk, parts_v, width = parts_of(head_dim_qk), parts_of(head_dim_v), next_power_of_2(head_dim_v)
     # programmatic dependent launch came with 9.0
     has_pdl = USES_PDL and (capability_of(q) or OLDEST) >= (9, 0)
@@ -145,20 +154,17 @@ def _decode(
     }  # fmt: skip
     attends = {
         "D_K": head_dim_qk, "K1": parts_qk.first, "K2": parts_qk.second, "V1": parts_v.first, "V2": parts_v.second,
-        "BLOCK_ROWS": BLOCK_ROWS, "SLICES": SLICES,
+        "BLOCK_ROWS": BLOCK_ROWS, "enable_fp_fusion": False,
     }  # fmt: skip
     reach = geometry.compression_block_size // geometry.compression_stride
-    # a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
-    options = {"num_warps": SLICES, "enable_fp_fusion": False}
     dependent = {"launch_pdl": True} if has_pdl else {}
     factor = score_factor(q, scale)
     in_cmp, in_slc, in_win = Extent.of(cmp), Extent.of(slc), Extent.of(win)
-    tiles = Tiles.of(q, head_dim_v, slice_blocks * padded_strides)
     kernels.split_kernel[(num_pairs, splits.cmp, row_tiles)](
         q, cmp.k, cmp.v, cmp.page_table, queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
         length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, num_blocks * strides), num_blocks, num_tops, factor,
         SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides, REACH=reach,
-        SPLITS=splits.cmp, SLICE_BLOCKS=slice_blocks, num_stages=tiles.num_stages, **both, **attends, **options,
+        SPLITS=splits.cmp, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, num_warps=tiles.slices, num_stages=tiles.num_stages, **both, **attends,
     )  # fmt: skip
     padded_splits, padded_tops = next_power_of_2(splits.cmp), next_power_of_2(num_tops)
     merged_heads = max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_splits * width)))
@@ -169,7 +175,7 @@ def _decode(
         PADDED_SPLITS=padded_splits, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_tops * slice_blocks))),
         TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
-        **both, **options | {"num_warps": CHOICE_WARPS}, **dependent,
+        num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both, **dependent,
     )  # fmt: skip
     tiles = Tiles.of(q, head_dim_v, SLICE_KEYS)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
@@ -180,8 +186,8 @@ def _decode(
         length, rows_of_heads, *in_slc, *in_win, factor,
         WIDTH=width, WINDOW=geometry.window_size, RING=win.ring, SPLITS=splits.programs, WIN_SPLITS=splits.win, SLC_SPLITS=splits.slc,
         CMP_SLOT=cmp_slot, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, PADDED_WIN_SPLITS=padded_win,
-        PADDED_SLC_SPLITS=padded_slc, MERGED_SPLITS=min(MERGED_SPLITS, padded_win, padded_slc), WIN_KEYS=SLICE_KEYS, SLC_KEYS=SLICE_KEYS,
-        num_stages=tiles.num_stages, **both, **attends, **options, **dependent,
+        PADDED_SLC_SPLITS=padded_slc, MERGED_SPLITS=min(MERGED_SPLITS, padded_win, padded_slc), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
+        num_warps=tiles.slices, num_stages=tiles.num_stages, **both, **attends, **dependent,
     )  # fmt: skip
     return out, indices
 
