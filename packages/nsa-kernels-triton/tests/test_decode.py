@@ -315,6 +315,27 @@ def test_rows_that_do_not_count_are_zero_whatever_they_hold() -> None:
     assert bool(found.out.isfinite().all())
 
 
+def test_equal_scores_go_to_the_lower_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(starts=(90, 95, 71), slices=2)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    step = make_step(case)
+    step.cmp.k[~step.cmp.k.isnan()] = 0.5
+    found = by_the_kernels(step, SMALL)
+    assert_same(found, by_the_reference(step, SMALL))
+    # block 0 gets less than the others, for nothing reaches into it, and is forced
+    first_free = range(SMALL.num_initial_blocks, SMALL.num_selected_blocks - SMALL.num_local_blocks)
+    assert found.block_indices[0, 0, 0].tolist()[SMALL.num_initial_blocks : -SMALL.num_local_blocks] == list(first_free)
+
+
+def test_a_step_leaves_nothing_behind_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of arrived programs start anew, whatever their memory held."""
+    on_a_gpu_of(40, monkeypatch)
+    step = make_step(Case(counts=(3, 1, 2)))
+    first, second = (by_the_kernels(step, SMALL) for _ in range(2))
+    assert torch.equal(first.out, second.out)
+    assert torch.equal(first.block_indices, second.block_indices)
+
+
 @pytest.mark.parametrize("factor", [50, 1e4])
 def test_large_scores_choose_and_sum_as_small_ones(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu_of(40, monkeypatch)

@@ -12,6 +12,7 @@ from nsa_core.config import BlockGeometry, RopeScaling
 from nsa_core.reference.append import emit_blocks
 from nsa_core.rope import RotaryEmbedding, unrotated
 from nsa_kernels_triton.append import kernels
+from nsa_kernels_triton.device import has_pdl
 from nsa_kernels_triton.launch import cdiv, next_power_of_2
 
 MOST_STORES = 3
@@ -178,10 +179,11 @@ def _launch(rows: tuple[NewRows, ...], blocks: NewBlocks | None, phi: Phi, start
             programs += item_tiles * splits * (tiles_k + tiles_v)
     half_k, half_v = cdiv(head_dim_qk, 2), cdiv(head_dim_v, 2)
     width_k, width_v = max(16, next_power_of_2(head_dim_qk)), max(16, next_power_of_2(head_dim_v))
+    is_dependent = has_pdl(start)
     both = {
         "G": num_groups, "D_K": head_dim_qk, "D_V": head_dim_v, "WIDTH_K": width_k, "WIDTH_V": width_v, "HALF_K": half_k, "HALF_V": half_v,
         "SIZE": size, "STRIDE": geometry.compression_stride, "TOKEN_SPLITS": splits, "BLOCK_ITEMS": BLOCK_ITEMS, "BLOCK_COLUMNS": BLOCK_COLUMNS,
-        "num_warps": 4, "num_stages": 1 if first.k.element_size() > 2 else 2,
+        "num_warps": 4, "num_stages": 1 if first.k.element_size() > 2 else 2, "PDL": is_dependent, **({"launch_pdl": True} if is_dependent else {}),
     }  # fmt: skip
     kernels.append_kernel[(programs,)](
         start, count, *stores[0].tensors, *stores[1].tensors, *stores[2].tensors,

@@ -10,7 +10,7 @@ from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.decode import kernels
-from nsa_kernels_triton.device import OLDEST, capability_of, num_multiprocessors, shared_memory_bytes
+from nsa_kernels_triton.device import OLDEST, capability_of, has_pdl, num_multiprocessors, shared_memory_bytes
 from nsa_kernels_triton.launch import cdiv, next_power_of_2
 from nsa_kernels_triton.numerics import is_exact, score_factor
 from nsa_kernels_triton.streams import on_its_device
@@ -30,8 +30,6 @@ BLOCK_ROWS = 16
 MOST_STAGES = 4
 """Tiles that are loaded at a time, and one, at most."""
 CHOICE_WARPS = 8
-USES_PDL = True
-"""Whether a launch starts while the one before it ends, where the GPU can."""
 MERGED_SPLITS = 4
 """Partial outputs that a program of `attend_kernel` holds at a time to merge them."""
 SUMMED_WEIGHTS = 8192
@@ -146,18 +144,17 @@ def _decode(
     counters = q.new_empty(num_rows, num_groups, head_tiles, dtype=torch.int32)
     # without fusion: a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
     parts_qk, parts_v, width = parts_of(head_dim_qk), parts_of(head_dim_v), next_power_of_2(head_dim_v)
-    # programmatic dependent launch came with 9.0
-    has_pdl = USES_PDL and (capability_of(q) or OLDEST) >= (9, 0)
+    is_dependent = has_pdl(q)
     both = {
         "H": num_heads, "G": num_groups, "D_V": head_dim_v, "SELECTION_SIZE": geometry.selection_block_size,
-        "NUM_SELECTED": geometry.num_selected_blocks, "RAGGED": is_ragged, "EXACT": is_exact(q), "PDL": has_pdl,
+        "NUM_SELECTED": geometry.num_selected_blocks, "RAGGED": is_ragged, "EXACT": is_exact(q), "PDL": is_dependent,
+        **({"launch_pdl": True} if is_dependent else {}),
     }  # fmt: skip
     attends = {
         "D_K": head_dim_qk, "K1": parts_qk.first, "K2": parts_qk.second, "V1": parts_v.first, "V2": parts_v.second,
         "BLOCK_ROWS": BLOCK_ROWS, "enable_fp_fusion": False,
     }  # fmt: skip
     reach = geometry.compression_block_size // geometry.compression_stride
-    dependent = {"launch_pdl": True} if has_pdl else {}
     factor = score_factor(q, scale)
     in_cmp, in_slc, in_win = Extent.of(cmp), Extent.of(slc), Extent.of(win)
     kernels.split_kernel[(num_pairs, splits.cmp, row_tiles)](
@@ -175,7 +172,7 @@ def _decode(
         PADDED_SPLITS=padded_splits, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_tops * slice_blocks))),
         TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
-        num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both, **dependent,
+        num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
     )  # fmt: skip
     tiles = Tiles.of(q, head_dim_v, SLICE_KEYS)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
@@ -187,7 +184,7 @@ def _decode(
         WIDTH=width, WINDOW=geometry.window_size, RING=win.ring, SPLITS=splits.programs, WIN_SPLITS=splits.win, SLC_SPLITS=splits.slc,
         CMP_SLOT=cmp_slot, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, PADDED_WIN_SPLITS=padded_win,
         PADDED_SLC_SPLITS=padded_slc, MERGED_SPLITS=min(MERGED_SPLITS, padded_win, padded_slc), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
-        num_warps=tiles.slices, num_stages=tiles.num_stages, **both, **attends, **dependent,
+        num_warps=tiles.slices, num_stages=tiles.num_stages, **both, **attends,
     )  # fmt: skip
     return out, indices
 
