@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch import Tensor
 
 from nsa_core import BlockGeometry, BranchRequest, Capability, Operation, Reason
-from nsa_core.backends.base import Keys, Queries
 from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
 from nsa_kernels_triton import implementations, routing
@@ -38,12 +36,14 @@ class TritonBackend:
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation on the operands that its protocol in `nsa_core.backends.base` lists."""
-        if self.operation is Operation.NSA and is_step(*operands, keywords["geometry"]):
+        if self.operation is Operation.NSA and is_step(operands, keywords["geometry"]):
             from nsa_kernels_triton.decode.op import decode
 
             return decode(*operands, **keywords)
+        if self.operation is Operation.APPEND:
+            return _append(*operands, **keywords)
         compute = _compute_of(self.operation)
-        if self.operation in (Operation.CHOOSE, Operation.APPEND):
+        if self.operation is Operation.CHOOSE:
             return compute(*operands, **keywords)
         if self.operation in (Operation.WIN, Operation.NSA):
             compute = partial(with_window_in_order, compute)
@@ -54,14 +54,27 @@ MOST_STRIDES = 32
 """Strides of a selection block that `decode` serves: a warp's part of a tile holds whole blocks."""
 
 
-def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, geometry: BlockGeometry) -> bool:
+def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:
     """Return whether `decode` serves the operands of NSA: a few rows of each sequence over a cache, without gradients."""
+    queries, cmp, slc, win, gates = operands
     if queries.start is None or queries.max_count > routing.MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
         return False
     if geometry.selection_block_size > MOST_STRIDES * geometry.compression_stride:
         return False
     tensors = (queries.q, cmp.k, cmp.v, slc.k, slc.v, win.k, win.v, gates)
     return cmp.k_scale is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+def _append(*operands: Any, **keywords: Any) -> None:
+    """Write a step; a graph that is being traced takes torch's own operations, which it fuses."""
+    if torch.compiler.is_compiling():
+        from nsa_core.reference.append import append
+
+        append(*operands, **keywords)
+        return
+    from nsa_kernels_triton.append import op
+
+    op.append(*operands, **keywords)
 
 
 def _compute_of(operation: Operation) -> Callable[..., Any]:
@@ -86,15 +99,6 @@ def _compute_of(operation: Operation) -> Callable[..., Any]:
         from nsa_kernels_triton.interval.op import sliding_window_attention
 
         return sliding_window_attention
-    if operation is Operation.APPEND:
-        if torch.compiler.is_compiling():
-            # a graph being traced takes torch's own operations, which it fuses
-            from nsa_core.reference.append import append
-
-            return append
-        from nsa_kernels_triton.append.op import append as append_by_kernels
-
-        return append_by_kernels
     from nsa_kernels_triton.choice.op import choose
 
     return choose

@@ -50,27 +50,28 @@ def _write(
     store_ptr, scale_ptr, table_ptr, new_ptr, sequence, row, num_new, start, count, num_rows, num_pages, table_width,
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of all KV heads, where it counts and has a slot; of more rows than a ring has, the last stay."""
-    size = num_rows
-    if table_ptr is not None:
-        size = num_rows * table_width
-    if not RING:
-        count = tl.minimum(count, size - start)
-    slot, has_slot = _slot(sequence, start + row, (row < count) & (row >= count - size), table_ptr, num_rows, num_pages, table_width)
-    if has_slot:
-        groups, columns = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
-        mask = (groups < G)[:, None] & (columns < D)[None, :]
-        offsets = groups[:, None] * D + columns[None, :]
-        x = tl.load(new_ptr + (wide(sequence) * num_new + row) * (G * D) + offsets, mask=mask, other=0.0)
-        if scale_ptr is not None:
-            x = x.to(tl.float32)
-            scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([GROUPS], LARGEST_FP8, tl.float32)), SMALLEST_SCALE)
-            tl.store(scale_ptr + slot * G + groups, scale, mask=groups < G)
-            x = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH)))
-            x = tl.minimum(tl.maximum(x, -LARGEST_FP8), LARGEST_FP8)
-            if INTERPRETING:
-                x = _rounded_to_fp8(x)
-        tl.store(store_ptr + slot * (G * D) + offsets, cast(x, store_ptr.dtype.element_ty), mask=mask)
+    """Write one row of all KV heads, where it counts and has a slot; of more rows than a ring has, the last stay. Without `new_ptr` nothing."""
+    if new_ptr is not None:
+        size = num_rows
+        if table_ptr is not None:
+            size = num_rows * table_width
+        if not RING:
+            count = tl.minimum(count, size - start)
+        slot, has_slot = _slot(sequence, start + row, (row < count) & (row >= count - size), table_ptr, num_rows, num_pages, table_width)
+        if has_slot:
+            groups, columns = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+            mask = (groups < G)[:, None] & (columns < D)[None, :]
+            offsets = groups[:, None] * D + columns[None, :]
+            x = tl.load(new_ptr + (wide(sequence) * num_new + row) * (G * D) + offsets, mask=mask, other=0.0)
+            if scale_ptr is not None:
+                x = x.to(tl.float32)
+                scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([GROUPS], LARGEST_FP8, tl.float32)), SMALLEST_SCALE)
+                tl.store(scale_ptr + slot * G + groups, scale, mask=groups < G)
+                x = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH)))
+                x = tl.minimum(tl.maximum(x, -LARGEST_FP8), LARGEST_FP8)
+                if INTERPRETING:
+                    x = _rounded_to_fp8(x)
+            tl.store(store_ptr + slot * (G * D) + offsets, cast(x, store_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -82,7 +83,9 @@ def _tokens(
     old = ((wide(sequence) * ring_rows + positions % ring_rows) * G + group) * D
     new = ((wide(sequence) * num_new + positions - start) * G + group) * D
     from_ring = tl.load(raw_ptr + old[:, None] + columns[None, :], mask=(is_token & is_old)[:, None] & is_column[None, :], other=0.0)
-    fresh = tl.load(new_ptr + new[:, None] + columns[None, :], mask=(is_token & (positions >= start))[:, None] & is_column[None, :], other=0.0)
+    fresh = tl.load(
+        new_ptr + new[:, None] + columns[None, :], mask=(is_token & (positions >= start))[:, None] & is_column[None, :], other=0.0
+    )
     return tl.where(is_old[:, None], from_ring.to(fresh.dtype), fresh)
 
 
@@ -230,36 +233,31 @@ def append_kernel(
                 a_k_ptr, a_k_scale_ptr, a_table_ptr, a_new_k_ptr, sequence, row, num_new, start, count, a_rows, a_pages, a_width,
                 G, D_K, GROUPS, WIDTH_K, RING_A,
             )  # fmt: skip
-        if a_new_v_ptr is not None:
-            if part == 1:
-                _write(
-                    a_v_ptr, a_v_scale_ptr, a_table_ptr, a_new_v_ptr, sequence, row, num_new, start, count, a_rows, a_pages, a_width,
-                    G, D_V, GROUPS, WIDTH_V, RING_A,
-                )  # fmt: skip
-        if WRITTEN > 1:
-            if part == 2:
-                _write(
-                    b_k_ptr, b_k_scale_ptr, b_table_ptr, b_new_k_ptr, sequence, row, num_new, start, count, b_rows, b_pages, b_width,
-                    G, D_K, GROUPS, WIDTH_K, RING_B,
-                )  # fmt: skip
-            if b_new_v_ptr is not None:
-                if part == 3:
-                    _write(
-                        b_v_ptr, b_v_scale_ptr, b_table_ptr, b_new_v_ptr, sequence, row, num_new, start, count, b_rows, b_pages, b_width,
-                        G, D_V, GROUPS, WIDTH_V, RING_B,
-                    )  # fmt: skip
-        if WRITTEN > 2:
-            if part == 4:
-                _write(
-                    c_k_ptr, c_k_scale_ptr, c_table_ptr, c_new_k_ptr, sequence, row, num_new, start, count, c_rows, c_pages, c_width,
-                    G, D_K, GROUPS, WIDTH_K, RING_C,
-                )  # fmt: skip
-            if c_new_v_ptr is not None:
-                if part == 5:
-                    _write(
-                        c_v_ptr, c_v_scale_ptr, c_table_ptr, c_new_v_ptr, sequence, row, num_new, start, count, c_rows, c_pages, c_width,
-                        G, D_V, GROUPS, WIDTH_V, RING_C,
-                    )  # fmt: skip
+        if part == 1:
+            _write(
+                a_v_ptr, a_v_scale_ptr, a_table_ptr, a_new_v_ptr, sequence, row, num_new, start, count, a_rows, a_pages, a_width,
+                G, D_V, GROUPS, WIDTH_V, RING_A,
+            )  # fmt: skip
+        if part == 2:
+            _write(
+                b_k_ptr, b_k_scale_ptr, b_table_ptr, b_new_k_ptr, sequence, row, num_new, start, count, b_rows, b_pages, b_width,
+                G, D_K, GROUPS, WIDTH_K, RING_B,
+            )  # fmt: skip
+        if part == 3:
+            _write(
+                b_v_ptr, b_v_scale_ptr, b_table_ptr, b_new_v_ptr, sequence, row, num_new, start, count, b_rows, b_pages, b_width,
+                G, D_V, GROUPS, WIDTH_V, RING_B,
+            )  # fmt: skip
+        if part == 4:
+            _write(
+                c_k_ptr, c_k_scale_ptr, c_table_ptr, c_new_k_ptr, sequence, row, num_new, start, count, c_rows, c_pages, c_width,
+                G, D_K, GROUPS, WIDTH_K, RING_C,
+            )  # fmt: skip
+        if part == 5:
+            _write(
+                c_v_ptr, c_v_scale_ptr, c_table_ptr, c_new_v_ptr, sequence, row, num_new, start, count, c_rows, c_pages, c_width,
+                G, D_V, GROUPS, WIDTH_V, RING_C,
+            )  # fmt: skip
     elif raw_k_ptr is not None:
         num_items = num_sequences * numbers * G
         item = program - num_written
@@ -273,13 +271,12 @@ def append_kernel(
                     start, count, num_new, ring_rows, cmp_rows, cmp_pages, cmp_width, factor,
                     G, D_K, HALF_K, HALF_WIDTH_K, SIZE, STRIDE, TOKENS,
                 )  # fmt: skip
-            if raw_v_ptr is not None:
-                if is_value == 1:
-                    _pool(
-                        raw_v_ptr, raw_new_v_ptr, v_taps_ptr, cmp_v_ptr, v_means_ptr, cmp_table_ptr, None, item, sequence, number, group,
-                        start, count, num_new, ring_rows, cmp_rows, cmp_pages, cmp_width, factor,
-                        G, D_V, HALF_V, HALF_WIDTH_V, SIZE, STRIDE, TOKENS,
-                    )  # fmt: skip
+            elif raw_v_ptr is not None:
+                _pool(
+                    raw_v_ptr, raw_new_v_ptr, v_taps_ptr, cmp_v_ptr, v_means_ptr, cmp_table_ptr, None, item, sequence, number, group,
+                    start, count, num_new, ring_rows, cmp_rows, cmp_pages, cmp_width, factor,
+                    G, D_V, HALF_V, HALF_WIDTH_V, SIZE, STRIDE, TOKENS,
+                )  # fmt: skip
         elif k_up_ptr is not None:
             part = item - 2 * num_items
             token_split, part = part % TOKEN_SPLITS, part // TOKEN_SPLITS
@@ -299,7 +296,9 @@ def append_kernel(
 
 
 @triton.jit
-def _activated(partials_ptr, bias_ptr, items, num_items, is_complete, dtype: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+def _activated(
+    partials_ptr, bias_ptr, items, num_items, is_complete, dtype: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr
+):
     """Return SiLU of the hidden layer (items, WIDTH) in `dtype`, with what is above its range at its edge."""
     inner = tl.arange(0, WIDTH)
     mask = is_complete[:, None] & (inner < D)[None, :]
@@ -337,7 +336,9 @@ def _down(
     size = num_rows
     if table_ptr is not None:
         size = num_rows * table_width
-    sequences, groups, _starts, blocks, is_complete = _block_of_items(items, num_items, start_ptr, count_ptr, numbers, size, G, SIZE, STRIDE)
+    sequences, groups, _starts, blocks, is_complete = _block_of_items(
+        items, num_items, start_ptr, count_ptr, numbers, size, G, SIZE, STRIDE
+    )
     if tl.max(is_complete.to(tl.int32), 0) > 0:
         dtype: tl.constexpr = target_ptr.dtype.element_ty
         active = _activated(partials_ptr, up_bias_ptr, items, num_items, is_complete, dtype, D, WIDTH, SPLITS)

@@ -1,7 +1,7 @@
 """The operation APPEND: which kernels write a step, and how it is cut."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,35 +76,34 @@ def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
 
 def phi_of(blocks: NewBlocks) -> Phi | None:
     """Return what the kernels read of the compressors and the rotation of `blocks`; None where they are not the layer's own, unchanged."""
-    new_k, new_v = blocks.raw.k, blocks.raw.v
-    taps: list[Tensor | None] = []
-    layers: list[MLPCompressor | None] = []
-    both = [(blocks.compress_k, new_k)] + ([] if blocks.compress_v is None or new_v is None else [(blocks.compress_v, new_v)])
-    kinds = {type(compress) for compress, _ in both}
-    if len(kinds) > 1 or not kinds <= {MeanCompressor, ConvCompressor, MLPCompressor}:
+    compress_k, compress_v, rotate, new = blocks.compress_k, blocks.compress_v, blocks.rotate, blocks.raw
+    has_values = compress_v is not None and new.v is not None
+    if not _is_known(compress_k, new.k) or (has_values and (type(compress_v) is not type(compress_k) or not _is_known(compress_v, new.k))):
         return None
-    for compress, new in both:
-        assert isinstance(compress, nn.Module)
-        # a parameter in shards is gathered by the module's call, and hooks are part of it
-        if compress._forward_hooks or compress._forward_pre_hooks or not all(map(_is_whole, compress.parameters())):
-            return None
-        if isinstance(compress, MLPCompressor) and compress.up.weight.dtype != new.dtype:
-            return None
-        taps.append(compress.weight if isinstance(compress, ConvCompressor) else None)
-        layers.append(compress if isinstance(compress, MLPCompressor) else None)
-    if any(x is not None and not x.is_contiguous() for x in taps):
+    k, v = compress_k, compress_v if has_values else None
+    phi = Phi(_taps(k), _taps(v), k if isinstance(k, MLPCompressor) else None, v if isinstance(v, MLPCompressor) else None)
+    if rotate is unrotated:
+        return phi
+    if type(rotate) is not RotaryEmbedding or rotate.dim != new.k.shape[3]:
         return None
-    (k_taps, v_taps), (k_mlp, v_mlp) = (*taps, None)[:2], (*layers, None)[:2]
-    if blocks.rotate is unrotated:
-        return Phi(k_taps, v_taps, k_mlp, v_mlp)
-    rope = blocks.rotate
-    if type(rope) is not RotaryEmbedding or rope.dim != new_k.shape[3]:
-        return None
-    return Phi(k_taps, v_taps, k_mlp, v_mlp, frequencies_of(rope, new_k.device), rope.attention_factor())
+    return phi._replace(frequencies=frequencies_of(rotate, new.k.device), factor=rotate.attention_factor())
 
 
-def _is_whole(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.is_contiguous()
+def _is_known(compress: Any, new: Tensor) -> bool:
+    """Return True of a compressor of the layer whose call is its formula, of whole parameters."""
+    if type(compress) not in (MeanCompressor, ConvCompressor, MLPCompressor):
+        return False
+    # a parameter in shards is gathered by the module's call, and hooks are part of it
+    if compress._forward_hooks or compress._forward_pre_hooks:
+        return False
+    parameters = list(compress.parameters())
+    if any(type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() for x in parameters):
+        return False
+    return type(compress) is not MLPCompressor or all(x.dtype == new.dtype for x in parameters)
+
+
+def _taps(compress: Any) -> Tensor | None:
+    return compress.weight.detach() if isinstance(compress, ConvCompressor) else None
 
 
 def frequencies_of(rope: RotaryEmbedding, device: torch.device) -> Tensor:

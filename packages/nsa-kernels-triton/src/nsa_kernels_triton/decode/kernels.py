@@ -448,7 +448,9 @@ def _merged(
     """Return output (heads, WIDTH), maximum and sum (heads,) of the splits in slots first_slot .. first_slot + NUM_SPLITS - 1, SOME at a time."""
     largest = tl.full([heads.shape[0]], float("-inf"), tl.float32)
     for first in tl.static_range(0, PADDED_SPLITS, SOME):
-        largest = tl.maximum(largest, tl.max(_numbers(maxima_ptr, first_slot, first, heads, exists, num_heads_of_rows, NUM_SPLITS, SOME), 0))
+        largest = tl.maximum(
+            largest, tl.max(_numbers(maxima_ptr, first_slot, first, heads, exists, num_heads_of_rows, NUM_SPLITS, SOME), 0)
+        )
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     columns = tl.arange(0, WIDTH)
     merged = tl.zeros([heads.shape[0], WIDTH], tl.float32)
