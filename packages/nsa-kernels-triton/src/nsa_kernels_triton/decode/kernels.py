@@ -142,7 +142,8 @@ def split_kernel(
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, PADDED_STRIDES: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the partial results of one split of the compressed keys; grid (N * G, SPLITS, tiles of rows).
 
@@ -184,7 +185,7 @@ def split_kernel(
     in_blocks = (slices * SLICE_BLOCKS)[:, None] + tl.arange(0, SLICE_BLOCKS)[None, :]
     q1, q2 = _load_queries(q_ptr, heads, exists, D_K, K1, K2, SLICES)
     acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
-    for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles)):
+    for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=STAGES):
         keys = tile * (TILE_BLOCKS * STRIDES) + in_tile
         is_key = (stride < STRIDES)[None, :] & (keys < last_end)
         key_rows = _store_rows(sequence, keys, is_key, table_ptr, None, num_rows, num_pages, table_width, False)
@@ -337,7 +338,8 @@ def attend_kernel(
     RAGGED: tl.constexpr, EXACT: tl.constexpr, SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, SLC_SPLITS: tl.constexpr,
     CMP_SLOT: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, HEAD_TILES: tl.constexpr, MERGED_SPLITS: tl.constexpr,
     PADDED_WIN_SPLITS: tl.constexpr, PADDED_SLC_SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to a share of one query's window and of its chosen blocks; the last of its programs writes the output.
 
@@ -371,7 +373,7 @@ def attend_kernel(
         share = tl.cdiv(tiles, WIN_SPLITS)
         in_tile = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
         acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
-        for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles)):
+        for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=WIN_STAGES):
             keys = first + tile * (SLICES * SLICE_KEYS) + in_tile
             is_key = keys <= last
             key_rows = _store_rows(sequence, keys, is_key, win_table_ptr, win_first_ptr, win_rows, win_pages, win_table_width, RING)
@@ -393,7 +395,7 @@ def attend_kernel(
         in_part = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
         PARTS: tl.constexpr = (SELECTION_SIZE + SLICES * SLICE_KEYS - 1) // (SLICES * SLICE_KEYS)
         acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
-        for part in tl.range(0, SLOTS * PARTS):
+        for part in tl.range(0, SLOTS * PARTS, num_stages=SLC_STAGES):
             block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
             in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
             keys = block * SELECTION_SIZE + in_block

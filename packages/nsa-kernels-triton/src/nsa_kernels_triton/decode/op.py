@@ -27,8 +27,8 @@ SLICE_KEYS = 16
 """Keys of a part: the fewest that a product takes."""
 BLOCK_ROWS = 16
 """Rows (queries times heads) of a tile: the fewest that a product takes. With more, sums of outputs leave no registers."""
-MOST_STAGES = 4
-"""Tiles that are loaded at a time, and one, at most."""
+MOST_IN_FLIGHT = 3
+"""Tiles of a program that arrive at a time, at most."""
 CHOICE_WARPS = 8
 MERGED_SPLITS = 4
 """Partial outputs that a program of `attend_kernel` holds at a time to merge them."""
@@ -69,22 +69,27 @@ class Tiles(NamedTuple):
 
     slices: int
     """Parts of a tile, one for each warp."""
-    num_stages: int
+    in_flight: int
+    """Tiles that arrive at a time; 0: none while another is computed with."""
 
     @classmethod
-    def of(cls, q: Tensor, head_dim_v: int, slice_keys: int) -> "Tiles":
+    def of(cls, q: Tensor, keys: Keys, slice_keys: int) -> "Tiles":
         """Return tiles of parts of `slice_keys`, and as many in flight as leave room for two programs on a multiprocessor."""
         capability = capability_of(q)
         limit = int(0.9 * shared_memory_bytes(OLDEST if capability is None else capability))
-        slice_bytes = slice_keys * (padded(q.shape[3]) + padded(head_dim_v)) * q.element_size()
+        slice_elements = slice_keys * (padded(keys.k.shape[3]) + padded(keys.v.shape[3]))
         slices = SLICES
-        while slices > 1 and slices * slice_bytes > limit:
+        while slices > 1 and slices * slice_elements * q.element_size() > limit:
             slices //= 2
         if q.element_size() > 2:
             # without matrix units a tile lies in registers, and what threads exchange takes as much
-            return cls(slices, 1)
-        # one tile is held while the others arrive
-        return cls(slices, min(MOST_STAGES, max(2, 1 + limit // (PROGRAMS_PER_MULTIPROCESSOR * slices * slice_bytes))))
+            return cls(slices, 0)
+        tile_bytes = slices * slice_elements * keys.k.element_size()
+        return cls(slices, min(MOST_IN_FLIGHT, max(1, limit // (PROGRAMS_PER_MULTIPROCESSOR * tile_bytes))))
+
+    def num_stages(self, keys: Keys) -> int:
+        """Return the stages of a loop over `keys`: the rows of pages are looked up as long before a tile as that arrives before it is used."""
+        return (1 if keys.page_table is None else 2) * self.in_flight + 1
 
 
 class Extent(NamedTuple):
@@ -131,7 +136,7 @@ def _decode(
     slice_blocks = cdiv(SLICE_KEYS, padded_strides)
     # rows of sums are read four at a time
     num_blocks = cdiv(max(1, blocks.num_selection_blocks(blocks.max_tokens(cmp.max_count, geometry), geometry)), 16) * 16
-    tiles = Tiles.of(q, head_dim_v, slice_blocks * padded_strides)
+    tiles = Tiles.of(q, cmp, slice_blocks * padded_strides)
     num_tops = cdiv(num_blocks, tiles.slices * slice_blocks) * tiles.slices
     rows_of_heads, cmp_slot = num_rows * num_heads, splits.cmp if splits.cmp > 1 else 0
     num_slots = cmp_slot + 1 + splits.win + splits.slc
@@ -161,7 +166,7 @@ def _decode(
         q, cmp.k, cmp.v, cmp.page_table, queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
         length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, num_blocks * strides), num_blocks, num_tops, factor,
         SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides, REACH=reach,
-        SPLITS=splits.cmp, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, num_warps=tiles.slices, num_stages=tiles.num_stages, **both, **attends,
+        SPLITS=splits.cmp, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, num_warps=tiles.slices, STAGES=tiles.num_stages(cmp), **both, **attends,
     )  # fmt: skip
     padded_splits, padded_tops = next_power_of_2(splits.cmp), next_power_of_2(num_tops)
     merged_heads = max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_splits * width)))
@@ -174,7 +179,7 @@ def _decode(
         TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
         num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
     )  # fmt: skip
-    tiles = Tiles.of(q, head_dim_v, SLICE_KEYS)
+    tiles = Tiles.of(q, slc, SLICE_KEYS)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
     padded_win, padded_slc = next_power_of_2(splits.win), next_power_of_2(splits.slc)
     kernels.attend_kernel[(num_pairs, num_queries, splits.programs)](
@@ -184,7 +189,7 @@ def _decode(
         WIDTH=width, WINDOW=geometry.window_size, RING=win.ring, SPLITS=splits.programs, WIN_SPLITS=splits.win, SLC_SPLITS=splits.slc,
         CMP_SLOT=cmp_slot, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, PADDED_WIN_SPLITS=padded_win,
         PADDED_SLC_SPLITS=padded_slc, MERGED_SPLITS=min(MERGED_SPLITS, padded_win, padded_slc), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
-        num_warps=tiles.slices, num_stages=tiles.num_stages, **both, **attends,
+        num_warps=tiles.slices, SLC_STAGES=tiles.num_stages(slc), WIN_STAGES=tiles.num_stages(win), **both, **attends,
     )  # fmt: skip
     return out, indices
 
