@@ -294,7 +294,7 @@ def choose_kernel(
             in_group = (part - 1) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
             heads, exists = row * H + group * HG + in_group, in_group < HG
             merged, largest, total = _merged(
-                outs_ptr, maxima_ptr, sums_ptr, heads, exists, 0, num_heads_of_rows, D_V, WIDTH, EXACT, CMP_SPLITS, PADDED_SPLITS, PADDED_SPLITS
+                outs_ptr, maxima_ptr, sums_ptr, heads, exists, num_heads_of_rows, D_V, WIDTH, EXACT, CMP_SPLITS, PADDED_SPLITS
             )  # fmt: skip
             place = CMP_SPLITS * wide(num_heads_of_rows) + heads
             columns = tl.arange(0, WIDTH)
@@ -337,7 +337,7 @@ def attend_kernel(
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
     RAGGED: tl.constexpr, EXACT: tl.constexpr, SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, SLC_SPLITS: tl.constexpr,
     CMP_SLOT: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, HEAD_TILES: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-    PADDED_WIN_SPLITS: tl.constexpr, PADDED_SLC_SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -413,16 +413,9 @@ def attend_kernel(
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr + (row * G + group) * HEAD_TILES + head_tile, 1, sem="acq_rel", scope="gpu")
     if arrived == SPLITS - 1:
-        total = _branch(
-            outs_ptr, maxima_ptr, sums_ptr, gates_ptr, heads, exists, CMP_SLOT, num_heads_of_rows, D_V, WIDTH, EXACT, 1, 1, 1
-        )  # fmt: skip
-        total += _branch(
-            outs_ptr, maxima_ptr, sums_ptr, gates_ptr + 1, heads, exists, CMP_SLOT + 1 + WIN_SPLITS, num_heads_of_rows,
-            D_V, WIDTH, EXACT, SLC_SPLITS, PADDED_SLC_SPLITS, MERGED_SPLITS,
-        )  # fmt: skip
-        total += _branch(
-            outs_ptr, maxima_ptr, sums_ptr, gates_ptr + 2, heads, exists, CMP_SLOT + 1, num_heads_of_rows,
-            D_V, WIDTH, EXACT, WIN_SPLITS, PADDED_WIN_SPLITS, MERGED_SPLITS,
+        total = _combined(
+            outs_ptr, maxima_ptr, sums_ptr, gates_ptr, heads, exists, CMP_SLOT, num_heads_of_rows, D_V, WIDTH, EXACT,
+            WIN_SPLITS, 1 + WIN_SPLITS + SLC_SPLITS, PADDED_SPLITS, MERGED_SPLITS,
         )  # fmt: skip
         columns = tl.arange(0, WIDTH)
         mask = exists[:, None] & (columns < D_V)[None, :]
@@ -430,51 +423,73 @@ def attend_kernel(
 
 
 @triton.jit
-def _branch(
+def _combined(
     outs_ptr, maxima_ptr, sums_ptr, gates_ptr, heads, exists, first_slot, num_heads_of_rows,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, NUM_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SOME: tl.constexpr,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, WIN_SPLITS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Return one branch's output (heads, WIDTH) times its gate, 0 where a row sees nothing."""
-    gate = tl.load(gates_ptr + 3 * heads, mask=exists, other=0.0).to(tl.float32)
-    merged, _largest, total = _merged(
-        outs_ptr, maxima_ptr, sums_ptr, heads, exists, first_slot, num_heads_of_rows, D_V, WIDTH, EXACT, NUM_SPLITS, PADDED_SPLITS, SOME
-    )  # fmt: skip
-    return tl.where((total > 0)[:, None], gate[:, None] * (merged / total[:, None]), 0.0)
+    """Return the gated sum of the branches (heads, WIDTH), SOME splits at a time: one of the compressed branch, the window's, and the rest.
+
+    A branch of which a row sees nothing adds 0, whatever its gate.
+    """
+    splits = tl.arange(0, PADDED_SPLITS)
+    maxima = _numbers(maxima_ptr, first_slot + splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
+    sums = _numbers(sums_ptr, first_slot + splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
+    # the order of the gates: cmp, slc, win
+    gates_ptr += 3 * heads
+    cmp_shift, cmp_factor = _factor(maxima, sums, splits < 1, gates_ptr, exists, EXACT)
+    win_shift, win_factor = _factor(maxima, sums, (splits >= 1) & (splits <= WIN_SPLITS), gates_ptr + 2, exists, EXACT)
+    slc_shift, slc_factor = _factor(maxima, sums, splits > WIN_SPLITS, gates_ptr + 1, exists, EXACT)
+    total = tl.zeros([heads.shape[0], WIDTH], tl.float32)
+    for first in tl.static_range(0, NUM_SPLITS, SOME):
+        some = first + tl.arange(0, SOME)
+        is_cmp, is_win = (some < 1)[:, None], (some <= WIN_SPLITS)[:, None]
+        outs = _outputs(outs_ptr, first_slot + some, some < NUM_SPLITS, heads, exists, num_heads_of_rows, D_V, WIDTH)
+        maxima = _numbers(maxima_ptr, first_slot + some, some < NUM_SPLITS, heads, exists, num_heads_of_rows)
+        shift = tl.where(is_cmp, cmp_shift[None, :], tl.where(is_win, win_shift[None, :], slc_shift[None, :]))
+        factor = tl.where(is_cmp, cmp_factor[None, :], tl.where(is_win, win_factor[None, :], slc_factor[None, :]))
+        total += tl.sum(outs * (exponential(maxima - shift, EXACT) * factor)[:, :, None], 0)
+    return total
+
+
+@triton.jit
+def _factor(maxima, sums, is_branch, gate_ptr, exists, EXACT: tl.constexpr):
+    """Return the largest maximum of one branch's splits (heads,), and its gate over its sum of weights relative to that; 0 without any."""
+    maxima = tl.where(is_branch[:, None], maxima, float("-inf"))
+    largest = tl.max(maxima, 0)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.where(maxima > float("-inf"), sums * exponential(maxima - shift[None, :], EXACT), 0.0), 0)
+    gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
+    return shift, tl.where(total > 0, gate / total, 0.0)
 
 
 @triton.jit
 def _merged(
-    outs_ptr, maxima_ptr, sums_ptr, heads, exists, first_slot, num_heads_of_rows,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, NUM_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SOME: tl.constexpr,
+    outs_ptr, maxima_ptr, sums_ptr, heads, exists, num_heads_of_rows,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, NUM_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return output (heads, WIDTH), maximum and sum (heads,) of the splits in slots first_slot .. first_slot + NUM_SPLITS - 1, SOME at a time."""
-    largest = tl.full([heads.shape[0]], float("-inf"), tl.float32)
-    for first in tl.static_range(0, PADDED_SPLITS, SOME):
-        largest = tl.maximum(
-            largest, tl.max(_numbers(maxima_ptr, first_slot, first, heads, exists, num_heads_of_rows, NUM_SPLITS, SOME), 0)
-        )
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    columns = tl.arange(0, WIDTH)
-    merged = tl.zeros([heads.shape[0], WIDTH], tl.float32)
-    total = tl.zeros([heads.shape[0]], tl.float32)
-    for first in tl.static_range(0, PADDED_SPLITS, SOME):
-        some = first + tl.arange(0, SOME)
-        places = (first_slot + some).to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
-        mask = ((some < NUM_SPLITS)[:, None] & exists[None, :])[:, :, None] & (columns < D_V)[None, None, :]
-        outs = tl.load(outs_ptr + (places * D_V)[:, :, None] + columns[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        maxima = _numbers(maxima_ptr, first_slot, first, heads, exists, num_heads_of_rows, NUM_SPLITS, SOME)
-        kept = exponential(maxima - shift[None, :], EXACT)
-        # without a key the maximum is -inf
-        sums = _numbers(sums_ptr, first_slot, first, heads, exists, num_heads_of_rows, NUM_SPLITS, SOME)
-        total += tl.sum(tl.where(maxima > float("-inf"), sums * kept, 0.0), 0)
-        merged += tl.sum(outs * kept[:, :, None], 0)
-    return merged, largest, total
+    """Return output (heads, WIDTH), maximum and sum (heads,) of the first NUM_SPLITS splits together."""
+    splits = tl.arange(0, PADDED_SPLITS)
+    outs = _outputs(outs_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows, D_V, WIDTH)
+    maxima = _numbers(maxima_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
+    sums = _numbers(sums_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
+    largest = tl.max(maxima, 0)
+    kept = exponential(maxima - tl.where(largest == float("-inf"), 0.0, largest)[None, :], EXACT)
+    # without a key the maximum is -inf
+    return tl.sum(outs * kept[:, :, None], 0), largest, tl.sum(tl.where(maxima > float("-inf"), sums * kept, 0.0), 0)
 
 
 @triton.jit
-def _numbers(source_ptr, first_slot, first, heads, exists, num_heads_of_rows, NUM_SPLITS: tl.constexpr, SOME: tl.constexpr):
-    """Return the numbers (SOME, heads) of splits `first` .. of a branch, maxima or sums; -inf where there is none."""
-    some = first + tl.arange(0, SOME)
-    places = (first_slot + some).to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
-    mask = (some < NUM_SPLITS)[:, None] & exists[None, :]
-    return tl.load(source_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
+def _numbers(source_ptr, slots, is_slot, heads, exists, num_heads_of_rows):
+    """Return the maxima or sums of splits (slots, heads); -inf where there is none. They are read where every multiprocessor's writes meet."""
+    places = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
+    return tl.load(source_ptr + places, mask=is_slot[:, None] & exists[None, :], other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
+def _outputs(outs_ptr, slots, is_slot, heads, exists, num_heads_of_rows, D_V: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the outputs of splits (slots, heads, WIDTH), 0 where there is none."""
+    columns = tl.arange(0, WIDTH)
+    places = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
+    mask = (is_slot[:, None] & exists[None, :])[:, :, None] & (columns < D_V)[None, None, :]
+    return tl.load(outs_ptr + (places * D_V)[:, :, None] + columns[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")

@@ -181,14 +181,14 @@ def _decode(
     )  # fmt: skip
     tiles = Tiles.of(q, slc, SLICE_KEYS)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
-    padded_win, padded_slc = next_power_of_2(splits.win), next_power_of_2(splits.slc)
+    padded_splits = next_power_of_2(1 + splits.win + splits.slc)
     kernels.attend_kernel[(num_pairs, num_queries, splits.programs)](
         q, slc.k, slc.v, win.k, win.v, slc.k_scale, slc.v_scale, win.k_scale, win.v_scale, slc.page_table, win.page_table, win.first,
         queries.cu_seqlens, queries.start, queries.count, indices, gates, outs, maxima, sums, counters, out,
         length, rows_of_heads, *in_slc, *in_win, factor,
         WIDTH=width, WINDOW=geometry.window_size, RING=win.ring, SPLITS=splits.programs, WIN_SPLITS=splits.win, SLC_SPLITS=splits.slc,
-        CMP_SLOT=cmp_slot, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, PADDED_WIN_SPLITS=padded_win,
-        PADDED_SLC_SPLITS=padded_slc, MERGED_SPLITS=min(MERGED_SPLITS, padded_win, padded_slc), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
+        CMP_SLOT=cmp_slot, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, PADDED_SPLITS=padded_splits,
+        MERGED_SPLITS=min(MERGED_SPLITS, padded_splits), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
         num_warps=tiles.slices, SLC_STAGES=tiles.num_stages(slc), WIN_STAGES=tiles.num_stages(win), **both, **attends,
     )  # fmt: skip
     return out, indices
