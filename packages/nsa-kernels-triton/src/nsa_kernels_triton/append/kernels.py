@@ -226,7 +226,8 @@ def append_kernel(
     num_written = num_sequences * num_new * (2 * WRITTEN)
     if program < num_written:
         row, part = program // PARTS, program % PARTS
-        sequence, row = row // num_new, row % num_new
+        # in falling order, so that two rows of one slot would show where programs run one by one
+        sequence, row = row // num_new, num_new - 1 - row % num_new
         start, count = tl.load(start_ptr + sequence), tl.load(count_ptr + sequence)
         if part == 0:
             _write(
