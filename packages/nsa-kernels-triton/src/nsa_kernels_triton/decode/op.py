@@ -30,8 +30,8 @@ BLOCK_ROWS = 16
 MOST_IN_FLIGHT = 3
 """Tiles of a program that arrive at a time, at most."""
 CHOICE_WARPS = 8
-MERGED_SPLITS = 4
-"""Partial outputs that a program of `attend_kernel` holds at a time to merge them."""
+MERGED_NUMBERS = 16384
+"""Numbers of partial outputs that a program of `attend_kernel` holds at a time to merge them."""
 SUMMED_WEIGHTS = 8192
 """Numbers of a kind that a program of `choose_kernel` holds at a time to add up a group's heads, or splits."""
 
@@ -188,7 +188,7 @@ def _decode(
         length, rows_of_heads, *in_slc, *in_win, factor,
         WIDTH=width, WINDOW=geometry.window_size, RING=win.ring, SPLITS=splits.programs, WIN_SPLITS=splits.win, SLC_SPLITS=splits.slc,
         CMP_SLOT=cmp_slot, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, PADDED_SPLITS=padded_splits,
-        MERGED_SPLITS=min(MERGED_SPLITS, padded_splits), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
+        MERGED_SPLITS=max(1, min(MERGED_NUMBERS // (BLOCK_ROWS * width), padded_splits)), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
         num_warps=tiles.slices, SLC_STAGES=tiles.num_stages(slc), WIN_STAGES=tiles.num_stages(win), **both, **attends,
     )  # fmt: skip
     return out, indices
