@@ -182,7 +182,16 @@ def test_two_plug_ins_of_one_name_are_exit_1_with_a_message(install, capsys):
 def test_help_names_the_verbs_that_exist(capsys):
     assert run_command(["--help"]) == 0
     text = capsys.readouterr().out
-    assert {name for name in app if not name.startswith("-")} == {"ablate", "attention", "backends", "compare", "env", "smoke", "train"}
+    assert {name for name in app if not name.startswith("-")} == {
+        "ablate",
+        "attention",
+        "backends",
+        "compare",
+        "decode",
+        "env",
+        "smoke",
+        "train",
+    }
     assert "backends" in text
     assert "Exit codes: 0 done, 1 error, 2 a bad option." in text
 

@@ -16,8 +16,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa_core import BlockGeometry, Operation
-from nsa_core.backends.base import Keys, Queries
+from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.blocks import num_compressed_blocks, num_selection_blocks
+from nsa_core.compression import build_compressor
+from nsa_core.rope import RotaryEmbedding
 from nsa_kernels_triton import device
 from nsa_kernels_triton.plugin import TritonBackend
 
@@ -134,6 +136,34 @@ def run_case(
             found.out.sum().backward()
 
 
+def run_append(
+    head_dims: tuple[int, int],
+    num_rows: int,
+    num_kv_heads: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    geometry: BlockGeometry | None = None,
+    **_: Any,
+) -> None:
+    """Write a step into rows, into pages, and into FP8 numbers where the target converts to them, with every phi."""
+    geometry = BlockGeometry() if geometry is None else geometry
+    backend, size, stride = TritonBackend(operation=Operation.APPEND), geometry.selection_block_size, geometry.compression_stride
+    start, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+
+    def pair(pages: int, rows: int, dtype: torch.dtype = dtype) -> list[Tensor]:
+        return [torch.zeros(pages, rows, num_kv_heads, width, dtype=dtype) for width in head_dims]
+
+    new = pair(1, num_rows)
+    raw = NewRows(Keys(*pair(1, geometry.compression_block_size + 64), LENGTH, ring=True), *new)
+    stores = [Keys(*pair(5, size), LENGTH, page_table=table)]
+    if device.capability_of(start) >= (8, 9):
+        scales = [torch.zeros(1, LENGTH, num_kv_heads) for _ in "kv"]
+        stores.append(Keys(*pair(1, LENGTH, torch.float8_e4m3fn), LENGTH, ring=True, k_scale=scales[0], v_scale=scales[1]))
+    for phi in ("mean", "conv", "mlp"):
+        compress = [build_compressor(phi, num_kv_heads, width, geometry).to(dtype) for width in head_dims]
+        blocks = NewBlocks(Keys(*pair(5, size // stride), LENGTH, page_table=table), raw, *compress, RotaryEmbedding(head_dims[0]))
+        backend((raw, *(NewRows(store, *new) for store in stores)), blocks, start, start + 1, geometry=geometry)
+
+
 def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *names: str) -> None:
     """Compile the cases `names`, or all of them, and print what was compiled."""
     major, _, minor = capability.partition(".")
@@ -143,7 +173,10 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
     compiler = Compiler()
     compiler.install()
     for name in names or CASES:
-        run_case(operations.split(","), int(head_dim_qk), int(head_dim_v), **CASES[name])
+        chosen = operations.split(",")
+        run_case([each for each in chosen if each != Operation.APPEND], int(head_dim_qk), int(head_dim_v), **CASES[name])
+        if Operation.APPEND in chosen and "num_rows" in CASES[name]:
+            run_append((int(head_dim_qk), int(head_dim_v)), **CASES[name])
         for kernel, shared in sorted(compiler.found):
             print(json.dumps({"kernel": kernel, "shared": shared, "case": name}))
         compiler.found.clear()

@@ -12,7 +12,7 @@ from nsa_kernels_triton.plugin import TritonBackend
 
 pytestmark = pytest.mark.usefixtures("nan_buffers")
 ATTENTION = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
-"""CHOOSE has its test in test_choice.py."""
+"""CHOOSE has its test in test_choice.py, APPEND in test_append.py."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -17,12 +17,12 @@ from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.tolerances import allowed_error, max_error
 from nsa_kernels_triton.decode import kernels, op
 from nsa_kernels_triton.plugin import TritonBackend
-from nsa_kernels_triton.window import MOST_STEP_ROWS
+from nsa_kernels_triton.routing import MOST_STEP_ROWS
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.3
-LAUNCHES = ("split_kernel", "selected_kernel", "combine_kernel")
+LAUNCHES = ("split_kernel", "choose_kernel", "attend_kernel")
 
 
 class Case(NamedTuple):
@@ -38,6 +38,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     multiprocessors: int = 40
     """The multiprocessors of the GPU that the splits are made for."""
+    slices: int = 1
+    """Parts of a tile of keys."""
 
     @property
     def capacity(self) -> int:
@@ -127,10 +129,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
     return seen
 
 
-def on_a_gpu_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu_of(multiprocessors: int, monkeypatch: pytest.MonkeyPatch, slices: int = 1) -> None:
     """Cut steps as for such a GPU, into tiles so small that these short sequences have several."""
     monkeypatch.setattr(op, "num_multiprocessors", lambda x: multiprocessors)
-    monkeypatch.setattr(op, "TILE_KEYS", 16)
+    monkeypatch.setattr(op, "SLICES", slices)
 
 
 CASES = {
@@ -148,10 +150,13 @@ CASES = {
     "odd heads": Case(head_dim_qk=10, head_dim_v=6),
     "one local block": Case(geometry=ONE_LOCAL),
     "l = l'": Case(geometry=EQUAL_BLOCKS),
-    "default geometry": Case(starts=(1500, 20, 1150), geometry=BlockGeometry(), multiprocessors=8),
+    "default geometry": Case(starts=(1500, 20, 1150), geometry=BlockGeometry(), multiprocessors=8, slices=4),
     "three strides to a block": Case(starts=(90,), counts=(2,), geometry=BlockGeometry(4, 4, 12, 4, 1, 1, 20)),
     "40 blocks of 8": Case(starts=(700,), counts=(1,), geometry=BlockGeometry(4, 2, 8, 40, 2, 3, 20), multiprocessors=2),
+    "blocks of 32 strides": Case(starts=(130,), geometry=BlockGeometry(2, 2, 64, 2, 0, 1, 20), counts=(1,)),
     "large blocks": Case(starts=(900,), counts=(1,), geometry=BlockGeometry(8, 8, 96, 4, 1, 2, 100)),
+    "two slices": Case(counts=(5, 2, 7), slices=2),
+    "four slices": Case(starts=(3, 150, 233), head_dim_qk=48, num_heads=6, multiprocessors=12, slices=4),
     "bf16": Case(dtype=torch.bfloat16, starts=(5, 41, 63), counts=(3, 1, 1)),
     "fp16": Case(dtype=torch.float16, starts=(5, 41, 63), counts=(3, 1, 1)),
 }
@@ -161,7 +166,7 @@ CASES = {
 def test_a_step_equals_the_branches_one_by_one(
     case: Case, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]
 ) -> None:
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = make_step(case)
     assert_same(by_the_kernels(step, case.geometry), by_the_reference(step, case.geometry))
     assert [name for name, _grid, _constants in launched] == list(LAUNCHES)
@@ -226,7 +231,7 @@ PLACES: dict[str, Callable[[Step, Case], Step]] = {
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(counts=counts)
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = make_step(case)
     found, expected = by_the_kernels(place(step, case), SMALL), by_the_reference(step, SMALL)
     if place(step, case).queries.cu_seqlens is not None:
@@ -240,7 +245,7 @@ def test_keys_may_lie_anywhere(place: Callable[[Step, Case], Step], counts: tupl
 
 def test_keys_before_the_first_row_of_a_tail_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(starts=(14, 37, 90), counts=(2, 1, 3))
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = as_a_tail(make_step(case), case)
     win = step.win
     assert win.first is not None
@@ -253,7 +258,7 @@ def test_keys_before_the_first_row_of_a_tail_are_absent(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("is_paged", [False, True], ids=["rows", "pages"])
 def test_fp8_stores_are_multiplied_by_their_scales(is_paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(counts=(3, 1, 2))
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = make_step(case)
     if is_paged:
         step = in_pages(step, case)
@@ -278,9 +283,16 @@ def test_launches_do_not_depend_on_lengths(
     for starts in ((0, 37, 90), (3, 5, 60)):
         by_the_kernels(step._replace(queries=step.queries._replace(start=int32(*starts))), SMALL)
     assert launched[:3] == launched[3:]
-    (_name, _grid, constants), (_other, selected_grid, _constants) = launched[:2]
-    assert constants["CMP_SPLITS"] > 1
-    assert selected_grid[2] > 1
+    (_split, split_grid, _), _choose, (_attend, attend_grid, _) = launched[:3]
+    assert split_grid[1] > 1
+    assert attend_grid[2] > 1
+
+
+def test_blocks_of_many_strides_take_the_kernels_of_training(launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]) -> None:
+    case = Case(starts=(150,), geometry=BlockGeometry(2, 2, 66, 3, 1, 1, 20), counts=(1,))
+    step = make_step(case)
+    assert_same(by_the_kernels(step, case.geometry), by_the_reference(step, case.geometry))
+    assert launched == []
 
 
 def test_longer_steps_and_gradients_take_the_kernels_of_training(launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]) -> None:
@@ -304,6 +316,27 @@ def test_rows_that_do_not_count_are_zero_whatever_they_hold() -> None:
     assert bool(found.out.isfinite().all())
 
 
+def test_equal_scores_go_to_the_lower_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(starts=(90, 95, 71), slices=2)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
+    step = make_step(case)
+    step.cmp.k[~step.cmp.k.isnan()] = 0.5
+    found = by_the_kernels(step, SMALL)
+    assert_same(found, by_the_reference(step, SMALL))
+    # block 0 gets less than the others, for nothing reaches into it, and is forced
+    first_free = range(SMALL.num_initial_blocks, SMALL.num_selected_blocks - SMALL.num_local_blocks)
+    assert found.block_indices[0, 0, 0].tolist()[SMALL.num_initial_blocks : -SMALL.num_local_blocks] == list(first_free)
+
+
+def test_a_step_leaves_nothing_behind_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of arrived programs start anew, whatever their memory held."""
+    on_a_gpu_of(40, monkeypatch)
+    step = make_step(Case(counts=(3, 1, 2)))
+    first, second = (by_the_kernels(step, SMALL) for _ in range(2))
+    assert torch.equal(first.out, second.out)
+    assert torch.equal(first.block_indices, second.block_indices)
+
+
 @pytest.mark.parametrize("factor", [50, 1e4])
 def test_large_scores_choose_and_sum_as_small_ones(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu_of(40, monkeypatch)
@@ -320,7 +353,7 @@ def test_rows_behind_the_end_of_a_store_read_nothing_outside_it(
 ) -> None:
     """A captured step goes on counting where its cache is full; `cache.check()` says so later."""
     case = Case(counts=(2, 1, 3))
-    on_a_gpu_of(case.multiprocessors, monkeypatch)
+    on_a_gpu_of(case.multiprocessors, monkeypatch, case.slices)
     step = place(make_step(case), case)
     guarded = []
     for keys in step[1:4]:
@@ -350,7 +383,7 @@ def test_a_layers_steps_take_the_three_launches(
     on_a_gpu_of(40, monkeypatch)
     config = NSAConfig(
         hidden_size=16, num_heads=4, num_kv_heads=2, head_dim_qk=16, head_dim_v=16, geometry=SMALL, compressor="mean", kv=kv,
-        backends={"nsa": "triton"},
+        backends={"nsa": "triton", "append": "triton"},
     )  # fmt: skip
     torch.manual_seed(0)
     layer = NativeSparseAttention(config).to(DEVICE)

@@ -14,7 +14,8 @@ from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.testing.inputs import SMALL
 from nsa_kernels_triton import window
 from nsa_kernels_triton.plugin import TritonBackend
-from nsa_kernels_triton.window import MOST_STEP_ROWS, rows_in_order
+from nsa_kernels_triton.routing import MOST_STEP_ROWS
+from nsa_kernels_triton.window import rows_in_order
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

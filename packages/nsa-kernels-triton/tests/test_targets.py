@@ -77,8 +77,8 @@ def test_the_choice_fits_whatever_the_group_and_the_blocks(without_interpreter, 
     ("capability", "head_dims"), [((8, 0), (192, 128)), ((8, 9), (256, 256)), ((9, 0), (192, 128))], ids=["sm_80", "sm_89", "sm_90"]
 )
 def test_a_steps_kernels_compile(without_interpreter, capability, head_dims):
-    found = compiled(without_interpreter, capability, head_dims, ("nsa",), "step", "step of a group of 16", "step of small blocks")
-    assert {each["kernel"] for each in found} == {"split_kernel", "selected_kernel", "combine_kernel"}
+    found = compiled(without_interpreter, capability, head_dims, ("nsa", "append"), "step", "step of a group of 16", "step of small blocks")
+    assert {each["kernel"] for each in found} == {"split_kernel", "choose_kernel", "attend_kernel", "append_kernel", "down_kernel"}
     assert_within_shared_memory(found, capability)
 
 

@@ -152,8 +152,8 @@ def parse_names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ..
     return tuple(name for name in known if name in names)
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Return the token counts of "2k,8192,1m": k is 1024, m is 1024 * 1024.
+def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
+    """Return the numbers of "2k,8192,1m", of tokens or what `option` counts: k is 1024, m is 1024 * 1024.
 
     Raises:
         OptionError: for anything that is not a positive number with one of these endings; with every problem.
@@ -165,7 +165,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
         if number.isdecimal() and int(number) > 0:
             lengths.append(int(number) * unit)
         else:
-            problems.append(f"--lengths has {part!r} (the rule: a whole number of tokens >= 1, k for 1024); use 2k,8k,64k")
+            problems.append(f"{option} has {part!r} (the rule: a whole number >= 1, k for 1024); use 2k,8k,64k")
     if problems:
         raise OptionError.of(problems)
     return tuple(lengths)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from nsa_bench.ablate import shipped_plans
 from nsa_bench.errors import BenchError, OptionError, shipped_recipes, trainer_for
-from nsa_bench.options import AttentionOptions, CallShape, Commit, CompareOptions, ResultFiles, Settings
+from nsa_bench.options import AttentionOptions, CallShape, Commit, CompareOptions, DecodeOptions, ResultFiles, Settings
 from nsa_bench.results import Output
 from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
@@ -59,6 +59,20 @@ def attention(
     from nsa_bench.attention.run import run_attention
 
     return _exit_code(run_attention(options, Output(files, commit)))
+
+
+@app.command
+def decode(
+    *,
+    files: ResultFiles = NO_FILES,
+    options: DecodeOptions = DecodeOptions(),  # noqa: B008 - a frozen value
+    commit: Commit = None,
+) -> int:
+    """Time a step over full caches, eager and by CUDA graph, beside dense attention; what is wrong gets no time."""
+    from nsa_bench.decode import run_decode
+
+    results = run_decode(options, Output(files, commit))
+    return BenchError.exit_code if any(one.failure is not None for one in results) else 0
 
 
 @app.command

@@ -62,6 +62,23 @@ class CompareOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
+class DecodeOptions:
+    """The options of `decode`; None where one was not given."""
+
+    device: Device = None
+    dtype: DType = None
+    context: Annotated[str | None, Parameter(help="Tokens that a cache holds, k for 1024. On cuda 4k to 128k, on cpu 256 by default.")] = (
+        None
+    )
+    batch: Annotated[str | None, Parameter(help="Sequences, by commas. On cuda 1,4,16,64, on cpu 2 by default.")] = None
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M"
+    geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
+    backend: Backend = "auto"
+    baseline: Annotated[bool, Parameter(help="Time dense attention over the same tokens as well.")] = True
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
 class CallShape:
     """The call that `backends` routes: one sequence, forward and backward by default.
 

@@ -18,7 +18,7 @@ from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
 from nsa_core.operands import BranchKeys, keys_of, queries_of
-from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
+from nsa_core.rope import RopeTables, RotaryEmbedding, rotate, unrotated
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
 
@@ -226,12 +226,14 @@ class NativeSparseAttention(nn.Module):
             return None, None
         # a choice carries no gradient, so nothing is kept for one
         windows = block_windows(keys.detach() if self._only_chooses else keys, geometry, cu_seqlens)
-        k_cmp = self._rotate_blocks(self.compress_k(windows.tokens), windows.last_positions)
+        k_cmp = self._block_rotation(self.compress_k(windows.tokens), windows.last_positions)
         v_cmp = None if values is None else self.compress_v(block_windows(values, geometry, cu_seqlens).tokens)
         return k_cmp, v_cmp
 
-    def _rotate_blocks(self, k_cmp: Tensor, last_positions: Tensor) -> Tensor:
-        return rotate(k_cmp, self.rope.tables(last_positions)) if self.config.compressed_rope == "block_end" else k_cmp
+    @property
+    def _block_rotation(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return what rotates compressed keys at the positions of their last tokens."""
+        return self.rope if self.config.compressed_rope == "block_end" else unrotated
 
     def _keys_values(self, x: Tensor, tables: RopeTables) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         """Return k and v `(B, S, G, D)` of x's tokens by reader: "slc" and "win" with rotated keys, and "raw" for phi.
@@ -290,7 +292,7 @@ class NativeSparseAttention(nn.Module):
         cmp, emitted = None, None
         if "raw" in rows:
             cmp = cache.stores.keys_of("cmp")
-            emitted = NewBlocks(cmp, rows["raw"], self.compress_k, getattr(self, "compress_v", None), self._rotate_blocks)
+            emitted = NewBlocks(cmp, rows["raw"], self.compress_k, getattr(self, "compress_v", None), self._block_rotation)
         written = tuple(new for name, new in rows.items() if step.in_place or name not in RINGS)
         append_rows(written, emitted, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         return cmp

@@ -28,15 +28,16 @@ class RotaryEmbedding(nn.Module):
 
     def tables(self, positions: Tensor) -> RopeTables:
         """Return the float32 tables of integer `positions` `(S,)` or `(B, S)`."""
-        angles = positions.to(torch.float32).unsqueeze(-1) * self._frequencies(positions.device)
-        factor = self._attention_factor()
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.frequencies(positions.device)
+        factor = self.attention_factor()
         return RopeTables(angles.cos() * factor, angles.sin() * factor)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x `(B, S, H, D)` rotated at `positions` `(S,)` or `(B, S)`, in x's dtype."""
         return rotate(x, self.tables(positions))
 
-    def _frequencies(self, device: torch.device) -> Tensor:
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the angle of each pair from one position to the next, float32 `(D / 2,)`."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         frequencies = self.theta**-exponents
         if self.scaling is None:
@@ -64,12 +65,18 @@ class RotaryEmbedding(nn.Module):
         turns = scaling.original_max_position / (rotations * 2 * math.pi)
         return self.dim * math.log(turns) / (2 * math.log(self.theta))
 
-    def _attention_factor(self) -> float:
+    def attention_factor(self) -> float:
+        """Return the factor of cos and sin: 1, unless YaRN has another."""
         if self.scaling is None or self.scaling.kind != "yarn":
             return 1.0
         if self.scaling.attention_factor is not None:
             return self.scaling.attention_factor
         return 0.1 * math.log(self.scaling.factor) + 1.0
+
+
+def unrotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Return x; it stands where a rotation at `positions` may stand."""
+    return x
 
 
 def rotate(x: Tensor, tables: RopeTables) -> Tensor:

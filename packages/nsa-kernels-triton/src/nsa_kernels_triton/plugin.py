@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch import Tensor
 
-from nsa_core import BranchRequest, Capability, Operation, Reason
-from nsa_core.backends.base import Keys, Queries
+from nsa_core import BlockGeometry, BranchRequest, Capability, Operation, Reason
 from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
 from nsa_kernels_triton import implementations, routing
-from nsa_kernels_triton.window import MOST_STEP_ROWS, with_window_in_order
+from nsa_kernels_triton.window import with_window_in_order
 
 
 @frozen(kw_only=True)
@@ -38,10 +36,12 @@ class TritonBackend:
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation on the operands that its protocol in `nsa_core.backends.base` lists."""
-        if self.operation is Operation.NSA and is_step(*operands):
+        if self.operation is Operation.NSA and is_step(operands, keywords["geometry"]):
             from nsa_kernels_triton.decode.op import decode
 
             return decode(*operands, **keywords)
+        if self.operation is Operation.APPEND:
+            return _append(*operands, **keywords)
         compute = _compute_of(self.operation)
         if self.operation is Operation.CHOOSE:
             return compute(*operands, **keywords)
@@ -50,12 +50,31 @@ class TritonBackend:
         return over_rows(compute, *operands, **keywords)
 
 
-def is_step(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor) -> bool:
+MOST_STRIDES = 32
+"""Strides of a selection block that `decode` serves: a warp's part of a tile holds whole blocks."""
+
+
+def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:
     """Return whether `decode` serves the operands of NSA: a few rows of each sequence over a cache, without gradients."""
-    if queries.start is None or queries.max_count > MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
+    queries, cmp, slc, win, gates = operands
+    if queries.start is None or queries.max_count > routing.MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
+        return False
+    if geometry.selection_block_size > MOST_STRIDES * geometry.compression_stride:
         return False
     tensors = (queries.q, cmp.k, cmp.v, slc.k, slc.v, win.k, win.v, gates)
     return cmp.k_scale is None and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+def _append(*operands: Any, **keywords: Any) -> None:
+    """Write a step; a graph that is being traced takes torch's own operations, which it fuses."""
+    if torch.compiler.is_compiling():
+        from nsa_core.reference.append import append
+
+        append(*operands, **keywords)
+        return
+    from nsa_kernels_triton.append import op
+
+    op.append(*operands, **keywords)
 
 
 def _compute_of(operation: Operation) -> Callable[..., Any]:
@@ -87,5 +106,5 @@ def _compute_of(operation: Operation) -> Callable[..., Any]:
 
 @hookimpl
 def nsa_branch_backends() -> Sequence[TritonBackend]:
-    """Return the Triton kernels of every operation that reads a cache or none; they write no cache."""
-    return [TritonBackend(operation=operation) for operation in Operation if operation is not Operation.APPEND]
+    """Return the Triton kernels of every operation."""
+    return [TritonBackend(operation=operation) for operation in Operation]

@@ -21,6 +21,10 @@ CAPABILITY = Capability(
 SELECTIONS = (Operation.SELECT, Operation.SLC, Operation.NSA)
 """The operations whose kernels want the shared memory of the design target."""
 
+MOST_STEP_ROWS = 16
+"""Rows of a sequence in a step that the kernels of decoding serve. More of them fill the tiles of a forward pass."""
+FIRST_WITH_FP8 = (8, 9)
+
 NOT_INSTALLED = "triton is not installed (the kernels are written in it); pip install triton"
 NOT_INTERPRETING = "device cpu without Triton's interpreter (there is no compiler for it); start Python with TRITON_INTERPRET=1"
 TRUE_WORDS = ("1", "true", "yes", "on", "y")
@@ -33,10 +37,22 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
     reasons = CAPABILITY.reasons_against(request)
     if find_spec("triton") is None:
         reasons += (Reason.incapable(NOT_INSTALLED),)
+    if request.operation is Operation.APPEND:
+        reasons += _reasons_against_append(request)
     if request.device_type == "cuda":
         reasons += _reasons_against_gpu(request)
     elif request.device_type == "cpu":
         reasons += (Reason.policy(FOR_TESTS) if interprets() else Reason.incapable(NOT_INTERPRETING),)
+    return reasons
+
+
+def _reasons_against_append(request: BranchRequest) -> tuple[Reason, ...]:
+    reasons: tuple[Reason, ...] = ()
+    if request.num_queries > MOST_STEP_ROWS:
+        reasons += (Reason.policy(f"a step of {request.num_queries} rows (its kernels are for at most {MOST_STEP_ROWS} of each sequence)"),)
+    capability = request.compute_capability
+    if request.kv_dtype in CAPABILITY.stored_dtypes and capability is not None and capability < FIRST_WITH_FP8:
+        reasons += (Reason.incapable("compute capability {}.{} has no conversion to FP8 (needs 8.9 or newer)".format(*capability)),)
     return reasons
 
 

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from nsa_core import BlockGeometry
 from nsa_core.backends.base import Keys, Queries
-
-MOST_STEP_ROWS = 16
-"""Rows of a sequence in a step that kernels for steps serve. More of them fill the tiles of a forward pass."""
+from nsa_kernels_triton.routing import MOST_STEP_ROWS
 
 
 def with_window_in_order(compute: Callable[..., Any], queries: Queries, *others: Any, geometry: BlockGeometry, scale: float) -> Any:

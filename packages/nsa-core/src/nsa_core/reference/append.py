@@ -1,5 +1,7 @@
 """The reference of the operation APPEND: a step's rows written into a cache's stores, and the compressed blocks that they complete."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,15 @@ def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, c
     """Write the step's rows and blocks, in place; see `backends.base.AppendBackend`."""
     # before the ring of raw tokens forgets those of open blocks
     if blocks is not None:
-        _emit(blocks, start, count, geometry)
+        emit_blocks(blocks, start, count, geometry, write=write_rows)
     for new in rows:
         write_rows(new, start, count)
 
 
-def _emit(new: NewBlocks, start: Tensor, count: Tensor, geometry: BlockGeometry) -> None:
-    """Write the compressed keys and values of the blocks that end within the step."""
+def emit_blocks(
+    new: NewBlocks, start: Tensor, count: Tensor, geometry: BlockGeometry, *, write: Callable[[NewRows, Tensor, Tensor], None]
+) -> None:
+    """Let `write` store the compressed keys and values of the blocks that end within the step; it is called as `write_rows` is."""
     done = compressed_lengths(start, geometry)
     first = done * geometry.compression_stride
     raw_k, *raw_v = join_rows(new.raw, first, start - first, geometry.compression_block_size - 1)
@@ -30,7 +34,7 @@ def _emit(new: NewBlocks, start: Tensor, count: Tensor, geometry: BlockGeometry)
     index = done.long().unsqueeze(1) + torch.arange(k.shape[1], device=k.device)
     k = new.rotate(k, index * geometry.compression_stride + geometry.compression_block_size - 1)
     v = None if new.compress_v is None or not raw_v else new.compress_v(block_windows(raw_v[0], geometry).tokens)
-    write_rows(NewRows(new.store, k, v), done, compressed_lengths(start + count, geometry) - done)
+    write(NewRows(new.store, k, v), done, compressed_lengths(start + count, geometry) - done)
 
 
 def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:

@@ -1,12 +1,19 @@
 """Eq. 5 for a few rows of each sequence over stores: three launches, each cut so that the whole GPU reads.
 
-1. `split_kernel` cuts the compressed keys, and those of the window, into splits. Each gives a partial output with its maximum and
-   sum, and those of the compressed keys each head's weights summed by block, relative to the maximum when they were computed.
-2. `selected_kernel` normalises these sums, adds up a group's heads, chooses blocks, and attends to its share of them.
-3. `combine_kernel` merges the splits of every branch and adds the branches up, times their gates.
+1. `split_kernel` cuts the compressed keys into splits. Each gives a partial output with its maximum and sum, and each head's weights summed
+   by block, relative to the maximum when they were computed.
+2. `choose_kernel` normalises these sums, adds up a group's heads and chooses blocks, once for each row and KV head. Further programs of it
+   merge the partial outputs of the splits meanwhile.
+3. `attend_kernel` cuts the window and the chosen blocks into splits. The last split of a row to finish merges all partial outputs and adds the
+   branches up, times their gates.
+
+A tile of keys lies in SLICES parts, one for each warp: every warp has a softmax of its own, and warps meet when a split ends.
 
 The number of splits does not depend on lengths, so that one CUDA graph serves all of them. Keys lie in rows, pages or a ring, also as FP8 numbers
 with a scale for each token and KV head. Nothing behind a sequence's last token is read, and nothing outside the stores, wherever a row stands.
+
+With PDL (programmatic dependent launch), programs of a launch start while the last ones of the launch before still run. They read what
+that launch writes behind `gdc_wait` alone, and every program passes it, so that a launch ends after the one before.
 """
 
 import triton
@@ -14,7 +21,7 @@ import triton.language as tl
 
 from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.choice.kernels import blocks_at, chosen_words
-from nsa_kernels_triton.tiles import cast, dot, exponential, find_sequence, load_columns, store_columns, visible_keys, wide
+from nsa_kernels_triton.tiles import cast, dot, exponential, find_sequence, load_columns, visible_keys, wide
 
 
 @triton.jit
@@ -45,20 +52,35 @@ def _store_rows(sequence, positions, mask, table_ptr, first_ptr, num_rows, num_p
 
 
 @triton.jit
-def _start(
-    q_ptr, heads, exists,
-    D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return a tile of q in its parts, and the softmax before the first key: acc1, acc2, row_max, row_sum. A second part of 0 is the first."""
+def _load_keys(base_ptr, rows, mask, FIRST: tl.constexpr, WIDTH: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """Return columns FIRST .. FIRST + WIDTH - 1 of the rows at element offsets `rows` (slices, keys); 0 beyond NUM_COLUMNS and where masked."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    ptrs = base_ptr + rows[:, :, None] + columns[None, None, :]
+    if FIRST + WIDTH > NUM_COLUMNS:
+        return tl.load(ptrs, mask=mask[:, :, None] & (columns < NUM_COLUMNS)[None, None, :], other=0.0)
+    return tl.load(ptrs, mask=mask[:, :, None], other=0.0)
+
+
+@triton.jit
+def _load_queries(q_ptr, heads, exists, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, SLICES: tl.constexpr):
+    """Return a tile of q in its parts, once for every slice: (slices, rows, K1) and (slices, rows, K2). A second part of 0 is the first."""
     q1 = load_columns(q_ptr, heads * D_K, exists, 0, K1, D_K, True)
+    q1 = tl.broadcast_to(q1[None, :, :], (SLICES, q1.shape[0], K1))
     q2 = q1
     if K2 > 0:
         q2 = load_columns(q_ptr, heads * D_K, exists, K1, K2, D_K, True)
-    acc1 = tl.zeros([BLOCK_ROWS, V1], tl.float32)
+        q2 = tl.broadcast_to(q2[None, :, :], (SLICES, q2.shape[0], K2))
+    return q1, q2
+
+
+@triton.jit
+def _start(ROWS: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, SLICES: tl.constexpr):
+    """Return the softmax before the first key: acc1, acc2, row_max, row_sum. A second part of 0 is the first."""
+    acc1 = tl.zeros([SLICES, ROWS, V1], tl.float32)
     acc2 = acc1
     if V2 > 0:
-        acc2 = tl.zeros([BLOCK_ROWS, V2], tl.float32)
-    return q1, q2, acc1, acc2, tl.full([BLOCK_ROWS], float("-inf"), tl.float32), tl.zeros([BLOCK_ROWS], tl.float32)
+        acc2 = tl.zeros([SLICES, ROWS, V2], tl.float32)
+    return acc1, acc2, tl.full([SLICES, ROWS], float("-inf"), tl.float32), tl.zeros([SLICES, ROWS], tl.float32)
 
 
 @triton.jit
@@ -67,64 +89,72 @@ def _fold(
     G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to the running softmax; return acc1, acc2, row_max, row_sum and the tile's weights (rows, keys)."""
+    """Add a tile of keys (slices, keys) to the running softmaxes; return acc1, acc2, row_max, row_sum and the weights (slices, rows, keys)."""
     dtype: tl.constexpr = q1.dtype
     k_rows, v_rows = (key_rows * G + group) * D_K, (key_rows * G + group) * D_V
-    k1 = load_columns(k_ptr, k_rows, is_key, 0, K1, D_K, True).to(dtype)
-    scores = dot(q1, tl.trans(k1), tl.zeros([q1.shape[0], k1.shape[0]], tl.float32))
+    k1 = _load_keys(k_ptr, k_rows, is_key, 0, K1, D_K).to(dtype)
+    scores = dot(q1, tl.permute(k1, (0, 2, 1)), tl.zeros([q1.shape[0], q1.shape[1], k1.shape[1]], tl.float32))
     if K2 > 0:
-        scores = dot(q2, tl.trans(load_columns(k_ptr, k_rows, is_key, K1, K2, D_K, True).to(dtype)), scores)
+        scores = dot(q2, tl.permute(_load_keys(k_ptr, k_rows, is_key, K1, K2, D_K).to(dtype), (0, 2, 1)), scores)
     if k_scale_ptr is not None:
-        scores *= tl.load(k_scale_ptr + key_rows * G + group, mask=is_key, other=0.0)[None, :]
+        scores *= tl.load(k_scale_ptr + key_rows * G + group, mask=is_key, other=0.0)[:, None, :]
     scores = tl.where(is_visible, scores * factor, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    new_max = tl.maximum(row_max, tl.max(scores, 2))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = exponential(scores - shift[:, None], EXACT)
+    weights = exponential(scores - shift[:, :, None], EXACT)
     kept = exponential(row_max - shift, EXACT)
-    row_sum = row_sum * kept + tl.sum(weights, 1)
+    row_sum = row_sum * kept + tl.sum(weights, 2)
     shares = weights
     if v_scale_ptr is not None:
-        shares *= tl.load(v_scale_ptr + key_rows * G + group, mask=is_key, other=0.0)[None, :]
+        shares *= tl.load(v_scale_ptr + key_rows * G + group, mask=is_key, other=0.0)[:, None, :]
     shares = cast(shares, dtype)
-    acc1 = dot(shares, load_columns(v_ptr, v_rows, is_key, 0, V1, D_V, True).to(dtype), acc1 * kept[:, None])
+    acc1 = dot(shares, _load_keys(v_ptr, v_rows, is_key, 0, V1, D_V).to(dtype), acc1 * kept[:, :, None])
     if V2 > 0:
-        acc2 = dot(shares, load_columns(v_ptr, v_rows, is_key, V1, V2, D_V, True).to(dtype), acc2 * kept[:, None])
+        acc2 = dot(shares, _load_keys(v_ptr, v_rows, is_key, V1, V2, D_V).to(dtype), acc2 * kept[:, :, None])
     return acc1, acc2, new_max, row_sum, weights
 
 
 @triton.jit
 def _store_partial(
-    outs_ptr, maxima_ptr, sums_ptr, heads, exists, acc1, acc2, row_max, row_sum,
-    D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    outs_ptr, maxima_ptr, sums_ptr, slot, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum,
+    D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Write a split's results for rows at `heads`. A row that sees nothing is known by its sum of 0; its output is not written."""
-    tl.store(maxima_ptr + heads, row_max, mask=exists)
-    tl.store(sums_ptr + heads, row_sum, mask=exists)
-    sees = exists & (row_sum > 0)
-    store_columns(outs_ptr, heads * D_V, sees, acc1, 0, V1, D_V)
+    """Merge the slices of a split and write it to `slot`. A row that sees nothing has sum 0, maximum -inf and output 0."""
+    largest = tl.max(row_max, 0)
+    kept = exponential(row_max - tl.where(largest == float("-inf"), 0.0, largest)[None, :], EXACT)
+    place = wide(slot) * num_heads_of_rows + heads
+    tl.store(maxima_ptr + place, largest, mask=exists)
+    tl.store(sums_ptr + place, tl.sum(row_sum * kept, 0), mask=exists)
+    columns = tl.arange(0, V1)
+    target = outs_ptr + (place * D_V)[:, None]
+    tl.store(target + columns[None, :], tl.sum(acc1 * kept[:, :, None], 0), mask=exists[:, None] & (columns < D_V)[None, :])
     if V2 > 0:
-        store_columns(outs_ptr, heads * D_V, sees, acc2, V1, V2, D_V)
+        columns = V1 + tl.arange(0, V2)
+        tl.store(target + columns[None, :], tl.sum(acc2 * kept[:, :, None], 0), mask=exists[:, None] & (columns < D_V)[None, :])
 
 
 @CachedLaunch
 @triton.jit
 def split_kernel(
-    q_ptr, k_cmp_ptr, v_cmp_ptr, k_win_ptr, v_win_ptr, k_scale_ptr, v_scale_ptr, cmp_table_ptr, win_table_ptr, win_first_ptr,
-    cu_seqlens_ptr, start_ptr, count_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr,
-    num_queries, num_heads_of_rows, cmp_rows, win_rows, cmp_pages, win_pages, cmp_table_width, win_table_width, cmp_end, win_end,
-    num_blocks, num_tiles, factor,
+    q_ptr, k_ptr, v_ptr, table_ptr, cu_seqlens_ptr, start_ptr, count_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr,
+    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, num_blocks, num_tops, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, PADDED_STRIDES: tl.constexpr, REACH: tl.constexpr,
-    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, RAGGED: tl.constexpr,
-    EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_BLOCKS: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial results of one split of the compressed keys or of the window; grid (N * G, CMP_SPLITS + WIN_SPLITS, tiles of rows).
+    """Write the partial results of one split of the compressed keys; grid (N * G, SPLITS, tiles of rows).
 
     A sequence's rows are its queries times a group's heads. Weights summed by block go to `blocks_ptr`, float32 (rows of q * H, 2,
-    num_blocks): first what a block gets of its own strides, then what reaches over from its last ones into the next block. The maximum that
-    they are relative to goes to `tops_ptr`, (rows of q * H, num_tiles), for each tile of BLOCK_BLOCKS blocks.
+    num_blocks): first what a block gets of its own strides, then what reaches into it from the block before. The maximum that they are
+    relative to when they are written goes to `tops_ptr`, (rows of q * H, num_tops), for every SLICE_BLOCKS blocks.
     """
+    if PDL:
+        # in this order: `attend_kernel` reads the window before it waits
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
     split = tl.program_id(1)
@@ -137,229 +167,329 @@ def split_kernel(
     exists = queries < count
     heads = (first_row + queries) * H + group * HG + rows % HG
     t = tl.where(exists, start + queries, -1)
-    t_first = start + row0 // HG
     t_last = start + tl.minimum((row0 + BLOCK_ROWS - 1) // HG, count - 1)
-    q1, q2, acc1, acc2, row_max, row_sum = _start(q_ptr, heads, exists, D_K, K1, K2, V1, V2, BLOCK_ROWS)
-    BLOCK_KEYS: tl.constexpr = BLOCK_BLOCKS * PADDED_STRIDES
-    column = tl.arange(0, BLOCK_KEYS)
-    if split < CMP_SPLITS:
-        _first, end = visible_keys(t, False, SIZE, STRIDE, 1)
-        _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
-        last_end = tl.minimum(last_end, cmp_end)
-        tiles = tl.cdiv(last_end, BLOCK_BLOCKS * STRIDES)
-        share = tl.cdiv(tiles, CMP_SPLITS)
-        chooses = t_last // SELECTION_SIZE >= NUM_SELECTED
-        stride = column % PADDED_STRIDES
-        in_tile = column // PADDED_STRIDES * STRIDES + stride
-        strides = tl.arange(0, PADDED_STRIDES)
-        own_weight = tl.where(strides < STRIDES, tl.minimum(REACH, STRIDES - strides), 0).to(tl.float32)
-        next_weight = tl.where(strides < STRIDES, tl.maximum(0, strides + REACH - STRIDES), 0).to(tl.float32)
-        in_blocks = tl.arange(0, BLOCK_BLOCKS)
-        for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles)):
-            keys = tile * (BLOCK_BLOCKS * STRIDES) + in_tile
-            is_key = (stride < STRIDES) & (keys < last_end)
-            key_rows = _store_rows(sequence, keys, is_key, cmp_table_ptr, None, cmp_rows, cmp_pages, cmp_table_width, False)
-            is_visible = is_key[None, :] & (keys[None, :] < end[:, None])
-            acc1, acc2, row_max, row_sum, weights = _fold(
-                q1, q2, acc1, acc2, row_max, row_sum, k_cmp_ptr, v_cmp_ptr, None, None, key_rows, is_key, is_visible, group, factor,
-                G, D_K, K1, K2, D_V, V1, V2, EXACT,
-            )  # fmt: skip
-            if chooses:
-                by_block = tl.reshape(weights, (BLOCK_ROWS, BLOCK_BLOCKS, PADDED_STRIDES))
-                blocks = tile * BLOCK_BLOCKS + in_blocks
-                mask = exists[:, None] & (blocks < num_blocks)[None, :]
-                target = blocks_ptr + (heads * (2 * num_blocks))[:, None] + blocks[None, :]
-                tl.store(target, tl.sum(by_block * own_weight[None, None, :], 2), mask=mask)
-                if REACH > 1:
-                    tl.store(target + num_blocks, tl.sum(by_block * next_weight[None, None, :], 2), mask=mask)
-                tl.store(tops_ptr + heads * num_tiles + tile, row_max, mask=exists)
-    else:
-        first, _end = visible_keys(t_first, True, SIZE, STRIDE, WINDOW)
-        last_held = win_end - 1
-        if win_first_ptr is not None:
-            first_held = tl.load(win_first_ptr + sequence)
-            first = tl.maximum(first, first_held)
-            last_held += first_held
-        tiles = tl.cdiv(t_last + 1 - first, BLOCK_KEYS)
-        share = tl.cdiv(tiles, WIN_SPLITS)
-        number = split - CMP_SPLITS
-        for tile in tl.range(number * share, tl.minimum((number + 1) * share, tiles)):
-            keys = first + tile * BLOCK_KEYS + column
-            is_key = keys <= tl.minimum(t_last, last_held)
-            key_rows = _store_rows(sequence, keys, is_key, win_table_ptr, win_first_ptr, win_rows, win_pages, win_table_width, RING)
-            is_visible = is_key[None, :] & (keys[None, :] <= t[:, None]) & (keys[None, :] > t[:, None] - WINDOW)
-            acc1, acc2, row_max, row_sum, _weights = _fold(
-                q1, q2, acc1, acc2, row_max, row_sum, k_win_ptr, v_win_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_visible, group,
-                factor, G, D_K, K1, K2, D_V, V1, V2, EXACT,
-            )  # fmt: skip
-    place = wide(split) * num_heads_of_rows
+    _first, end = visible_keys(t, False, SIZE, STRIDE, 1)
+    _first, last_end = visible_keys(t_last, False, SIZE, STRIDE, 1)
+    last_end = tl.minimum(last_end, end_of_store)
+    TILE_BLOCKS: tl.constexpr = SLICES * SLICE_BLOCKS
+    tiles = tl.cdiv(last_end, TILE_BLOCKS * STRIDES)
+    share = tl.cdiv(tiles, SPLITS)
+    chooses = t_last // SELECTION_SIZE >= NUM_SELECTED
+    slices = tl.arange(0, SLICES)
+    column = tl.arange(0, SLICE_BLOCKS * PADDED_STRIDES)
+    stride = column % PADDED_STRIDES
+    in_tile = (slices * (SLICE_BLOCKS * STRIDES))[:, None] + (column // PADDED_STRIDES * STRIDES + stride)[None, :]
+    strides = tl.arange(0, PADDED_STRIDES)
+    own_weight = tl.where(strides < STRIDES, tl.minimum(REACH, STRIDES - strides), 0).to(tl.float32)
+    next_weight = tl.where(strides < STRIDES, tl.maximum(0, strides + REACH - STRIDES), 0).to(tl.float32)
+    in_blocks = (slices * SLICE_BLOCKS)[:, None] + tl.arange(0, SLICE_BLOCKS)[None, :]
+    q1, q2 = _load_queries(q_ptr, heads, exists, D_K, K1, K2, SLICES)
+    acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
+    for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=STAGES):
+        keys = tile * (TILE_BLOCKS * STRIDES) + in_tile
+        is_key = (stride < STRIDES)[None, :] & (keys < last_end)
+        key_rows = _store_rows(sequence, keys, is_key, table_ptr, None, num_rows, num_pages, table_width, False)
+        is_visible = is_key[:, None, :] & (keys[:, None, :] < end[None, :, None])
+        acc1, acc2, row_max, row_sum, weights = _fold(
+            q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, None, None, key_rows, is_key, is_visible, group, factor,
+            G, D_K, K1, K2, D_V, V1, V2, EXACT,
+        )  # fmt: skip
+        if chooses:
+            by_block = tl.reshape(weights, (SLICES, BLOCK_ROWS, SLICE_BLOCKS, PADDED_STRIDES))
+            blocks = tile * TILE_BLOCKS + in_blocks[:, None, :]
+            target = blocks_ptr + (heads * (2 * num_blocks))[None, :, None] + blocks
+            tl.store(target, tl.sum(by_block * own_weight, 3), mask=exists[None, :, None] & (blocks < num_blocks))
+            if REACH > 1:
+                reaching = tl.sum(by_block * next_weight, 3)
+                tl.store(target + num_blocks + 1, reaching, mask=exists[None, :, None] & (blocks + 1 < num_blocks))
+            tl.store(tops_ptr + (heads * num_tops)[None, :] + (tile * SLICES + slices)[:, None], row_max, mask=exists[None, :])
     _store_partial(
-        outs_ptr + place * D_V, maxima_ptr + place, sums_ptr + place, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2
+        outs_ptr, maxima_ptr, sums_ptr, split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
     )  # fmt: skip
 
 
 @triton.jit
 def _importance(
-    maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, is_free, num_heads_of_rows, num_blocks, num_tiles,
-    H: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
-    SUMMED_HEADS: tl.constexpr, BLOCK_BLOCKS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
+    maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, last_free, num_heads_of_rows, num_blocks, num_tops,
+    H: tl.constexpr, HG: tl.constexpr, REACH: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+    SUMMED_HEADS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return the importance of the free blocks of one query (Eq. 9, 10): its heads' weights by block, normalised, and summed over a group."""
-    blocks = tl.arange(0, BLOCK_BLOCKS)
-    splits = tl.arange(0, SPLITS)
-    importance = tl.zeros([BLOCK_BLOCKS], tl.float32)
+    """Return the importance of the blocks 0 .. last_free of one query (Eq. 9, 10), float32 (TOPS * SLICE_BLOCKS,), and any number of the others.
+
+    It is its heads' weights by block, normalised, and summed over a group.
+    """
+    splits, tops = tl.arange(0, PADDED_SPLITS), tl.arange(0, TOPS)
+    in_slice = tl.arange(0, SLICE_BLOCKS)
+    blocks = (tops * SLICE_BLOCKS)[:, None] + in_slice[None, :]
+    importance = tl.zeros([TOPS, SLICE_BLOCKS], tl.float32)
     for first in range(0, HG, SUMMED_HEADS):
         in_group = first + tl.arange(0, SUMMED_HEADS)
         is_head = in_group < HG
         heads = row * H + group * HG + in_group
-        mask = is_head[:, None] & (splits < CMP_SPLITS)[None, :]
+        # all loads before what is computed of them
+        source = blocks_ptr + (heads * (2 * num_blocks))[:, None, None] + blocks[None, :, :]
+        top_ptr = tops_ptr + (heads * num_tops)[:, None] + tops[None, :]
+        has_top = is_head[:, None] & (tops * SLICE_BLOCKS <= last_free)[None, :]
+        # the blocks of a slice are read at once: those behind the last free one are written as well, and not used
+        share = tl.load(source, mask=has_top[:, :, None], other=0.0)
+        top = tl.load(top_ptr, mask=has_top, other=float("-inf"))
+        reaching, before = share, top
+        if REACH > 1:
+            reaching = tl.load(source + num_blocks, mask=has_top[:, :, None], other=0.0)
+            before = tl.load(top_ptr - 1, mask=has_top & (tops > 0)[None, :], other=float("-inf"))
         place = splits.to(tl.int64)[None, :] * num_heads_of_rows + heads[:, None]
-        maxima = tl.load(maxima_ptr + place, mask=mask, other=float("-inf"))
-        sums = tl.load(sums_ptr + place, mask=mask, other=0.0)
+        is_split = is_head[:, None] & (splits < CMP_SPLITS)[None, :]
+        maxima = tl.load(maxima_ptr + place, mask=is_split, other=float("-inf"))
+        sums = tl.load(sums_ptr + place, mask=is_split, other=0.0)
         largest = tl.max(maxima, 1)
         total = tl.sum(tl.where(sums > 0, sums * exponential(maxima - largest[:, None], EXACT), 0.0), 1)
-        inverse = tl.where(is_head, 1.0 / total, 0.0)
-        mask = is_head[:, None] & is_free[None, :]
-        source = blocks_ptr + (heads * (2 * num_blocks))[:, None] + blocks[None, :]
-        tops = tops_ptr + (heads * num_tiles)[:, None]
-        top = tl.load(tops + (blocks // TILE_BLOCKS)[None, :], mask=mask, other=float("-inf"))
-        share = tl.load(source, mask=mask, other=0.0) * exponential(top - largest[:, None], EXACT)
+        inverse = tl.where(is_head, 1.0 / total, 0.0)[:, None]
+        largest = tl.where(is_head, largest, 0.0)[:, None]
+        scale = exponential(top - largest, EXACT) * inverse
+        share *= scale[:, :, None]
         if REACH > 1:
-            mask = mask & (blocks > 0)[None, :]
-            top = tl.load(tops + (tl.maximum(blocks - 1, 0) // TILE_BLOCKS)[None, :], mask=mask, other=float("-inf"))
-            reaching = tl.load(source + num_blocks - 1, mask=mask, other=0.0)
-            share += reaching * exponential(top - largest[:, None], EXACT)
-        importance += tl.sum(tl.where(is_head[:, None], share * inverse[:, None], 0.0), 0)
-    return importance
+            # nothing reaches into the first block, and nothing was written there
+            reaching = tl.where((blocks > 0)[None, :, :], reaching, 0.0)
+            scale_before = exponential(before - largest, EXACT) * inverse
+            share += reaching * tl.where((in_slice == 0)[None, None, :], scale_before[:, :, None], scale[:, :, None])
+        importance += tl.sum(share, 0)
+    return tl.reshape(importance, (TOPS * SLICE_BLOCKS,))
 
 
 @CachedLaunch
 @triton.jit
-def selected_kernel(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
-    outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, indices_ptr,
-    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, slc_end, num_blocks, num_tiles, factor,
-    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, REACH: tl.constexpr,
+def choose_kernel(
+    outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, indices_ptr, counters_ptr, out_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
+    num_queries, num_sequences, search_steps, num_heads_of_rows, num_blocks, num_tops,
+    H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    RAGGED: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, SPLITS: tl.constexpr, FIRST_SPLIT: tl.constexpr,
-    SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, HEAD_TILES: tl.constexpr, SUMMED_HEADS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_BLOCKS: tl.constexpr, TILE_BLOCKS: tl.constexpr,
+    RAGGED: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    SUMMED_HEADS: tl.constexpr, MERGED_HEADS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the blocks of one query and group, and attend to SLOTS of them; grid (N * G, queries * HEAD_TILES, splits).
+    """Choose the blocks of one row of q and one group, or merge the compressed branch of MERGED_HEADS heads; grid (rows, G, 1 + merges).
 
-    Every program of a query makes the same choice, so that none waits for another. A row that does not count chooses nothing.
+    A row that does not count chooses nothing, and its output is 0. The counters of `attend_kernel` are set to 0.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    HG: tl.constexpr = H // G
+    row, group, part = wide(tl.program_id(0)), tl.program_id(1), tl.program_id(2)
+    if RAGGED:
+        sequence = find_sequence(tl.program_id(0), cu_seqlens_ptr, num_sequences, search_steps)
+        counts = sequence < num_sequences
+        sequence = tl.minimum(sequence, num_sequences - 1)
+        query = tl.program_id(0) - tl.load(cu_seqlens_ptr + sequence)
+    else:
+        sequence, query = tl.program_id(0) // num_queries, tl.program_id(0) % num_queries
+        count = num_queries
+        if count_ptr is not None:
+            count = tl.load(count_ptr + sequence)
+        counts = query < count
+    t = tl.load(start_ptr + sequence) + query
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if part > 0:
+        if counts:
+            in_group = (part - 1) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
+            heads, exists = row * H + group * HG + in_group, in_group < HG
+            merged, largest, total = _merged(
+                outs_ptr, maxima_ptr, sums_ptr, heads, exists, num_heads_of_rows, D_V, WIDTH, EXACT, CMP_SPLITS, PADDED_SPLITS
+            )  # fmt: skip
+            place = CMP_SPLITS * wide(num_heads_of_rows) + heads
+            columns = tl.arange(0, WIDTH)
+            tl.store(outs_ptr + (place * D_V)[:, None] + columns[None, :], merged, mask=exists[:, None] & (columns < D_V)[None, :])
+            tl.store(maxima_ptr + place, largest, mask=exists)
+            tl.store(sums_ptr + place, total, mask=exists)
+        return
+    slots = tl.arange(0, SLOTS)
+    target = indices_ptr + (row * G + group) * NUM_SELECTED + slots
+    own = tl.where(counts, t // SELECTION_SIZE, -1)
+    if own < NUM_SELECTED:
+        tl.store(target, tl.where(slots <= own, slots, -1), mask=slots < NUM_SELECTED)
+    else:
+        importance = _importance(
+            maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, tl.minimum(own - NUM_LOCAL, num_blocks - 1), num_heads_of_rows,
+            num_blocks, num_tops, H, HG, REACH, EXACT, CMP_SPLITS, PADDED_SPLITS, SUMMED_HEADS, TOPS, SLICE_BLOCKS,
+        )  # fmt: skip
+        blocks = tl.arange(0, TOPS * SLICE_BLOCKS)
+        is_free = (blocks >= NUM_INITIAL) & (blocks <= own - NUM_LOCAL) & (blocks < num_blocks)
+        words, ends = chosen_words(importance, is_free, NUM_SELECTED - NUM_INITIAL - NUM_LOCAL, TOPS * SLICE_BLOCKS)
+        tl.store(target, blocks_at(slots, words, ends, own, NUM_SELECTED, NUM_INITIAL, NUM_LOCAL), mask=slots < NUM_SELECTED)
+    for head_tile in range(HEAD_TILES):
+        tl.store(counters_ptr + (row * G + group) * HEAD_TILES + head_tile, 0)
+    if not counts:
+        columns = tl.arange(0, WIDTH)
+        for in_group in range(HG):
+            target_out = out_ptr + (row * H + group * HG + in_group) * D_V + columns
+            tl.store(target_out, tl.zeros([WIDTH], out_ptr.dtype.element_ty), mask=columns < D_V)
+
+
+@CachedLaunch
+@triton.jit
+def attend_kernel(
+    q_ptr, k_slc_ptr, v_slc_ptr, k_win_ptr, v_win_ptr, k_slc_scale_ptr, v_slc_scale_ptr, k_win_scale_ptr, v_win_scale_ptr,
+    slc_table_ptr, win_table_ptr, win_first_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
+    indices_ptr, gates_ptr, outs_ptr, maxima_ptr, sums_ptr, counters_ptr, out_ptr,
+    num_queries, num_heads_of_rows, slc_rows, slc_pages, slc_table_width, slc_end, win_rows, win_pages, win_table_width, win_end, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, WIDTH: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
+    RAGGED: tl.constexpr, EXACT: tl.constexpr, SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, SLC_SPLITS: tl.constexpr,
+    CMP_SLOT: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, HEAD_TILES: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend to a share of one query's window and of its chosen blocks; the last of its programs writes the output.
+
+    Grid (N * G, queries * HEAD_TILES, SPLITS). The first WIN_SPLITS programs have a share of the window, the last SLC_SPLITS SLOTS blocks each.
+    A row that does not count has its output already. The order in which partial outputs are added is fixed, whichever program is last.
     """
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
     query, head_tile = tl.program_id(1) // HEAD_TILES, tl.program_id(1) % HEAD_TILES
     split = tl.program_id(2)
     first_row, count, start = _rows_of_step(sequence, cu_seqlens_ptr, start_ptr, count_ptr, num_queries, RAGGED)
-    row = first_row + query
-    slots = split * SLOTS + tl.arange(0, PADDED_SLOTS)
-    is_slot = (tl.arange(0, PADDED_SLOTS) < SLOTS) & (slots < NUM_SELECTED)
-    target = indices_ptr + (row * G + group) * NUM_SELECTED + slots
     if query >= count:
-        # ragged rows belong to the next sequence
-        if not RAGGED:
-            tl.store(target, tl.full([PADDED_SLOTS], -1, tl.int32), mask=is_slot & (head_tile == 0))
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     t = start + query
-    own = t // SELECTION_SIZE
-    chosen = tl.where(slots <= own, slots, -1)
-    if own >= NUM_SELECTED:
-        all_blocks = tl.arange(0, BLOCK_BLOCKS)
-        is_free = (all_blocks >= NUM_INITIAL) & (all_blocks <= own - NUM_LOCAL) & (all_blocks < num_blocks)
-        importance = _importance(
-            maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, row, group, is_free, num_heads_of_rows, num_blocks, num_tiles,
-            H, HG, REACH, EXACT, CMP_SPLITS, SPLITS, SUMMED_HEADS, BLOCK_BLOCKS, TILE_BLOCKS,
-        )  # fmt: skip
-        words, ends = chosen_words(importance, is_free, NUM_SELECTED - NUM_INITIAL - NUM_LOCAL, BLOCK_BLOCKS)
-        chosen = blocks_at(slots, words, ends, own, NUM_SELECTED, NUM_INITIAL, NUM_LOCAL)
-    chosen = tl.where(is_slot, chosen, -1)
-    tl.store(target, chosen, mask=is_slot & (head_tile == 0))
-
-    rows = tl.arange(0, BLOCK_ROWS)
-    in_group = head_tile * BLOCK_ROWS + rows
+    row = first_row + query
+    in_group = head_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = in_group < HG
     heads = row * H + group * HG + in_group
-    q1, q2, acc1, acc2, row_max, row_sum = _start(q_ptr, heads, exists, D_K, K1, K2, V1, V2, BLOCK_ROWS)
-    column = tl.arange(0, BLOCK_KEYS)
-    PARTS: tl.constexpr = (SELECTION_SIZE + BLOCK_KEYS - 1) // BLOCK_KEYS
-    for part in tl.range(0, SLOTS * PARTS):
-        block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
-        in_block = part % PARTS * BLOCK_KEYS + column
-        keys = block * SELECTION_SIZE + in_block
-        is_key = (block >= 0) & (in_block < SELECTION_SIZE) & (keys <= tl.minimum(t, slc_end - 1))
-        key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, table_ptr, None, num_rows, num_pages, table_width, False)
-        acc1, acc2, row_max, row_sum, _weights = _fold(
-            q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_key[None, :], group, factor,
-            G, D_K, K1, K2, D_V, V1, V2, EXACT,
+    slices = tl.arange(0, SLICES)
+    q1, q2 = _load_queries(q_ptr, heads, exists, D_K, K1, K2, SLICES)
+    if split < WIN_SPLITS:
+        first, _end = visible_keys(t, True, 1, 1, WINDOW)
+        last = tl.minimum(t, win_end - 1)
+        if win_first_ptr is not None:
+            first_held = tl.load(win_first_ptr + sequence)
+            first = tl.maximum(first, first_held)
+            last = tl.minimum(t, win_end - 1 + first_held)
+        tiles = tl.cdiv(t + 1 - first, SLICES * SLICE_KEYS)
+        share = tl.cdiv(tiles, WIN_SPLITS)
+        in_tile = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
+        acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
+        for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=WIN_STAGES):
+            keys = first + tile * (SLICES * SLICE_KEYS) + in_tile
+            is_key = keys <= last
+            key_rows = _store_rows(sequence, keys, is_key, win_table_ptr, win_first_ptr, win_rows, win_pages, win_table_width, RING)
+            acc1, acc2, row_max, row_sum, _weights = _fold(
+                q1, q2, acc1, acc2, row_max, row_sum, k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, key_rows, is_key,
+                is_key[:, None, :], group, factor, G, D_K, K1, K2, D_V, V1, V2, EXACT,
+            )  # fmt: skip
+        _store_partial(
+            outs_ptr, maxima_ptr, sums_ptr, CMP_SLOT + 1 + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum,
+            D_V, V1, V2, EXACT,
         )  # fmt: skip
-    place = (FIRST_SPLIT + wide(split)) * num_heads_of_rows
-    _store_partial(
-        outs_ptr + place * D_V, maxima_ptr + place, sums_ptr + place, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2
-    )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    number = split - (SPLITS - SLC_SPLITS)
+    if number >= 0:
+        slots = number * SLOTS + tl.arange(0, PADDED_SLOTS)
+        is_slot = (tl.arange(0, PADDED_SLOTS) < SLOTS) & (slots < NUM_SELECTED)
+        chosen = tl.load(indices_ptr + (row * G + group) * NUM_SELECTED + slots, mask=is_slot, other=-1)
+        in_part = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
+        PARTS: tl.constexpr = (SELECTION_SIZE + SLICES * SLICE_KEYS - 1) // (SLICES * SLICE_KEYS)
+        acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
+        for part in tl.range(0, SLOTS * PARTS, num_stages=SLC_STAGES):
+            block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
+            in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
+            keys = block * SELECTION_SIZE + in_block
+            is_key = (block >= 0) & (in_block < SELECTION_SIZE) & (keys <= tl.minimum(t, slc_end - 1))
+            key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, slc_table_ptr, None, slc_rows, slc_pages, slc_table_width, False)
+            acc1, acc2, row_max, row_sum, _weights = _fold(
+                q1, q2, acc1, acc2, row_max, row_sum, k_slc_ptr, v_slc_ptr, k_slc_scale_ptr, v_slc_scale_ptr, key_rows, is_key,
+                is_key[:, None, :], group, factor, G, D_K, K1, K2, D_V, V1, V2, EXACT,
+            )  # fmt: skip
+        _store_partial(
+            outs_ptr, maxima_ptr, sums_ptr, CMP_SLOT + 1 + WIN_SPLITS + number, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum,
+            D_V, V1, V2, EXACT,
+        )  # fmt: skip
+    # every warp's partial output is written before the program counts as arrived
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters_ptr + (row * G + group) * HEAD_TILES + head_tile, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS - 1:
+        total = _combined(
+            outs_ptr, maxima_ptr, sums_ptr, gates_ptr, heads, exists, CMP_SLOT, num_heads_of_rows, D_V, WIDTH, EXACT,
+            WIN_SPLITS, 1 + WIN_SPLITS + SLC_SPLITS, PADDED_SPLITS, MERGED_SPLITS,
+        )  # fmt: skip
+        columns = tl.arange(0, WIDTH)
+        mask = exists[:, None] & (columns < D_V)[None, :]
+        tl.store(out_ptr + (heads * D_V)[:, None] + columns[None, :], cast(total, out_ptr.dtype.element_ty), mask=mask)
 
 
-@CachedLaunch
 @triton.jit
-def combine_kernel(
-    outs_ptr, maxima_ptr, sums_ptr, gates_ptr, cu_seqlens_ptr, count_ptr, out_ptr,
-    num_queries, num_sequences, num_heads_of_rows, search_steps,
-    H: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
-    CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, SLC_SPLITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+def _combined(
+    outs_ptr, maxima_ptr, sums_ptr, gates_ptr, heads, exists, first_slot, num_heads_of_rows,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, WIN_SPLITS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Write the gated sum of the branches for one head of one row; grid (rows of q * H,). Rows that do not count get 0."""
-    head = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(0) // H
-    columns = tl.arange(0, WIDTH)
-    is_column = columns < D_V
-    if RAGGED:
-        counts = find_sequence(row, cu_seqlens_ptr, num_sequences, search_steps) < num_sequences
-    else:
-        counts = True
-        if count_ptr is not None:
-            counts = row % num_queries < tl.load(count_ptr + row // num_queries)
-    total = tl.zeros([WIDTH], tl.float32)
-    if counts:
-        # the order of the gates: cmp, slc, win; that of the splits: cmp, win, slc
-        total += _branch(
-            outs_ptr, maxima_ptr, sums_ptr, gates_ptr + 3 * head, head, 0, num_heads_of_rows, D_V, WIDTH, EXACT, CMP_SPLITS, SPLITS, BLOCK_SPLITS
-        )  # fmt: skip
-        total += _branch(
-            outs_ptr, maxima_ptr, sums_ptr, gates_ptr + 3 * head + 1, head, CMP_SPLITS + WIN_SPLITS, num_heads_of_rows,
-            D_V, WIDTH, EXACT, SLC_SPLITS, SPLITS, BLOCK_SPLITS,
-        )  # fmt: skip
-        total += _branch(
-            outs_ptr, maxima_ptr, sums_ptr, gates_ptr + 3 * head + 2, head, CMP_SPLITS, num_heads_of_rows,
-            D_V, WIDTH, EXACT, WIN_SPLITS, SPLITS, BLOCK_SPLITS,
-        )  # fmt: skip
-    tl.store(out_ptr + head * D_V + columns, cast(total, out_ptr.dtype.element_ty), mask=is_column)
+    """Return the gated sum of the branches (heads, WIDTH), SOME splits at a time: one of the compressed branch, the window's, and the rest.
+
+    A branch of which a row sees nothing adds 0, whatever its gate.
+    """
+    splits = tl.arange(0, PADDED_SPLITS)
+    maxima = _numbers(maxima_ptr, first_slot + splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
+    sums = _numbers(sums_ptr, first_slot + splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
+    # the order of the gates: cmp, slc, win
+    gates_ptr += 3 * heads
+    cmp_shift, cmp_factor = _factor(maxima, sums, splits < 1, gates_ptr, exists, EXACT)
+    win_shift, win_factor = _factor(maxima, sums, (splits >= 1) & (splits <= WIN_SPLITS), gates_ptr + 2, exists, EXACT)
+    slc_shift, slc_factor = _factor(maxima, sums, splits > WIN_SPLITS, gates_ptr + 1, exists, EXACT)
+    total = tl.zeros([heads.shape[0], WIDTH], tl.float32)
+    for first in tl.static_range(0, NUM_SPLITS, SOME):
+        some = first + tl.arange(0, SOME)
+        is_cmp, is_win = (some < 1)[:, None], (some <= WIN_SPLITS)[:, None]
+        outs = _outputs(outs_ptr, first_slot + some, some < NUM_SPLITS, heads, exists, num_heads_of_rows, D_V, WIDTH)
+        maxima = _numbers(maxima_ptr, first_slot + some, some < NUM_SPLITS, heads, exists, num_heads_of_rows)
+        shift = tl.where(is_cmp, cmp_shift[None, :], tl.where(is_win, win_shift[None, :], slc_shift[None, :]))
+        factor = tl.where(is_cmp, cmp_factor[None, :], tl.where(is_win, win_factor[None, :], slc_factor[None, :]))
+        total += tl.sum(outs * (exponential(maxima - shift, EXACT) * factor)[:, :, None], 0)
+    return total
 
 
 @triton.jit
-def _branch(
-    outs_ptr, maxima_ptr, sums_ptr, gate_ptr, head, first_split, num_heads_of_rows,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Return the output of one branch times its gate, merged from splits first_split .. first_split + NUM_SPLITS - 1."""
-    splits = tl.arange(0, SPLITS)
-    place = (first_split + splits).to(tl.int64) * num_heads_of_rows + head
-    sums = tl.load(sums_ptr + place, mask=splits < NUM_SPLITS, other=0.0)
-    maxima = tl.load(maxima_ptr + place, mask=(splits < NUM_SPLITS) & (sums > 0), other=float("-inf"))
+def _factor(maxima, sums, is_branch, gate_ptr, exists, EXACT: tl.constexpr):
+    """Return the largest maximum of one branch's splits (heads,), and its gate over its sum of weights relative to that; 0 without any."""
+    maxima = tl.where(is_branch[:, None], maxima, float("-inf"))
     largest = tl.max(maxima, 0)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.where(sums > 0, sums * exponential(maxima - shift, EXACT), 0.0), 0)
+    total = tl.sum(tl.where(maxima > float("-inf"), sums * exponential(maxima - shift[None, :], EXACT), 0.0), 0)
+    gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
+    return shift, tl.where(total > 0, gate / total, 0.0)
+
+
+@triton.jit
+def _merged(
+    outs_ptr, maxima_ptr, sums_ptr, heads, exists, num_heads_of_rows,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, NUM_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Return output (heads, WIDTH), maximum and sum (heads,) of the first NUM_SPLITS splits together."""
+    splits = tl.arange(0, PADDED_SPLITS)
+    outs = _outputs(outs_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows, D_V, WIDTH)
+    maxima = _numbers(maxima_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
+    sums = _numbers(sums_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
+    largest = tl.max(maxima, 0)
+    kept = exponential(maxima - tl.where(largest == float("-inf"), 0.0, largest)[None, :], EXACT)
+    # without a key the maximum is -inf
+    return tl.sum(outs * kept[:, :, None], 0), largest, tl.sum(tl.where(maxima > float("-inf"), sums * kept, 0.0), 0)
+
+
+@triton.jit
+def _numbers(source_ptr, slots, is_slot, heads, exists, num_heads_of_rows):
+    """Return the maxima or sums of splits (slots, heads); -inf where there is none. They are read where every multiprocessor's writes meet."""
+    places = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
+    return tl.load(source_ptr + places, mask=is_slot[:, None] & exists[None, :], other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
+def _outputs(outs_ptr, slots, is_slot, heads, exists, num_heads_of_rows, D_V: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the outputs of splits (slots, heads, WIDTH), 0 where there is none."""
     columns = tl.arange(0, WIDTH)
-    merged = tl.zeros([WIDTH], tl.float32)
-    for first in range(0, NUM_SPLITS, BLOCK_SPLITS):
-        some = first + tl.arange(0, BLOCK_SPLITS)
-        places = (first_split + some).to(tl.int64) * num_heads_of_rows + head
-        has_some = tl.load(sums_ptr + places, mask=some < NUM_SPLITS, other=0.0) > 0
-        weights = exponential(tl.load(maxima_ptr + places, mask=has_some, other=float("-inf")) - shift, EXACT)
-        mask = has_some[:, None] & (columns < D_V)[None, :]
-        outs = tl.load(outs_ptr + (places * D_V)[:, None] + columns[None, :], mask=mask, other=0.0)
-        merged += tl.sum(outs * weights[:, None], 0)
-    gate = tl.load(gate_ptr).to(tl.float32)
-    return tl.where(total > 0, gate * (merged / total), 0.0)
+    places = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
+    mask = (is_slot[:, None] & exists[None, :])[:, :, None] & (columns < D_V)[None, None, :]
+    return tl.load(outs_ptr + (places * D_V)[:, :, None] + columns[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")

@@ -10,59 +10,86 @@ from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.decode import kernels
-from nsa_kernels_triton.device import OLDEST, capability_of, num_multiprocessors, shared_memory_bytes
+from nsa_kernels_triton.device import OLDEST, capability_of, has_pdl, num_multiprocessors, shared_memory_bytes
 from nsa_kernels_triton.launch import cdiv, next_power_of_2
 from nsa_kernels_triton.numerics import is_exact, score_factor
 from nsa_kernels_triton.streams import on_its_device
 from nsa_kernels_triton.tile_table import padded, parts_of
 
-PROGRAMS_PER_MULTIPROCESSOR = 1
-"""Programs of a launch that are aimed at. With 2 or 4, a step on an H200 took 7 to 41 % longer (P and L, 8k and 64k, batch 1 and 16)."""
+PROGRAMS_PER_MULTIPROCESSOR = 2
+"""Programs of a launch that are aimed at: as many as shared memory holds tiles for, all at once."""
 MOST_SPLITS = 64
-TILE_KEYS = 64
-"""Keys of a tile, in all launches, where shared memory holds them."""
-LEAST_KEYS = 16
-"""Fewest that a product takes."""
-NUM_STAGES = 2
-"""Tiles that a program holds or loads at a time."""
-MOST_ROWS = 32
-"""Rows (queries times heads) of a tile, at most."""
+LEAST_TILES = 2
+"""Fewest tiles of the window or of chosen blocks that a program of `attend_kernel` takes where programs abound: each adds a partial output."""
+SLICES = 4
+"""Parts of a tile of keys, one for each warp."""
+SLICE_KEYS = 16
+"""Keys of a part: the fewest that a product takes."""
+BLOCK_ROWS = 16
+"""Rows (queries times heads) of a tile: the fewest that a product takes. With more, sums of outputs leave no registers."""
+MOST_IN_FLIGHT = 3
+"""Tiles of a program that arrive at a time, at most."""
 CHOICE_WARPS = 8
-"""Warps of a program of the second launch, which looks at all blocks."""
-SUMMED_WEIGHTS = 4096
-"""Numbers that a program of the second launch holds at a time to add up a group's heads."""
+MERGED_NUMBERS = 16384
+"""Numbers of partial outputs that a program of `attend_kernel` holds at a time to merge them."""
+SUMMED_WEIGHTS = 8192
+"""Numbers of a kind that a program of `choose_kernel` holds at a time to add up a group's heads, or splits."""
 
 
 class Splits(NamedTuple):
-    """The parts that the keys of each branch are cut into."""
+    """The parts that the keys of each branch are cut into, and the programs that share window and chosen blocks of a row."""
 
     cmp: int
     win: int
     slc: int
+    programs: int
+    """The first `win` of them have a share of the window, the last `slc` one of the chosen blocks."""
 
     @classmethod
-    def of(cls, num_programs: int, num_multiprocessors: int, geometry: BlockGeometry) -> "Splits":
-        """Return the splits of a step in which each takes `num_programs` programs: a number of sequences, KV heads and rows, not of keys."""
-        wanted = max(1, cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, num_programs))
-        window = cdiv(geometry.window_size, TILE_KEYS)
-        return cls(min(wanted, MOST_SPLITS), min(cdiv(wanted, 4), window), min(wanted, geometry.num_selected_blocks))
+    def of(cls, num_multiprocessors: int, num_tiles: int, num_rows: int, geometry: BlockGeometry) -> "Splits":
+        """Return the splits of a step of `num_tiles` tiles of rows in `split_kernel`, and `num_rows` in `attend_kernel`.
 
-    @property
-    def total(self) -> int:
-        """Return the splits of all branches."""
-        return sum(self)
+        Both are numbers of sequences, KV heads and rows, not of keys.
+        """
+        programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+        cmp, wanted = min(max(1, programs // num_tiles), MOST_SPLITS), max(1, programs // num_rows)
+        window, slots = cdiv(geometry.window_size, SLICES * SLICE_KEYS), geometry.num_selected_blocks
+        of_block = cdiv(geometry.selection_block_size, SLICES * SLICE_KEYS)
+        tiles = max(LEAST_TILES, cdiv(window + slots * of_block, wanted))
+        win, slc = cdiv(window, tiles), cdiv(slots, max(1, tiles // of_block))
+        if win + slc <= wanted:
+            return cls(cmp, win, slc, win + slc)
+        # few programs: each takes a share of both, and the window's keys arrive while blocks are chosen
+        win, slc = min(wanted, window), min(wanted, slots)
+        return cls(cmp, win, slc, max(win, slc))
 
 
-def tile_keys(q: Tensor, head_dim_v: int) -> int:
-    """Return the keys of a tile: as many as shared memory holds in every stage, beside a tile of q."""
-    capability = capability_of(q)
-    limit = shared_memory_bytes(OLDEST if capability is None else capability)
-    width = padded(q.shape[3])
-    found = TILE_KEYS
-    # a tenth is left for what threads exchange
-    while found > LEAST_KEYS and (NUM_STAGES * found * (width + padded(head_dim_v)) + MOST_ROWS * width) * q.element_size() > 0.9 * limit:
-        found //= 2
-    return found
+class Tiles(NamedTuple):
+    """How a launch cuts keys."""
+
+    slices: int
+    """Parts of a tile, one for each warp."""
+    in_flight: int
+    """Tiles that arrive at a time; 0: none while another is computed with."""
+
+    @classmethod
+    def of(cls, q: Tensor, keys: Keys, slice_keys: int) -> "Tiles":
+        """Return tiles of parts of `slice_keys`, and as many in flight as leave room for two programs on a multiprocessor."""
+        capability = capability_of(q)
+        limit = int(0.9 * shared_memory_bytes(OLDEST if capability is None else capability))
+        slice_elements = slice_keys * (padded(keys.k.shape[3]) + padded(keys.v.shape[3]))
+        slices = SLICES
+        while slices > 1 and slices * slice_elements * q.element_size() > limit:
+            slices //= 2
+        if q.element_size() > 2:
+            # without matrix units a tile lies in registers, and what threads exchange takes as much
+            return cls(slices, 0)
+        tile_bytes = slices * slice_elements * keys.k.element_size()
+        return cls(slices, min(MOST_IN_FLIGHT, max(1, limit // (PROGRAMS_PER_MULTIPROCESSOR * tile_bytes))))
+
+    def num_stages(self, keys: Keys) -> int:
+        """Return the stages of a loop over `keys`: the rows of pages are looked up as long before a tile as that arrives before it is used."""
+        return (1 if keys.page_table is None else 2) * self.in_flight + 1
 
 
 class Extent(NamedTuple):
@@ -97,75 +124,72 @@ def _decode(
     num_rows = batch * length
     out = q.new_empty(batch, length, num_heads, head_dim_v)
     indices = q.new_empty(batch, length, num_groups, geometry.num_selected_blocks, dtype=torch.int32)
-    if is_ragged:
-        # rows after the last sequence belong to no program
-        indices.fill_(-1)
     if not out.numel():
         return out, indices
     assert queries.start is not None
     num_sequences, group_size = queries.start.shape[0], num_heads // num_groups
-    # rows of one sequence and group
-    most_rows = queries.max_count * group_size
-    block_rows = max(16, min(MOST_ROWS, next_power_of_2(most_rows)))
-    row_tiles, head_rows = cdiv(most_rows, block_rows), max(16, min(MOST_ROWS, next_power_of_2(group_size)))
-    head_tiles = cdiv(group_size, head_rows)
-    splits = Splits.of(num_sequences * num_groups * row_tiles, num_multiprocessors(q), geometry)
+    row_tiles, head_tiles = cdiv(queries.max_count * group_size, BLOCK_ROWS), cdiv(group_size, BLOCK_ROWS)
+    num_pairs, num_queries = num_sequences * num_groups, queries.max_count * head_tiles
+    splits = Splits.of(num_multiprocessors(q), num_pairs * row_tiles, num_pairs * num_queries, geometry)
     strides = geometry.selection_block_size // geometry.compression_stride
     padded_strides = next_power_of_2(strides)
-    keys = tile_keys(q, head_dim_v)
-    tile_blocks = max(keys // padded_strides, 1)
-    num_blocks = max(1, blocks.num_selection_blocks(blocks.max_tokens(cmp.max_count, geometry), geometry))
-    num_tiles = cdiv(num_blocks, tile_blocks)
-    searched = next_power_of_2(num_blocks)
+    slice_blocks = cdiv(SLICE_KEYS, padded_strides)
+    # rows of sums are read four at a time
+    num_blocks = cdiv(max(1, blocks.num_selection_blocks(blocks.max_tokens(cmp.max_count, geometry), geometry)), 16) * 16
+    tiles = Tiles.of(q, cmp, slice_blocks * padded_strides)
+    num_tops = cdiv(num_blocks, tiles.slices * slice_blocks) * tiles.slices
+    rows_of_heads, cmp_slot = num_rows * num_heads, splits.cmp if splits.cmp > 1 else 0
+    num_slots = cmp_slot + 1 + splits.win + splits.slc
 
     def scratch(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
-    rows_of_heads = num_rows * num_heads
-    outs, maxima, sums = (
-        scratch(splits.total, rows_of_heads, head_dim_v),
-        scratch(splits.total, rows_of_heads),
-        scratch(splits.total, rows_of_heads),
-    )
-    weights, tops = scratch(rows_of_heads, 2, num_blocks), scratch(rows_of_heads, num_tiles)
-    parts_qk, parts_v = parts_of(head_dim_qk), parts_of(head_dim_v)
-    sizes = {
-        "H": num_heads, "G": num_groups, "D_K": head_dim_qk, "K1": parts_qk.first, "K2": parts_qk.second,
-        "D_V": head_dim_v, "V1": parts_v.first, "V2": parts_v.second,
-        "REACH": geometry.compression_block_size // geometry.compression_stride,
-        "SELECTION_SIZE": geometry.selection_block_size, "NUM_SELECTED": geometry.num_selected_blocks,
-        "RAGGED": is_ragged, "EXACT": is_exact(q), "CMP_SPLITS": splits.cmp,
+    outs, maxima, sums = scratch(num_slots, rows_of_heads, head_dim_v), scratch(num_slots, rows_of_heads), scratch(num_slots, rows_of_heads)
+    weights, tops = scratch(rows_of_heads, 2, num_blocks), scratch(rows_of_heads, num_tops)
+    counters = q.new_empty(num_rows, num_groups, head_tiles, dtype=torch.int32)
+    # without fusion: a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
+    parts_qk, parts_v, width = parts_of(head_dim_qk), parts_of(head_dim_v), next_power_of_2(head_dim_v)
+    is_dependent = has_pdl(q)
+    both = {
+        "H": num_heads, "G": num_groups, "D_V": head_dim_v, "SELECTION_SIZE": geometry.selection_block_size,
+        "NUM_SELECTED": geometry.num_selected_blocks, "RAGGED": is_ragged, "EXACT": is_exact(q), "PDL": is_dependent,
+        **({"launch_pdl": True} if is_dependent else {}),
     }  # fmt: skip
-    # a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
-    options = {"num_warps": 4, "num_stages": NUM_STAGES, "enable_fp_fusion": False}
+    attends = {
+        "D_K": head_dim_qk, "K1": parts_qk.first, "K2": parts_qk.second, "V1": parts_v.first, "V2": parts_v.second,
+        "BLOCK_ROWS": BLOCK_ROWS, "enable_fp_fusion": False,
+    }  # fmt: skip
+    reach = geometry.compression_block_size // geometry.compression_stride
     factor = score_factor(q, scale)
-    in_cmp, in_win = Extent.of(cmp), Extent.of(win)
-    kernels.split_kernel[(num_sequences * num_groups, splits.cmp + splits.win, row_tiles)](
-        q, cmp.k, cmp.v, win.k, win.v, win.k_scale, win.v_scale, cmp.page_table, win.page_table, win.first,
-        queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
-        length, rows_of_heads, in_cmp.rows, in_win.rows, in_cmp.pages, in_win.pages, in_cmp.table_width, in_win.table_width, in_cmp.end, in_win.end,
-        num_blocks, num_tiles, factor,
-        SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides,
-        WINDOW=geometry.window_size, RING=win.ring, WIN_SPLITS=splits.win, BLOCK_ROWS=block_rows, BLOCK_BLOCKS=tile_blocks, **sizes, **options,
+    in_cmp, in_slc, in_win = Extent.of(cmp), Extent.of(slc), Extent.of(win)
+    kernels.split_kernel[(num_pairs, splits.cmp, row_tiles)](
+        q, cmp.k, cmp.v, cmp.page_table, queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
+        length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, num_blocks * strides), num_blocks, num_tops, factor,
+        SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides, REACH=reach,
+        SPLITS=splits.cmp, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, num_warps=tiles.slices, STAGES=tiles.num_stages(cmp), **both, **attends,
     )  # fmt: skip
+    padded_splits, padded_tops = next_power_of_2(splits.cmp), next_power_of_2(num_tops)
+    merged_heads = max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_splits * width)))
+    kernels.choose_kernel[(num_rows, num_groups, 1 + (cdiv(group_size, merged_heads) if splits.cmp > 1 else 0))](
+        outs, maxima, sums, weights, tops, indices, counters, out, queries.cu_seqlens, queries.start, queries.count,
+        length, num_sequences, num_sequences.bit_length() + 1, rows_of_heads, num_blocks, num_tops,
+        WIDTH=width, REACH=reach, NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, CMP_SPLITS=splits.cmp,
+        PADDED_SPLITS=padded_splits, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads,
+        SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_tops * slice_blocks))),
+        TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
+        num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
+    )  # fmt: skip
+    tiles = Tiles.of(q, slc, SLICE_KEYS)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
-    kernels.selected_kernel[(num_sequences * num_groups, queries.max_count * head_tiles, splits.slc)](
-        q, slc.k, slc.v, slc.k_scale, slc.v_scale, slc.page_table, queries.cu_seqlens, queries.start, queries.count,
-        outs, maxima, sums, weights, tops, indices,
-        length, rows_of_heads, *Extent.of(slc), num_blocks, num_tiles, factor,
-        NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, SPLITS=next_power_of_2(splits.cmp),
-        FIRST_SPLIT=splits.cmp + splits.win, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles,
-        SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // searched)), BLOCK_ROWS=head_rows,
-        BLOCK_KEYS=max(LEAST_KEYS, min(keys, next_power_of_2(geometry.selection_block_size))), BLOCK_BLOCKS=searched, TILE_BLOCKS=tile_blocks,
-        **sizes, **options | {"num_warps": CHOICE_WARPS},
-    )  # fmt: skip
-    most_splits = max(splits)
-    kernels.combine_kernel[(rows_of_heads,)](
-        outs, maxima, sums, gates, queries.cu_seqlens, queries.count, out,
-        length, num_sequences, rows_of_heads, num_sequences.bit_length(),
-        H=num_heads, D_V=head_dim_v, WIDTH=next_power_of_2(head_dim_v), RAGGED=is_ragged, EXACT=is_exact(q),
-        CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, SLC_SPLITS=splits.slc, SPLITS=next_power_of_2(most_splits),
-        BLOCK_SPLITS=min(8, next_power_of_2(most_splits)), num_warps=4, enable_fp_fusion=False,
+    padded_splits = next_power_of_2(1 + splits.win + splits.slc)
+    kernels.attend_kernel[(num_pairs, num_queries, splits.programs)](
+        q, slc.k, slc.v, win.k, win.v, slc.k_scale, slc.v_scale, win.k_scale, win.v_scale, slc.page_table, win.page_table, win.first,
+        queries.cu_seqlens, queries.start, queries.count, indices, gates, outs, maxima, sums, counters, out,
+        length, rows_of_heads, *in_slc, *in_win, factor,
+        WIDTH=width, WINDOW=geometry.window_size, RING=win.ring, SPLITS=splits.programs, WIN_SPLITS=splits.win, SLC_SPLITS=splits.slc,
+        CMP_SLOT=cmp_slot, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, PADDED_SPLITS=padded_splits,
+        MERGED_SPLITS=max(1, min(MERGED_NUMBERS // (BLOCK_ROWS * width), padded_splits)), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
+        num_warps=tiles.slices, SLC_STAGES=tiles.num_stages(slc), WIN_STAGES=tiles.num_stages(win), **both, **attends,
     )  # fmt: skip
     return out, indices
 

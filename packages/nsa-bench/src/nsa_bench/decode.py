@@ -1,0 +1,366 @@
+"""`nsa-bench decode`: one step over caches that are full, eager and by CUDA graph, beside dense attention that splits its keys.
+
+A step is APPEND of its rows and the attention of all branches; projections, RoPE of its rows and gates are not part of it. Its caches hold
+random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; what is wrong gets no time.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from nsa_bench.attention.baselines import FLASH_ATTN_MODULES
+from nsa_bench.cases import HeadShape, dtype_of, find_device, parse_geometry, parse_lengths, parse_shapes
+from nsa_bench.errors import OptionError
+from nsa_bench.measurement import common_columns, describe_failure
+from nsa_bench.options import DecodeOptions
+from nsa_bench.reporting import number
+from nsa_bench.results import Output
+from nsa_bench.timing import Timing, free_cached_memory, replay_of, time_call
+from nsa_core import blocks
+from nsa_core.attention import append_rows, attend
+from nsa_core.backends.base import Keys, NewBlocks, Operation, Queries
+from nsa_core.compression import build_compressor
+from nsa_core.config import BlockGeometry, NSAConfig
+from nsa_core.gating import gated_sum
+from nsa_core.kv_cache import NSACache
+from nsa_core.reference.sdpa import SDPABackend
+from nsa_core.rope import RotaryEmbedding
+from nsa_core.selection import choose_blocks, pool_importance
+from nsa_core.telemetry import AttentionObserver, count_reads
+from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
+
+GPU_CONTEXTS, CPU_CONTEXTS = "4k,8k,16k,32k,64k,128k", "256"
+GPU_BATCHES, CPU_BATCHES = "1,4,16,64", "2"
+CHECKED_SEQUENCES = 2
+"""Sequences of a batch that are compared with the reference."""
+
+
+@frozen(kw_only=True)
+class DecodeCase:
+    """A step of `batch` sequences that hold `context` tokens when it ends."""
+
+    shape: HeadShape
+    context: int
+    batch: int
+    geometry: BlockGeometry
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.context} tokens, batch {self.batch}"
+
+
+@frozen(kw_only=True)
+class DecodePlan:
+    """What is measured."""
+
+    cases: tuple[DecodeCase, ...]
+    device: torch.device
+    backend: str
+    has_baselines: bool
+
+
+@frozen(kw_only=True)
+class DecodeResult:
+    """The figures of one case, or why it has none. Times are medians in ms: of calls from Python, and of replays of a CUDA graph."""
+
+    case: DecodeCase
+    failure: str | None = None
+    routes: str = ""
+    error: float | None = None
+    limit: float | None = None
+    near_ties: int = 0
+    reads_actual: int | None = None
+    reads_expected: int | None = None
+    times: dict[str, float] = attrs.field(factory=dict)
+    """By what ran: total, append, attend, cmp, sel, win; with "graph " before it, by graph."""
+    dense: dict[str, float] = attrs.field(factory=dict)
+    """The dense kernels, likewise."""
+    notes: tuple[str, ...] = ()
+
+    def best_dense(self, way: str = "") -> float | None:
+        """Return the least time of a dense kernel, eager or by graph ("graph ")."""
+        return min((time for name, time in self.dense.items() if name.startswith("graph ") == bool(way)), default=None)
+
+
+def make_decode_plan(options: DecodeOptions) -> DecodePlan:
+    """Return what `options` ask for.
+
+    Raises:
+        OptionError: for options that cannot be.
+    """
+    device = find_device(options.device)
+    is_gpu = device.type == "cuda"
+    contexts = parse_lengths(options.context or (GPU_CONTEXTS if is_gpu else CPU_CONTEXTS), "--context")
+    batches = parse_lengths(options.batch or (GPU_BATCHES if is_gpu else CPU_BATCHES), "--batch")
+    geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
+    shapes = parse_shapes(options.shapes)
+    odd = [shape for shape in shapes if shape.head_dim_qk % 2]
+    if odd:
+        raise OptionError(f"--shapes has {odd[0]} (RoPE turns pairs, so D_k is even); use an even D_k")
+    cases = tuple(
+        DecodeCase(shape=shape, context=context, batch=batch, geometry=geometry, dtype=dtype)
+        for shape, batch, context in product(shapes, batches, contexts)
+    )
+    return DecodePlan(cases=cases, device=device, backend=options.backend, has_baselines=options.baseline)
+
+
+def run_decode(options: DecodeOptions, output: Output) -> list[DecodeResult]:
+    """Measure what `options` ask for, print the table, write the files after every case, and return the results."""
+    plan = make_decode_plan(options)
+    output.check_files()
+    results: list[DecodeResult] = []
+    common = common_columns(output.environment)
+    for case in plan.cases:
+        free_cached_memory(plan.device)
+        results.append(measure_case(case, plan))
+        output.say(progress_line(results[-1]))
+        rows = [to_row(one, common) for one in results]
+        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+    output.show(decode_table(results))
+    return results
+
+
+@torch.no_grad()
+def measure_case(case: DecodeCase, plan: DecodePlan) -> DecodeResult:
+    """Return the figures of a step, or why there are none: it does not fit, nothing serves it, or it is wrong."""
+    try:
+        step = DecodeStep(case, plan.device, plan.backend)
+        step.append()
+        result = step.check()
+        if result.failure is None:
+            dense = dense_kernels(case, step, plan.device) if plan.has_baselines else {}
+            times, notes = _times(step.parts(), plan.device)
+            dense_times, dense_notes = _times(dense, plan.device)
+            result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_notes))
+    except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
+        return DecodeResult(case=case, failure=describe_failure(error))
+    return result
+
+
+def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> tuple[dict[str, float], list[str]]:
+    """Return the medians by name, eager and on a GPU by graph, and notes on what could not be timed."""
+    found, notes = {}, []
+    for name, call in calls.items():
+        try:
+            found[name] = time_call(call, device).median_ms
+            if device.type == "cuda":
+                timing: Timing = time_call(replay_of(call, device), device)
+                found[f"graph {name}"] = timing.median_ms
+        except Exception as error:  # noqa: BLE001 - an absent dense kernel may raise anything
+            notes.append(f"{name}: {describe_failure(error)}")
+    return found, notes
+
+
+class _Record(AttentionObserver):
+    """The choice of a step, and who ran."""
+
+    def __init__(self) -> None:
+        self.routes: dict[str, str] = {}
+        self.block_indices = self.positions = torch.empty(0)
+
+    def record_route(self, operation: str, backend: str) -> None:
+        self.routes[operation] = backend
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        self.block_indices, self.positions = block_indices, positions
+
+
+class DecodeStep:
+    """A static cache of random numbers, and a step of one token of each sequence."""
+
+    def __init__(self, case: DecodeCase, device: torch.device, backend: str) -> None:
+        """Fill the cache up to the step's token."""
+        shape, self.case, self.geometry, self.backend = case.shape, case, case.geometry, backend
+        config = NSAConfig(
+            hidden_size=shape.num_heads, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim_qk=shape.head_dim_qk,
+            head_dim_v=shape.head_dim_v, geometry=case.geometry, compressor="mean",
+        )  # fmt: skip
+        self.cache = NSACache(config, case.batch, case.context, static=True, dtype=case.dtype, device=device)
+        generator = torch.Generator(device).manual_seed(0)
+        for stores in (self.cache.keys, self.cache.values):
+            for store in stores.values():
+                store.normal_(generator=generator)
+
+        def normal(heads: int, width: int) -> Tensor:
+            return torch.randn(case.batch, 1, heads, width, device=device, generator=generator).to(case.dtype)
+
+        self.start = torch.full((case.batch,), case.context - 1, dtype=torch.int32, device=device)
+        self.count = torch.ones_like(self.start)
+        self.queries = Queries(normal(shape.num_heads, shape.head_dim_qk), 1, None, self.start, self.count)
+        self.gates = torch.rand(case.batch, 1, shape.num_heads, 3, device=device, generator=generator)
+        self.rows = {
+            name: self.cache.new_rows(name, normal(shape.num_kv_heads, shape.head_dim_qk), normal(shape.num_kv_heads, shape.head_dim_v))
+            for name in ("raw", "slc", "win")
+        }
+        compress_k, compress_v = (
+            build_compressor("mean", shape.num_kv_heads, width, case.geometry) for width in (shape.head_dim_qk, shape.head_dim_v)
+        )
+        self.cmp, self.slc, self.win = (self.cache.stores.keys_of(name) for name in ("cmp", "slc", "win"))
+        self.blocks = NewBlocks(self.cmp, self.rows["raw"], compress_k, compress_v, RotaryEmbedding(shape.head_dim_qk))
+
+    def append(self) -> None:
+        """Write the step; where a backend is named that writes no caches, by the best that does."""
+        append_rows(tuple(self.rows.values()), self.blocks, self.start, self.count, self.geometry, self.backend)
+
+    def attend(self, branches: tuple[str, ...] = ("cmp", "slc", "win"), observers: tuple[AttentionObserver, ...] = ()) -> Tensor:
+        """Return the gated sum of `branches`."""
+        cmp = self.cmp if branches != ("win",) else None
+        slc, win = (keys if name in branches else None for name, keys in (("slc", self.slc), ("win", self.win)))
+        absent = () if "cmp" in branches else ("cmp",)
+        return attend(
+            self.queries, cmp, slc, win, self.gates, geometry=self.geometry, absent=absent, backend=self.backend, observers=observers
+        )  # fmt: skip
+
+    def parts(self) -> dict[str, Callable[[], object]]:
+        """Return the calls that are timed: the whole step, its two operations, and branches alone, "sel" with its scores and choice."""
+
+        def total() -> Tensor:
+            self.append()
+            return self.attend()
+
+        return {
+            "total": total,
+            "append": self.append,
+            "attend": self.attend,
+            "cmp": lambda: self.attend(("cmp",)),
+            "sel": lambda: self.attend(("slc",)),
+            "win": lambda: self.attend(("win",)),
+        }
+
+    def check(self) -> DecodeResult:
+        """Return the result with its error and counters, and as its failure what is wrong; the first sequences are compared."""
+        record = _Record()
+        out = self.attend(observers=(record,))
+        few = slice(min(CHECKED_SEQUENCES, self.case.batch))
+        expected, near_ties, wrong = self._reference(few, record.block_indices[few])
+        error, limit = max_error(out[few], expected), allowed_error(expected, self.case.dtype)
+        reads = count_reads(record.block_indices, record.positions, self.geometry)
+        actual, wanted = int(reads.actual[0, 0]), blocks.predicted_reads(self.case.context, self.geometry)
+        failures = [f"out is off by {error:.2e} (allowed: {limit:.2e})"] * (not error <= limit)
+        failures += [f"{wrong} choices of blocks differ above the near-tie margin"] * (wrong > 0)
+        failures += [f"{actual} tokens were read (Table 4: {wanted})"] * bool((reads.actual != wanted).any())
+        return DecodeResult(
+            case=self.case, failure="; ".join(failures) or None, routes=",".join(f"{k}={v}" for k, v in record.routes.items()), error=error,
+            limit=limit, near_ties=near_ties, reads_actual=actual, reads_expected=wanted,
+        )  # fmt: skip
+
+    def _reference(self, few: slice, chosen: Tensor) -> tuple[Tensor, int, int]:
+        """Return Eq. 5 in float64 with the blocks that were chosen, and how many choices differ as near ties, and wrongly."""
+
+        def exact(keys: Keys) -> Keys:
+            return keys._replace(k=keys.k[few].double(), v=keys.v[few].double())
+
+        def run(operation: Operation, *operands: Any) -> Any:
+            return SDPABackend(operation=operation)(*operands, geometry=self.geometry, scale=self.case.shape.head_dim_qk**-0.5)
+
+        q, cmp = self.queries.q[few].double(), exact(self.cmp)
+        queries = Queries(q, 1, None, self.start[few], self.count[few])
+        compressed = run(Operation.CMP, queries, cmp)
+        num_groups = self.case.shape.num_kv_heads
+        grouped = q[:, 0].unflatten(1, (num_groups, -1))
+        held = blocks.num_compressed_blocks(self.case.context, self.geometry)
+        scores = torch.einsum("bghd,bcgd->bghc", grouped, cmp.k[:, :held]) * self.case.shape.head_dim_qk**-0.5
+        weights = (scores - compressed.lse[:, 0].unflatten(1, (num_groups, -1)).unsqueeze(-1)).exp().sum(2)
+        num_blocks = blocks.num_selection_blocks(self.case.context, self.geometry)
+        importance = pool_importance(weights, self.geometry, num_blocks)
+        wanted = choose_blocks(importance, (self.start[few].long())[:, None], self.geometry)
+        differs = (wanted != chosen[:, 0]).any(-1)
+        near_ties = 0
+        for b, g in differs.nonzero().tolist():
+            row = importance[b, g]
+            swapped = set(wanted[b, g].tolist()) ^ set(chosen[b, 0, g].tolist())
+            spread = row[list(swapped)].max() - row[list(swapped)].min() if min(swapped) >= 0 else row.new_tensor(torch.inf)
+            near_ties += int(spread <= near_tie_margin(row.max(), self.case.dtype))
+        outs = (run(Operation.SLC, queries, exact(self.slc), chosen).out, run(Operation.WIN, queries, exact(self.win)).out)
+        return gated_sum(self.gates[few].double(), compressed.out, *outs), near_ties, int(differs.sum()) - near_ties
+
+
+def dense_kernels(case: DecodeCase, step: DecodeStep, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Return dense attention of the step's q over the tokens of the selected branch's store, by name.
+
+    A group's heads are the rows of one query tile, which every kernel splits over keys. Where a kernel needs D_k = D_v, values are stored
+    as wide as keys, which is not in its time.
+    """
+    shape, q = case.shape, step.queries.q
+    k, v = step.slc.k, step.slc.v
+    wide = v if shape.head_dim_v == shape.head_dim_qk else pad(v, (0, max(shape.head_dim_qk - shape.head_dim_v, 0)))
+    grouped = q[:, 0].unflatten(1, (shape.num_kv_heads, -1))
+
+    def by_sdpa(backend: SDPBackend, values: Tensor) -> Callable[[], object]:
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(grouped, k.transpose(1, 2), values.transpose(1, 2))
+
+        return call
+
+    if device.type != "cuda":
+        return {"torch math": by_sdpa(SDPBackend.MATH, v)}
+    found = {"torch flash": by_sdpa(SDPBackend.FLASH_ATTENTION, wide), "torch cuDNN": by_sdpa(SDPBackend.CUDNN_ATTENTION, v)}
+    return found | _flash_attn(grouped.transpose(1, 2).contiguous(), k, wide)
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """Return the installed flash-attn, best version first; none where none can be imported."""
+    for module, name in FLASH_ATTN_MODULES.items():
+        try:
+            function = import_module(module).flash_attn_func
+        except Exception:  # noqa: BLE001, S112 - an extension built for another torch may raise anything
+            continue
+        return {name: partial(function, q, k, v, causal=False)}
+    return {}
+
+
+def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of the files; None stands for what was not measured. No prefill runs, so reads are those of the step."""
+    shape = one.case.shape
+    times = {
+        f"{way}ms_{name}": one.times.get(f"{way.replace('_', ' ')}{name}")
+        for way in ("", "graph_")
+        for name in ("total", "cmp", "sel", "win", "append", "attend")
+    }
+    return {
+        "S": one.case.context, **times, "reads_actual_decode": one.reads_actual, "reads_expected_decode": one.reads_expected,
+        "batch": one.case.batch, "shape": shape.name, "heads": shape.num_heads, "kv_heads": shape.num_kv_heads,
+        "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v, "dtype": str(one.case.dtype).removeprefix("torch."),
+        "ms_dense": one.best_dense(), "graph_ms_dense": one.best_dense("graph "),
+        "dense": " ".join(f"{name.replace(' ', '_')}={time:.5f}" for name, time in one.dense.items()),
+        "error": one.error, "limit": one.limit, "near_ties": one.near_ties, "routes": one.routes, "reason": one.failure or "; ".join(one.notes),
+        **common,
+    }  # fmt: skip
+
+
+def progress_line(one: DecodeResult) -> str:
+    """Return the line of a case while a run goes on."""
+    best = one.times.get("graph total", one.times.get("total"))
+    return f"{one.case}: {one.failure or f'{number(best)} ms a step'}"
+
+
+def decode_table(results: list[DecodeResult]) -> Table:
+    """Return a line per case, in microseconds: by graph where there is one, else from Python."""
+    way = "graph " if any("graph total" in one.times for one in results) else ""
+    table = Table(
+        "case", "append", "attend", "step", "from Python", "dense", "error", title=f"decode, us a step{', by graph' if way else ''}"
+    )
+    for one in results:
+        if one.failure is not None:
+            table.add_row(Text(str(one.case)), Text(one.failure, style="red"))
+            continue
+        dense = one.best_dense(way)
+        figures = [one.times.get(f"{way}{name}") for name in ("append", "attend", "total")]
+        figures += [one.times.get("total"), dense]
+        error = "-" if one.error is None else f"{one.error:.1e}"
+        table.add_row(Text(str(one.case)), *(Text(number(None if x is None else 1e3 * x)) for x in figures), error)
+    notes = dict.fromkeys(note for one in results for note in one.notes)
+    table.caption = Text("\n".join(notes)) if notes else None
+    return table

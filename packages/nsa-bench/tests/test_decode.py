@@ -1,0 +1,103 @@
+"""`nsa-bench decode`: steps over full caches, compared with float64, timed, and written as systems read them."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_bench import decode, timing
+from nsa_bench.cli import run_command
+from nsa_bench.decode import DecodeStep, make_decode_plan, measure_case
+from nsa_bench.options import DecodeOptions
+from nsa_core import blocks
+
+pytestmark = pytest.mark.usefixtures("once")
+WORDS = ["--device", "cpu", "--shapes", "4/2/16/8", "--geometry", "8/4/16/4/24"]
+COLUMNS = ["S", "ms_total", "ms_cmp", "ms_sel", "ms_win"]
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time every call once."""
+    monkeypatch.setattr(timing, "MIN_COUNT", 1)
+    monkeypatch.setattr(timing, "MAX_COUNT", 1)
+
+
+def plan_of(**options: Any) -> decode.DecodePlan:
+    return make_decode_plan(DecodeOptions(device="cpu", shapes="4/2/16/8", geometry="8/4/16/4/24", **options))
+
+
+def test_steps_are_compared_timed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--json", str(tmp_path / "d.json"), "--csv", str(tmp_path / "d.csv")]
+    assert run_command(["decode", *WORDS, "--context", "7,100,129", "--batch", "1,3", *files]) == 0
+    with (tmp_path / "d.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[: len(COLUMNS)] == COLUMNS
+    assert [(int(row["batch"]), int(row["S"])) for row in rows] == [(1, 7), (1, 100), (1, 129), (3, 7), (3, 100), (3, 129)]
+    geometry = plan_of().cases[0].geometry
+    for row in rows:
+        expected = blocks.predicted_reads(int(row["S"]), geometry)
+        assert int(row["reads_actual_decode"]) == int(row["reads_expected_decode"]) == expected
+        assert float(row["error"]) <= float(row["limit"])
+        assert all(float(row[name]) > 0 for name in (*COLUMNS[1:], "ms_append", "ms_attend", "ms_dense"))
+        # no graph without a GPU
+        assert row["graph_ms_total"] == row["reason"] == ""
+    result = json.loads((tmp_path / "d.json").read_text())
+    assert result["options"]["context"] == "7,100,129"
+    assert "commit" in result["environment"]
+    assert "decode, us a step" in capsys.readouterr().out
+
+
+def test_a_wrong_step_gets_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    attend = DecodeStep.attend
+
+    def wrong(self: DecodeStep, *arguments: Any, **keywords: Any) -> Tensor:
+        return attend(self, *arguments, **keywords) + 0.01
+
+    monkeypatch.setattr(DecodeStep, "attend", wrong)
+    assert run_command(["decode", *WORDS, "--context", "100", "--batch", "1"]) == 1
+    assert "out is off by" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_wrong_choice_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(importance: Tensor, positions: Tensor, geometry: Any) -> Tensor:
+        found = torch.tensor([0, 1, 5, 6], dtype=torch.int32)
+        return found.expand(*importance.shape[:-1], -1)
+
+    monkeypatch.setattr(decode, "choose_blocks", shifted)
+    plan = plan_of(context="100", batch="1", baseline=False)
+    result = measure_case(plan.cases[0], plan)
+    assert "choices of blocks differ above the near-tie margin" in str(result.failure)
+    assert result.times == {}
+
+
+def test_what_nothing_serves_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["decode", *WORDS, "--context", "20", "--batch", "1", "--backend", "absent"]) == 1
+    assert "absent" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--context", "0"], "--context has '0'"),
+        (["--batch", "x"], "--batch has 'x'"),
+        (["--shapes", "4/2/15/8"], "D_k is even"),
+        (["--geometry", "1/2"], "is not l/d/l'/n/w"),
+    ],
+)
+def test_options_that_cannot_be_are_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["decode", "--device", "cpu", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_option_and_column_is_on_the_reference_page() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/reference/nsa-bench.md").read_text()
+    plan = plan_of(context="20", batch="1")
+    names = [f"--{field.name}" for field in attrs.fields(DecodeOptions) if field.name != "baseline"]
+    columns = list(decode.to_row(measure_case(plan.cases[0], plan), {}))
+    assert [name for name in (*names, "--no-baseline", *columns) if f"`{name}" not in page] == []

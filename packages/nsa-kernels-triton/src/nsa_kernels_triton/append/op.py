@@ -1,0 +1,231 @@
+"""The operation APPEND: which kernels write a step, and how it is cut."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa_core.backends.base import Keys, NewBlocks, NewRows
+from nsa_core.compression import ConvCompressor, MeanCompressor, MLPCompressor
+from nsa_core.config import BlockGeometry, RopeScaling
+from nsa_core.reference.append import emit_blocks
+from nsa_core.rope import RotaryEmbedding, unrotated
+from nsa_kernels_triton.append import kernels
+from nsa_kernels_triton.device import has_pdl
+from nsa_kernels_triton.launch import cdiv, next_power_of_2
+
+MOST_STORES = 3
+"""Stores whose rows a launch writes."""
+TOKEN_SPLITS = 8
+"""Parts that the tokens of a block are cut into for the hidden layer of `mlp`."""
+BLOCK_ITEMS = 16
+"""Blocks of a tile in the products of `mlp`: the fewest that a product takes."""
+BLOCK_COLUMNS = 32
+
+
+class Phi(NamedTuple):
+    """What the kernels read of the compressors of keys and values; None for what is not there."""
+
+    k_taps: Tensor | None = None
+    v_taps: Tensor | None = None
+    k_mlp: MLPCompressor | None = None
+    v_mlp: MLPCompressor | None = None
+    frequencies: Tensor | None = None
+    """float32 (D_k / 2,): of the rotation of block keys."""
+    factor: float = 1.0
+
+
+def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, *, geometry: BlockGeometry) -> None:
+    """Write rows 0 .. count[b] - 1 at positions start[b] onwards and the blocks that they complete, in place; int32 (B,) both.
+
+    One launch writes the rows of three stores and the blocks of phi `mean` and `conv`; `mlp` takes a second one. Another phi or rotation
+    than the layer's own is called as it is, and only what it returns is written here.
+    """
+    if not start.numel():
+        return
+    if not start.is_cuda:
+        _append(rows, blocks, start, count, geometry)
+        return
+    with torch.cuda.device(start.device):
+        _append(rows, blocks, start, count, geometry)
+
+
+def _append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, geometry: BlockGeometry) -> None:
+    start, count = start.contiguous(), count.contiguous()
+    phi = None if blocks is None else phi_of(blocks)
+    if blocks is not None and phi is None:
+        # before the ring of raw tokens forgets those of open blocks
+        emit_blocks(blocks, start, count, geometry, write=write_rows)
+        blocks = None
+    if blocks is not None and phi is not None:
+        raw = blocks.raw
+        is_written = any(new.store.k is raw.store.k for new in rows)
+        keeps_tail = raw.store.k.shape[1] >= geometry.compression_block_size - 1 + raw.k.shape[1]
+        together = rows[:MOST_STORES] if keeps_tail or not is_written else ()
+        _launch(together, blocks, phi, start, count, geometry)
+        rows = rows[len(together) :]
+    for first in range(0, len(rows), MOST_STORES):
+        _launch(rows[first : first + MOST_STORES], None, Phi(), start, count, geometry)
+
+
+def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
+    """Store rows 0 .. count[b] - 1 of `new` from position start[b] on, in place; see `nsa_core.reference.append.write_rows`."""
+    _launch((new,), None, Phi(), start.to(torch.int32), count.to(torch.int32), BlockGeometry())
+
+
+def phi_of(blocks: NewBlocks) -> Phi | None:
+    """Return what the kernels read of the compressors and the rotation of `blocks`; None where they are not the layer's own, unchanged."""
+    compress_k, compress_v, rotate, new = blocks.compress_k, blocks.compress_v, blocks.rotate, blocks.raw
+    has_values = compress_v is not None and new.v is not None
+    if not _is_known(compress_k, new.k) or (has_values and (type(compress_v) is not type(compress_k) or not _is_known(compress_v, new.k))):
+        return None
+    k, v = compress_k, compress_v if has_values else None
+    phi = Phi(_taps(k), _taps(v), k if isinstance(k, MLPCompressor) else None, v if isinstance(v, MLPCompressor) else None)
+    if rotate is unrotated:
+        return phi
+    if type(rotate) is not RotaryEmbedding or rotate.dim != new.k.shape[3]:
+        return None
+    return phi._replace(frequencies=frequencies_of(rotate, new.k.device), factor=rotate.attention_factor())
+
+
+def _is_known(compress: Any, new: Tensor) -> bool:
+    """Return True of a compressor of the layer whose call is its formula, of whole parameters."""
+    if type(compress) not in (MeanCompressor, ConvCompressor, MLPCompressor):
+        return False
+    # a parameter in shards is gathered by the module's call, and hooks are part of it
+    if compress._forward_hooks or compress._forward_pre_hooks:
+        return False
+    parameters = list(compress.parameters())
+    if any(type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() for x in parameters):
+        return False
+    return type(compress) is not MLPCompressor or all(x.dtype == new.dtype for x in parameters)
+
+
+def _taps(compress: Any) -> Tensor | None:
+    return compress.weight.detach() if isinstance(compress, ConvCompressor) else None
+
+
+def frequencies_of(rope: RotaryEmbedding, device: torch.device) -> Tensor:
+    """Return float32 (D / 2,), the angles that `rope` turns by from one position to the next; kept, but not while a CUDA graph is captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return rope.frequencies(device)
+    return _kept_frequencies(rope.dim, rope.theta, rope.scaling, device)
+
+
+@cache
+def _kept_frequencies(dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return RotaryEmbedding(dim, theta, scaling).frequencies(device)
+
+
+class _Store(NamedTuple):
+    """The arguments of a kernel about one store: tensors, and the rows of a sequence or page, pages, entries of a sequence's page table."""
+
+    tensors: tuple[Tensor | None, ...] = (None,) * 7
+    sizes: tuple[int, int, int] = (0, 0, 0)
+    ring: bool = False
+
+    @classmethod
+    def of(cls, new: NewRows) -> "_Store":
+        store, v = new.store, new.v
+        tensors = (
+            store.k, None if v is None else store.v, store.k_scale, None if v is None else store.v_scale, store.page_table,
+            _dense(new.k), None if v is None else _dense(v),
+        )  # fmt: skip
+        return cls(tensors, sizes_of(store), store.ring)
+
+
+def sizes_of(store: Keys) -> tuple[int, int, int]:
+    """Return the rows of a sequence or page, the pages, and the entries of a sequence's page table."""
+    pages, rows = store.k.shape[:2]
+    return rows, pages, 0 if store.page_table is None else store.page_table.shape[1]
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.detach().contiguous()
+
+
+def _launch(rows: tuple[NewRows, ...], blocks: NewBlocks | None, phi: Phi, start: Tensor, count: Tensor, geometry: BlockGeometry) -> None:
+    """Launch for up to MOST_STORES stores, and the blocks that the step completes."""
+    first = rows[0] if rows else blocks.raw if blocks is not None else None
+    if first is None or not first.k.numel():
+        return
+    batch, num_new, num_groups, head_dim_qk = first.k.shape
+    values = [new.v for new in (*rows, *([] if blocks is None else [blocks.raw])) if new.v is not None]
+    head_dim_v = values[0].shape[3] if values else head_dim_qk
+    stores = [_Store.of(new) for new in rows] + [_Store()] * (MOST_STORES - len(rows))
+    numbers, size = cdiv(num_new, geometry.compression_stride), geometry.compression_block_size
+    num_items = batch * numbers * num_groups
+    item_tiles = cdiv(num_items, BLOCK_ITEMS)
+    programs = 2 * batch * num_new * len(rows)
+    raw: tuple[Tensor | None, ...] = (None,) * 4
+    cmp: tuple[Tensor | None, ...] = (None,) * 3
+    ring_rows, cmp_sizes = 1, (1, 1, 0)
+    mlp = _Hidden()
+    tiles_k = tiles_v = 0
+    splits = min(TOKEN_SPLITS, size)
+    if blocks is not None:
+        has_values = blocks.compress_v is not None and blocks.raw.v is not None
+        fresh_v = _dense(blocks.raw.v) if has_values and blocks.raw.v is not None else None
+        raw = (blocks.raw.store.k, blocks.raw.store.v if has_values else None, _dense(blocks.raw.k), fresh_v)
+        cmp = (blocks.store.k, blocks.store.v if has_values else None, blocks.store.page_table)
+        ring_rows, cmp_sizes = blocks.raw.store.k.shape[1], sizes_of(blocks.store)
+        programs += 2 * num_items
+        if phi.k_mlp is not None:
+            tiles_k, tiles_v = cdiv(head_dim_qk, BLOCK_COLUMNS), cdiv(head_dim_v, BLOCK_COLUMNS) if phi.v_mlp is not None else 0
+            mlp = _Hidden.of(phi.k_mlp, phi.v_mlp, splits, num_items, start.device)
+            programs += item_tiles * splits * (tiles_k + tiles_v)
+    half_k, half_v = cdiv(head_dim_qk, 2), cdiv(head_dim_v, 2)
+    width_k, width_v = max(16, next_power_of_2(head_dim_qk)), max(16, next_power_of_2(head_dim_v))
+    is_dependent = has_pdl(start)
+    both = {
+        "G": num_groups, "D_K": head_dim_qk, "D_V": head_dim_v, "WIDTH_K": width_k, "WIDTH_V": width_v, "HALF_K": half_k, "HALF_V": half_v,
+        "SIZE": size, "STRIDE": geometry.compression_stride, "TOKEN_SPLITS": splits, "BLOCK_ITEMS": BLOCK_ITEMS, "BLOCK_COLUMNS": BLOCK_COLUMNS,
+        "num_warps": 4, "num_stages": 1 if first.k.element_size() > 2 else 2, "PDL": is_dependent, **({"launch_pdl": True} if is_dependent else {}),
+    }  # fmt: skip
+    kernels.append_kernel[(programs,)](
+        start, count, *stores[0].tensors, *stores[1].tensors, *stores[2].tensors,
+        *raw, *cmp, phi.k_taps, phi.v_taps, phi.frequencies,
+        *mlp.means, *mlp.positions, *mlp.up, *mlp.partials,
+        num_new, batch, numbers, item_tiles, *stores[0].sizes, *stores[1].sizes, *stores[2].sizes, ring_rows, *cmp_sizes, phi.factor,
+        GROUPS=next_power_of_2(num_groups), HALF_WIDTH_K=next_power_of_2(half_k), HALF_WIDTH_V=next_power_of_2(half_v),
+        TOKENS=next_power_of_2(size), RING_A=stores[0].ring, RING_B=stores[1].ring, RING_C=stores[2].ring, WRITTEN=len(rows),
+        SPLIT_TOKENS=cdiv(size, splits), TILES_K=tiles_k, TILES_V=tiles_v, **both,
+    )  # fmt: skip
+    if not tiles_k:
+        return
+    half_tiles = cdiv(half_k, BLOCK_COLUMNS), cdiv(half_v, BLOCK_COLUMNS) if tiles_v else 0
+    kernels.down_kernel[(item_tiles, sum(half_tiles))](
+        start, count, *mlp.partials, *mlp.up_bias, *mlp.down, *mlp.down_bias, *mlp.means, *cmp, phi.frequencies,
+        num_items, numbers, *cmp_sizes, phi.factor, TILES_K=half_tiles[0], **both,
+    )  # fmt: skip
+
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+class _Hidden(NamedTuple):
+    """The weights of `mlp` and what its two launches hand on, of keys and of values."""
+
+    positions: Pair = (None, None)
+    up: Pair = (None, None)
+    up_bias: Pair = (None, None)
+    down: Pair = (None, None)
+    down_bias: Pair = (None, None)
+    means: Pair = (None, None)
+    """float32 (items, D)."""
+    partials: Pair = (None, None)
+    """float32 (splits of tokens, items, D)."""
+
+    @classmethod
+    def of(cls, k: MLPCompressor, v: MLPCompressor | None, splits: int, num_items: int, device: torch.device) -> "_Hidden":
+        layers = [layer for layer in (k, v) if layer is not None]
+        columns = [
+            (
+                x.position, x.up.weight, x.up.bias, x.down.weight, x.down.bias,
+                torch.empty(num_items, x.down.out_features, device=device), torch.empty(splits, num_items, x.down.out_features, device=device),
+            )
+            for x in layers
+        ]  # fmt: skip
+        return cls(*((*pair, None)[:2] for pair in zip(*columns, strict=True)))
