@@ -64,6 +64,29 @@ def test_a_full_cache_says_what_would_fit() -> None:
         layer(torch.zeros(1, 2, 24, dtype=torch.float64), cache=cache)
 
 
+def test_a_step_back_leaves_the_cache_as_it_was() -> None:
+    layer, x = _layer(), torch.randn(2, 9, CONFIG.hidden_size, dtype=torch.float64)
+    cache = layer.new_cache(2, 9)
+    layer(x[:, :6], cache=cache)
+    expected = layer(x[:, 6:], cache=cache)
+    cache.crop(3)
+    # other tokens, cropped as well
+    layer(-x[:, :3], cache=cache)
+    cache.crop(3)
+    assert (cache.bound, cache.lengths.tolist()) == (6, [6, 6])
+    torch.testing.assert_close(layer(x[:, 6:], cache=cache), expected)
+
+
+def test_a_prefill_holds_no_mask_of_all_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    layer, x = _layer(), torch.randn(2, 7, CONFIG.hidden_size, dtype=torch.float64)
+    cache = layer.new_cache(2, 9)
+    layer(x[:, :4], cache=cache)
+    later = layer(x[:, 4:], cache=cache)
+    monkeypatch.undo()
+    torch.testing.assert_close(later, layer(x)[:, 4:])
+
+
 def _packed(layer: DenseAttention, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Return a packed batch through the layer, and each sequence alone."""
     weight = layer.q_proj.weight

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_core import NSAConfig
+from nsa_core import BlockGeometry, NSAConfig, sliding_window_attention
 from nsa_core.errors import CacheOverflowError
 from nsa_core.module import HeadNorm
 from nsa_core.reference.causal import causal_attention
@@ -52,6 +52,11 @@ class DenseCache:
         self.keys[sequences, rows], self.values[sequences, rows] = k.to(self.keys.dtype), v.to(self.values.dtype)
         self.lengths = self.lengths + counts
         return positions
+
+    def crop(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` tokens of every sequence, each of which has as many."""
+        self.lengths = self.lengths - num_tokens
+        self.bound -= num_tokens
 
 
 class DenseAttention(nn.Module):
@@ -132,9 +137,14 @@ class DenseAttention(nn.Module):
         return out[sequence_ids(cu_seqlens, total), positions]
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, query_count: Tensor | None) -> Tensor:
-        positions = cache.lengths[:, None] + torch.arange(q.shape[1], device=q.device)
+        start = cache.lengths
+        positions = start[:, None] + torch.arange(q.shape[1], device=q.device)
         cache.append(self.rope(k, positions), v, query_count)
         keys, values = cache.keys[:, : cache.bound], cache.values[:, : cache.bound]
+        if q.shape[1] > 1:
+            # torch's fast kernels take no mask, and the others would hold all scores
+            whole = BlockGeometry(window_size=cache.bound)
+            return sliding_window_attention(self.rope(q, positions), keys, values, geometry=whole, query_start=start.int()).out
         visible = torch.arange(cache.bound, device=q.device) <= positions[..., None]
         out = nn.functional.scaled_dot_product_attention(
             self.rope(q, positions).transpose(1, 2),
