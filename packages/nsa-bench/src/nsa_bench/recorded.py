@@ -105,9 +105,8 @@ def _mapped_rows(tracks: Tensor, positions: Tensor, num_blocks: int, geometry: B
     # the nearest of the others where blocks are missing, the nearest of the recorded ones where there are too many
     nearness = torch.arange(num_blocks + 1, device=positions.device) / (num_blocks + 1)
     scores = nearness.expand(*chosen.shape[:2], -1).clone()
-    scores.scatter_add_(-1, torch.where(is_free, block, num_blocks), torch.full_like(block, 2, dtype=scores.dtype))
-    # two that became one would count twice
-    scores = torch.where(scores >= 2, 2 + nearness, scores)
+    place = torch.where(is_free, block, num_blocks)
+    scores.scatter_(-1, place, 2 + nearness[place])
     return choose_blocks(scores[..., :num_blocks], positions.unsqueeze(-1), geometry)
 
 

@@ -60,6 +60,7 @@ def test_haystacks_depend_on_seed_length_and_number_alone(plan: NeedlePlan, plan
     whole = draw_haystacks(plan, 80, range(3)).ids
     assert torch.equal(draw_haystacks(plan, 80, range(2, 3)).ids[0], whole[2])
     assert not torch.equal(whole[0], whole[1])
+    assert not torch.equal(draw_haystacks(plan, 64, range(1)).needles, draw_haystacks(plan, 80, range(1)).needles)
     other = load_plan(str(plan_file), plan_file.parent, ["grid.seed=6"])[0]
     assert not torch.equal(draw_haystacks(other, 80, range(1)).ids[0], whole[0])
 

@@ -27,7 +27,10 @@ def test_each_stage_begins_with_the_weights_of_the_one_before(plan_file: Path) -
 
 
 @pytest.mark.parametrize("length", [64, 65, 79, 80, 200])
-@pytest.mark.parametrize("sets", [(), ("nsa.window_size=1",), ("nsa.num_local_blocks=3", "nsa.num_initial_blocks=1", "nsa.window_size=4")])
+@pytest.mark.parametrize(
+    "sets",
+    [(), ("nsa.window_size=1",), ("nsa.window_size=29",), ("nsa.num_local_blocks=3", "nsa.num_initial_blocks=1", "nsa.window_size=4")],
+)
 def test_needles_reach_from_the_initial_blocks_to_what_no_row_of_the_question_reads(
     plan_file: Path, length: int, sets: tuple[str, ...]
 ) -> None:

@@ -25,7 +25,7 @@ def test_a_plan_is_trained_evaluated_and_written(plan_file: Path, capsys: pytest
     content = json.loads((out / "a.json").read_text())
     assert content["environment"]["commit"] == "abc"
     assert content["seeds"] == {"weights": 0, "training_rows": 0, "evaluation": 5}
-    assert content["task"] == {"symbols": 8, "tokens": 2, "chance": 1 / 64}
+    assert content["task"] == {"symbols": 8, "tokens": 2, "chance": 1 / 64, "chance_of_a_pair": 1 / 5}
     [arm] = content["arms"]
     assert [(stage["seq_len"], stage["steps"]) for stage in arm["stages"]] == [(40, 2), (56, 1)]
     # the second stage begins with what the first has learned

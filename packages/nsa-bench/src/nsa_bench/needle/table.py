@@ -91,7 +91,7 @@ def to_json(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[
         "plan": plan.name,
         "environment": environment,
         "grid": asdict(plan.grid),
-        "task": {"symbols": task.symbols, "tokens": task.tokens, "chance": chance(plan)},
+        "task": {"symbols": task.symbols, "tokens": task.tokens, **chances(plan)},
         "seeds": {"weights": config.train.seed, "training_rows": config.data.shuffle_seed, "evaluation": plan.grid.seed},
         "arms": list(arms),
     }
@@ -103,9 +103,10 @@ def to_rows(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[
     return [{"arm": arm["arm"], **cell, **common} for arm in arms for cell in arm["cells"]]
 
 
-def chance(plan: NeedlePlan) -> float:
-    """Return the share of answers that are right where nothing is known."""
-    return float(plan.task.symbols**-plan.task.tokens)
+def chances(plan: NeedlePlan) -> dict[str, float]:
+    """Return the share of right answers by a model that knows nothing, and by one that answers with the value of any pair of the haystack."""
+    task, grid = plan.task, plan.grid
+    return {"chance": float(task.symbols**-task.tokens), "chance_of_a_pair": 1 / (grid.depths + grid.distractors)}
 
 
 def needle_table(plan: NeedlePlan, arms: Sequence[dict[str, Any]]) -> Table:
@@ -118,7 +119,8 @@ def needle_table(plan: NeedlePlan, arms: Sequence[dict[str, Any]]) -> Table:
         table.add_column(f"{length:,}", justify="right", no_wrap=True)
     for arm, mode, cells in _by_mode(arms):
         table.add_row(arm, mode, *(_shown([cell for cell in cells if cell["length"] == length]) for length in grid.lengths))
-    table.caption = f"in brackets: the worst depth; {chance(plan):.2%} are right by chance"
+    guess = chances(plan)
+    table.caption = f"in brackets: the worst depth; by chance {guess['chance']:.2%}, with any pair's value {guess['chance_of_a_pair']:.2%}"
     return table
 
 
