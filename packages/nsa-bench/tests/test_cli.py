@@ -179,19 +179,13 @@ def test_two_plug_ins_of_one_name_are_exit_1_with_a_message(install, capsys):
     assert "nsa-bench: plug-in 'more_kernels'" in capsys.readouterr().err
 
 
+VERBS = ("ablate", "attention", "backends", "choices", "compare", "decode", "env", "needle", "smoke", "train")
+
+
 def test_help_names_the_verbs_that_exist(capsys):
     assert run_command(["--help"]) == 0
     text = capsys.readouterr().out
-    assert {name for name in app if not name.startswith("-")} == {
-        "ablate",
-        "attention",
-        "backends",
-        "compare",
-        "decode",
-        "env",
-        "smoke",
-        "train",
-    }
+    assert {name for name in app if not name.startswith("-")} == set(VERBS)
     assert "backends" in text
     assert "Exit codes: 0 done, 1 error, 2 a bad option." in text
 
@@ -296,7 +290,7 @@ print([run_command(words) for words in json.loads(sys.argv[1])])
 
 
 def test_verbs_that_train_say_what_is_missing_and_the_others_need_no_trainer(tmp_path):
-    drives = [["train", "demo"], ["ablate", "recall"], ["smoke", str(tmp_path)]]
+    drives = [["train", "demo"], ["ablate", "recall"], ["needle", "tiny"], ["choices", str(tmp_path)], ["smoke", str(tmp_path)]]
     others = [["--help"], ["--version"], ["train", "--help"], ["env"], ["backends", "--device", "cpu"]]
     words = [sys.executable, "-c", WITHOUT_TRAINER, json.dumps([*drives, *others])]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)

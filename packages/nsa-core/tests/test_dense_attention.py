@@ -101,6 +101,29 @@ def test_biases_of_q_k_and_v_count() -> None:
     torch.testing.assert_close(layer(x), _written_out(layer, x))
 
 
+def test_a_step_back_leaves_the_cache_as_it_was() -> None:
+    layer, x = _layer(), torch.randn(2, 9, CONFIG.hidden_size, dtype=torch.float64)
+    cache = layer.new_cache(2, 9)
+    layer(x[:, :6], cache=cache)
+    expected = layer(x[:, 6:], cache=cache)
+    cache.crop(3)
+    # other tokens, cropped as well
+    layer(-x[:, :3], cache=cache)
+    cache.crop(3)
+    assert (cache.bound, cache.lengths.tolist()) == (6, [6, 6])
+    torch.testing.assert_close(layer(x[:, 6:], cache=cache), expected)
+
+
+def test_a_prefill_holds_no_mask_of_all_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    layer, x = _layer(), torch.randn(2, 7, CONFIG.hidden_size, dtype=torch.float64)
+    cache = layer.new_cache(2, 9)
+    layer(x[:, :4], cache=cache)
+    later = layer(x[:, 4:], cache=cache)
+    monkeypatch.undo()
+    torch.testing.assert_close(later, layer(x)[:, 4:])
+
+
 def _packed(layer: DenseAttention, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Return a packed batch through the layer, and each sequence alone."""
     weight = layer.q_proj.weight

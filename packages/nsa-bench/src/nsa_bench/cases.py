@@ -1,6 +1,7 @@
 """The cases that are measured: head shapes, lengths, geometry, dtype, selection, device; and how the command line writes them."""
 
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 from attrs import field, frozen
@@ -29,6 +30,21 @@ class Selection(StrEnum):
     """Queries are independent of one another."""
     TRAINED_LIKE = "trained-like"
     """A query keeps about 80 % of the free blocks that the query before it chose."""
+
+
+@frozen
+class Recorded:
+    """The choices of a trained model, from a file of `nsa-bench choices`, mapped to the case; see `recorded`."""
+
+    path: str
+
+    @property
+    def value(self) -> str:
+        """Return the name in tables and files."""
+        return f"recorded:{Path(self.path).name}"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @frozen
@@ -79,7 +95,7 @@ class Case:
     seq_len: int
     geometry: BlockGeometry = field(factory=BlockGeometry)
     dtype: torch.dtype = torch.bfloat16
-    selection: Selection = Selection.RANDOM
+    selection: Selection | Recorded = Selection.RANDOM
     lengths: tuple[int, ...] | None = None
 
     @property
@@ -150,6 +166,24 @@ def parse_names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ..
     if unknown:
         raise OptionError(f"{option} has {unknown[0]!r} (the rule: some of {', '.join(known)}); use {known[0]}")
     return tuple(name for name in known if name in names)
+
+
+def parse_selections(text: str) -> tuple[Selection | Recorded, ...]:
+    """Return the selections of "random,recorded:FILE", recorded ones last, once each.
+
+    Raises:
+        OptionError: for an unknown name.
+    """
+    names, recorded = [], []
+    for name in text.split(","):
+        kind, _, path = name.partition(":")
+        if kind == "recorded" and path:
+            recorded.append(Recorded(path))
+        elif name in tuple(Selection):
+            names.append(name)
+        else:
+            raise OptionError(f"--selection has {name!r} (the rule: some of {', '.join(Selection)}, recorded:FILE); use {Selection.RANDOM}")
+    return (*(selection for selection in Selection if selection in names), *dict.fromkeys(recorded))
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:

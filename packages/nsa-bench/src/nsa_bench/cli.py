@@ -14,6 +14,7 @@ from rich.console import Console
 
 from nsa_bench.ablate import shipped_plans
 from nsa_bench.errors import BenchError, OptionError, shipped_recipes, trainer_for
+from nsa_bench.needle import shipped_plans as needle_plans
 from nsa_bench.options import AttentionOptions, CallShape, Commit, CompareOptions, DecodeOptions, ResultFiles, Settings
 from nsa_bench.results import Output
 from nsa_core.environment import version_lines
@@ -137,6 +138,50 @@ def ablate(
             plan, out, set_ or (), side_by_side=side_by_side, minutes=minutes, earlier=earlier or (), png_file=png_file, output=output
         )
     return 0 if is_whole else BenchError.exit_code
+
+
+@app.command
+def needle(
+    plan: Annotated[str, Parameter(help=f"A shipped plan ({', '.join(needle_plans())}) or the path of a TOML file.")],
+    /,
+    *,
+    out: Annotated[
+        Path | None, Parameter(help="Directory of recipes, runs and logs; needles/PLAN by default. Finished parts stay.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, Parameter(name="--set", negative="", help="table.key=value of every stage, or grid.key=value. Repeatable.")
+    ] = None,
+    arm: Annotated[list[str] | None, Parameter(negative="", help="Train and evaluate this arm alone. Repeatable.")] = None,
+    minutes: Annotated[float | None, Parameter(help="Save and stop after so long; the next call goes on.")] = None,
+    files: ResultFiles = NO_FILES,
+    png_file: Annotated[Path | None, Parameter(name="--png", help="Draw a heat map of each mode to this file.")] = None,
+    commit: Commit = None,
+) -> int:
+    """Train on rows that grow longer, then ask by decode for pairs hidden at every depth; exit 1 where something failed or is left."""
+    with trainer_for("needle"):
+        from nsa_bench.needle.table import run_needle
+
+        output = Output(files, commit)
+        is_whole = run_needle(plan, out, set_ or (), arms=arm or (), minutes=minutes, png_file=png_file, output=output)
+    return 0 if is_whole else BenchError.exit_code
+
+
+@app.command
+def choices(
+    run: Annotated[Path, Parameter(name="RUN", help="The directory of a run of nsa-train, or of one of its checkpoints.")],
+    /,
+    *,
+    sequences: Annotated[int, Parameter(help="Held-out sequences.")] = 4,
+    recorded_tokens: Annotated[int, Parameter(help="Tokens of the first sequence whose choices are kept in the JSON file.")] = 8192,
+    files: ResultFiles = NO_FILES,
+    commit: Commit = None,
+) -> int:
+    """Show which blocks the layers of a trained model choose; the JSON file serves `attention --selection recorded:FILE`."""
+    with trainer_for("choices"):
+        from nsa_bench.choices import run_choices
+
+        run_choices(run, sequences=sequences, recorded_tokens=recorded_tokens, output=Output(files, commit))
+    return 0
 
 
 @app.command

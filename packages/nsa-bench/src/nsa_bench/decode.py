@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from nsa_bench.attention.baselines import FLASH_ATTN_MODULES
+from nsa_bench.baselines import FLASH_ATTN_MODULES
 from nsa_bench.cases import HeadShape, dtype_of, find_device, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
-from nsa_bench.measurement import common_columns, describe_failure
+from nsa_bench.measurement import Timing, common_columns, describe_failure, free_cached_memory, replay_of, time_call
 from nsa_bench.options import DecodeOptions
 from nsa_bench.reporting import number
 from nsa_bench.results import Output
-from nsa_bench.timing import Timing, free_cached_memory, replay_of, time_call
 from nsa_core import blocks
 from nsa_core.attention import append_rows, attend
 from nsa_core.backends.base import Keys, NewBlocks, Operation, Queries

@@ -6,7 +6,8 @@ Choices are also made without scores, with a stated persistence.
 import torch
 from torch import Tensor
 
-from nsa_bench.cases import Case, Selection
+from nsa_bench.cases import Case, Recorded, Selection
+from nsa_bench.recorded import mapped_choice, pointing_queries, read_recording
 from nsa_core import BlockGeometry
 from nsa_core.testing.inputs import Inputs
 from nsa_core.testing.sampled_rows import Piece, choose_rows
@@ -24,7 +25,8 @@ def make_tensors(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Return the eight differentiable tensors of `nsa_attention`, leaves that require gradients, and cu_seqlens.
 
     Normal, with gates uniform in 0 .. 1. Trained-like selection makes q a stationary first-order process over the
-    tokens, whose correlation is calibrated to the share of blocks that is to persist.
+    tokens, whose correlation is calibrated to the share of blocks that is to persist. With recorded selection q points at the blocks
+    that the model chose.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shape, tokens = case.shape, case.seq_len
@@ -40,6 +42,9 @@ def make_tensors(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     if case.selection is Selection.TRAINED_LIKE:
         correlation = calibrate_correlation(case, k_cmp[0], generator)
         q = drifting_queries(tokens, case, correlation, generator).unsqueeze(0)
+    elif isinstance(case.selection, Recorded):
+        chosen = mapped_choice(case, read_recording(case.selection.path), device)
+        q = pointing_queries(case, chosen, k_cmp[0]).unsqueeze(0)
     else:
         q = normal(tokens, shape.num_heads, shape.head_dim_qk)
     gates = torch.rand(1, tokens, shape.num_heads, 3, device=device, dtype=case.dtype, generator=generator)
@@ -76,7 +81,7 @@ def calibrate_correlation(case: Case, k_cmp: Tensor, generator: torch.Generator)
         middle = (low + high) / 2
         shares = [_probe(case, piece, k_cmp, 1 - 10**-middle, generator) for piece in pieces]
         known = [share for share in shares if share is not None]
-        if not known or sum(known) / len(known) < SHARE_KEPT[case.selection]:
+        if not known or sum(known) / len(known) < _share_kept(case):
             low = middle
         else:
             high = middle
@@ -110,8 +115,11 @@ def make_block_indices(case: Case, device: torch.device, seed: int = 0) -> Tenso
     """Return int32 block_indices `(1, S, G, n)`: valid choices, ascending, whose free blocks persist as the case says.
 
     The free blocks 1 .. F of a query, F = n less the forced ones, are held in F slots. Slot s draws among the free
-    candidates j with j = s modulo F, so that no block is named twice, and draws anew with the stated probability.
+    candidates j with j = s modulo F, so that no block is named twice, and draws anew with the stated probability. Recorded choices are
+    mapped by the rule of `recorded`.
     """
+    if isinstance(case.selection, Recorded):
+        return mapped_choice(case, read_recording(case.selection.path), device).unsqueeze(0)
     geometry, positions = case.geometry, positions_of(case, device)
     generator = torch.Generator(device).manual_seed(seed)
     num_free = geometry.num_selected_blocks - geometry.num_initial_blocks - geometry.num_local_blocks
@@ -162,7 +170,7 @@ def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.
     drawn = (torch.rand(sizes, device=device, generator=generator) * choices).long()
     block = torch.where(choices > 0, drawn.clamp(max=(choices - 1).clamp(min=0)) * num_free + slot + geometry.num_initial_blocks, -1)
     # a new draw may fall on the old block
-    odds = (1 - SHARE_KEPT[case.selection]) * choices / (choices - 1).clamp(min=1)
+    odds = (1 - _share_kept(case)) * choices / (choices - 1).clamp(min=1)
     anew = torch.rand(sizes, device=device, generator=generator) < odds
     # a slot that had no candidate draws as soon as it has one, and so does every sequence at its start
     anew[1:] |= block[:-1] < 0
@@ -170,3 +178,15 @@ def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.
     rows = torch.arange(len(positions), device=device).view(-1, 1, 1)
     last_draw = torch.where(anew, rows, 0).cummax(0).values
     return block.gather(0, last_draw)
+
+
+def _share_kept(case: Case) -> float:
+    assert isinstance(case.selection, Selection)
+    return SHARE_KEPT[case.selection]
+
+
+def _ascending(blocks: Tensor, geometry: BlockGeometry) -> Tensor:
+    """Return int32 `(S, G, n)` of `blocks`: ascending, -1 (none) last."""
+    most = torch.iinfo(torch.int64).max
+    ordered = torch.where(blocks < 0, most, blocks).sort(-1).values
+    return torch.where(ordered == most, -1, ordered).int()[..., : geometry.num_selected_blocks]

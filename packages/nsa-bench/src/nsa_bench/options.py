@@ -36,7 +36,7 @@ class AttentionOptions:
     lengths: Lengths = None
     shapes: Annotated[str | None, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas; P,L,M,S by default.")] = None
     operations: Annotated[str | None, Parameter(help="Some of nsa, cmp, select, slc, win; all by default, nsa for a sweep.")] = None
-    selection: Annotated[str | None, Parameter(help="random, trained-like, or both by a comma; random by default.")] = None
+    selection: Annotated[str | None, Parameter(help="random, trained-like, recorded:FILE, by commas; random by default.")] = None
     geometry: Annotated[str | None, Parameter(help="l/d/l'/n/w; 32/16/64/16/512 by default.")] = None
     backend: Backend = "auto"
     baseline: Annotated[str | None, Parameter(help="Dense attention: all, none, or of flash, cudnn, flex, flash-attn.")] = None

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nsa_bench.attention import plan as plans
-from nsa_bench.attention.baselines import BASELINES
 from nsa_bench.attention.plan import AttentionOptions, make_plan
+from nsa_bench.baselines import BASELINES
 from nsa_bench.cases import OURS, find_device
 from nsa_bench.compare import make_comparisons
 from nsa_bench.errors import OptionError

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend
 
 from nsa_bench import measurement
 from nsa_bench.attention import run as attention
-from nsa_bench.attention.baselines import BASELINES, Baseline, _sdpa
 from nsa_bench.attention.run import run_jobs
+from nsa_bench.baselines import BASELINES, Baseline, _sdpa
 from nsa_bench.cases import OURS, Case, Selection, head_shape, parse_geometry
 from nsa_bench.measurement import Direction, Job, Setup
 from nsa_bench.routes import RouteRecorder

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_core.config import NSAConfig
+from nsa_core.attention import sliding_window_attention
+from nsa_core.config import BlockGeometry, NSAConfig
 from nsa_core.errors import CacheOverflowError, InputError
 from nsa_core.kv_cache.cache import FIRST_CAPACITY
 from nsa_core.module import HeadNorm
@@ -203,9 +204,15 @@ class DenseAttention(nn.Module):
 
     @torch.no_grad()
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, query_count: Tensor | None) -> Tensor:
-        positions = cache.lengths[:, None] + torch.arange(q.shape[1], device=q.device)
+        # appending changes the lengths in place
+        start = cache.lengths.clone()
+        positions = start[:, None] + torch.arange(q.shape[1], device=q.device)
         cache.append(self.rope(k, positions), v, query_count)
         keys, values = cache.keys[:, : cache.bound], cache.values[:, : cache.bound]
+        if q.shape[1] > 1:
+            # torch's fast kernels take no mask, and the others would hold all scores
+            whole = BlockGeometry(window_size=cache.bound)
+            return sliding_window_attention(self.rope(q, positions), keys, values, geometry=whole, query_start=start.int()).out
         visible = torch.arange(cache.bound, device=q.device) <= positions[..., None]
         out = nn.functional.scaled_dot_product_attention(
             self.rope(q, positions).transpose(1, 2),

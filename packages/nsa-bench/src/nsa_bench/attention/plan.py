@@ -3,24 +3,26 @@
 import torch
 from attrs import frozen
 
-from nsa_bench.attention.baselines import parse_baselines
 from nsa_bench.attention.sweep import LENGTH, SweepPoint, sweep_jobs, sweep_points
 from nsa_bench.attention.targets import Target, all_targets, target_jobs
+from nsa_bench.baselines import parse_baselines
 from nsa_bench.cases import (
     OURS,
     Case,
-    Selection,
+    Recorded,
     dtype_of,
     find_device,
     lengths_of,
     parse_geometry,
     parse_lengths,
     parse_names,
+    parse_selections,
     parse_shapes,
 )
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Direction, Job
 from nsa_bench.options import AttentionOptions
+from nsa_bench.recorded import read_recording
 
 FIXED_BY = {
     "preset": ("sweep", "lengths", "shapes", "operations", "selection", "geometry", "dtype", "graph"),
@@ -55,7 +57,11 @@ def make_plan(options: AttentionOptions) -> Plan:
     # where a part has few pairs, as compressed attention of short sequences, its cost by the pair is that of its queries
     default = "nsa" if options.sweep else ",".join(OURS)
     operations = parse_names("--operations", options.operations or default, OURS)
-    selections = [Selection(name) for name in parse_names("--selection", options.selection or "random", tuple(Selection))]
+    selections = parse_selections(options.selection or "random")
+    for selection in selections:
+        if isinstance(selection, Recorded):
+            # a file that holds none is refused before anything is measured
+            read_recording(selection.path)
     geometry = parse_geometry(options.geometry or "32/16/64/16/512")
     dtype = dtype_of(options.dtype, device.type)
     if options.sweep:

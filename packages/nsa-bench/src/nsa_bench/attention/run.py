@@ -12,10 +12,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from nsa_bench.attention.baselines import find_baseline
 from nsa_bench.attention.plan import Plan, make_plan
 from nsa_bench.attention.sweep import judge_sweep, sweep_rows, sweep_table
 from nsa_bench.attention.targets import judge_targets, target_rows, targets_table
+from nsa_bench.baselines import find_baseline
 from nsa_bench.cases import DENSE, Case
 from nsa_bench.inputs import free_overlap, make_block_indices, make_tensors, positions_of
 from nsa_bench.measurement import (

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from nsa_bench.cases import Case, Selection, head_shape
+from nsa_bench.cases import Case, Recorded, Selection, head_shape
 from nsa_bench.measurement import Direction, Job, Measurement, to_row
 from nsa_bench.reporting import number
 from nsa_core import BlockGeometry
@@ -55,7 +55,7 @@ class SweepVerdict:
         return "within" if self.ratio <= LIMIT else "cliff"
 
 
-def sweep_points(length: int, geometry: BlockGeometry, dtype: torch.dtype, selection: Selection) -> tuple[SweepPoint, ...]:
+def sweep_points(length: int, geometry: BlockGeometry, dtype: torch.dtype, selection: Selection | Recorded) -> tuple[SweepPoint, ...]:
     """Return the points of every variable, in order: D, H/G, S one off `length`, many short sequences against one."""
 
     def point(

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from nsa_bench.attention.baselines import BASELINES
+from nsa_bench.baselines import BASELINES
 from nsa_bench.cases import KIBI, SHAPES, Case, HeadShape, Selection, head_shape
 from nsa_bench.measurement import Direction, Job, Measurement
 from nsa_bench.reporting import best_dense, median_of, number

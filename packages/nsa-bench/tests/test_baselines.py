@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from nsa_bench.attention.baselines import BASELINES, _flash_attn_run, causal_block_mask, find_baseline, parse_baselines
+from nsa_bench.baselines import BASELINES, _flash_attn_run, causal_block_mask, find_baseline, parse_baselines
 from nsa_bench.cases import Case, head_shape
 from nsa_bench.errors import OptionError
 from nsa_core.reference import naive

@@ -1,0 +1,9 @@
+"""`nsa-bench needle`: a model trained on rows that grow longer, and asked by decode for pairs hidden at every depth."""
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def shipped_plans() -> dict[str, Path]:
+    """Return name -> path of the plans that come with the package."""
+    return {path.stem: path for path in sorted(Path(str(files(__name__))).glob("*.toml"))}

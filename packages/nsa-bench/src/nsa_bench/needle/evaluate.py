@@ -1,0 +1,166 @@
+"""The answers of a trained model: one prefill of each haystack, then every needle asked for by steps over the same cache."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa_bench.needle.modes import Mode, limited_to, registry_of_random_choice
+from nsa_bench.needle.plan import NeedlePlan
+from nsa_core import BlockGeometry
+from nsa_core.telemetry import LayerTelemetry
+from nsa_train.checkpoint import load_model, open_checkpoint
+from nsa_train.data.order import generator
+from nsa_train.host.routing import DTYPES
+from nsa_train.model.decoder import Decoder
+from nsa_train.parallel.world import local_device
+from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig
+
+
+class Haystacks(NamedTuple):
+    """Samples of one length."""
+
+    ids: Tensor
+    """int64 `(B, T)`: all but the question and its answer."""
+    needles: Tensor
+    """int64 `(B, depths, 2 tokens)`: key and value of the pair at each depth."""
+    positions: list[int]
+    """Where the pair of each depth begins."""
+
+
+class Cell(NamedTuple):
+    """The answers at one length and depth."""
+
+    mode: str
+    length: int
+    """Tokens, question and answer included."""
+    depth: int
+    """0 is the first."""
+    position: int
+    """Where the needle begins."""
+    samples: int
+    right: int
+    """Answers that are right in every token."""
+    found: int | None
+    """Answers before whose first token some KV head of some layer chose the needle's block; None for a dense model."""
+
+
+class ChoiceNote(LayerTelemetry):
+    """Keeps the blocks that the last row of a pass chose; attach as `layer.telemetry`."""
+
+    needs_branches = False
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self.blocks: Tensor | None = None
+        """int32 `(B, G, n)`."""
+        self.block_size = 1
+
+    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
+        """Note nothing."""
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Note the choice of the last row."""
+        self.blocks, self.block_size = block_indices[:, -1], geometry.selection_block_size
+
+    def has(self, position: int) -> Tensor:
+        """Return bool `(B,)`: whether some KV head chose the block of the token at `position`."""
+        assert self.blocks is not None
+        return (self.blocks == position // self.block_size).flatten(1).any(1)
+
+
+def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
+    """Return the haystacks `samples` of a length; each is drawn from the grid's seed, the length and its number, as no training row is."""
+    task, needles = plan.haystack(length), np.asarray(plan.needle_slots(length))
+    ids, pairs = [], []
+    for number in samples:
+        random = generator(plan.grid.seed, 0, f"needle grid {length} {number}")
+        others = np.setdiff1d(np.arange(task.slots), needles)
+        slots = np.concatenate([needles, random.permutation(others)[: plan.grid.distractors]])
+        row = task.draw(random, slots).input_ids[: length - task.pair_ids]
+        ids.append(row)
+        pairs.append(row[needles[:, None] * task.pair_ids + np.arange(task.pair_ids)])
+    stacked = [torch.from_numpy(np.stack(rows)).long() for rows in (ids, pairs)]
+    return Haystacks(stacked[0], stacked[1], (needles * task.pair_ids).tolist())
+
+
+class Questions:
+    """Haystacks held in caches, which questions leave as they were."""
+
+    def __init__(self, model: Decoder, stacks: Haystacks, chunk: int, device: torch.device) -> None:
+        """Read the haystacks, `chunk` tokens of each a pass."""
+        self._model, self._stacks = model, Haystacks(stacks.ids.to(device), stacks.needles.to(device), stacks.positions)
+        self._choosing = [layer for layer in model.sparse_layers if "slc" in layer.config.branches]
+        batch, length = stacks.ids.shape
+        self._caches: list[Any] = model.new_caches(batch, length + stacks.needles.shape[2])
+        for at in range(0, length, chunk):
+            model(self._stacks.ids[:, at : at + chunk], caches=self._caches)
+
+    def ask(self, depth: int) -> tuple[Tensor, Tensor]:
+        """Return bool `(B,)` twice: whether the answer is right in every token, and whether the row that begins it chose the needle's block.
+
+        The key is one step. The likeliest token after it is fed back until the answer has its length.
+        """
+        key, value = self._stacks.needles[:, depth].chunk(2, 1)
+        notes = [ChoiceNote() for _ in self._choosing]
+        for layer, note in zip(self._choosing, notes, strict=True):
+            layer.telemetry = note
+        answer = [self._next(key)]
+        found = torch.zeros(len(key), dtype=torch.bool, device=key.device)
+        for layer, note in zip(self._choosing, notes, strict=True):
+            layer.telemetry = None
+            found |= note.has(self._stacks.positions[depth])
+        while len(answer) < value.shape[1]:
+            answer.append(self._next(answer[-1][:, None]))
+        for cache in self._caches:
+            cache.crop(key.shape[1] + len(answer) - 1)
+        return (torch.stack(answer, 1) == value).all(1), found
+
+    def _next(self, ids: Tensor) -> Tensor:
+        """Return the likeliest token `(B,)` after a step of `ids` `(B, m)`."""
+        logits: Tensor = self._model(ids, caches=self._caches)
+        return logits[:, -1].argmax(-1)
+
+
+class Evaluation:
+    """The model of a run, and the grid on which it is evaluated."""
+
+    def __init__(self, plan: NeedlePlan, config: RunConfig, run: RunDirectory) -> None:
+        """Load the newest checkpoint of `run` to the device that trained it.
+
+        Raises:
+            nsa_train.errors.TrainError: when it cannot be read.
+        """
+        self._plan, self._precision = plan, config.train.precision
+        self._device = local_device(config.train.device, 0)
+        self._model = load_model(open_checkpoint(run.checkpoints)).to(self._device)
+
+    def cells(self, length: int) -> list[Cell]:
+        """Return the cells of `length`, for every mode that the model has. Deterministic on a CPU."""
+        with torch.inference_mode(), torch.autocast(self._device.type, DTYPES[self._precision], enabled=self._precision != "fp32"):
+            return self._cells(length)
+
+    def _cells(self, length: int) -> list[Cell]:
+        grid, layers, device = self._plan.grid, self._model.sparse_layers, self._device
+        modes = tuple(Mode) if layers else (Mode.TRAINED,)
+        at_once = max(1, min(grid.samples, grid.batch_tokens // length))
+        registry = registry_of_random_choice(torch.Generator(device).manual_seed(grid.seed))
+        right, found = (torch.zeros(len(modes), grid.depths, dtype=torch.int64, device=device) for _ in range(2))
+        positions: list[int] = []
+        for first in range(0, grid.samples, at_once):
+            stacks = draw_haystacks(self._plan, length, range(first, min(first + at_once, grid.samples)))
+            questions, positions = Questions(self._model, stacks, grid.chunk, device), stacks.positions
+            for depth in range(grid.depths):
+                for index, mode in enumerate(modes):
+                    with limited_to(mode, layers, registry):
+                        is_right, is_found = questions.ask(depth)
+                    right[index, depth] += is_right.sum()
+                    found[index, depth] += is_found.sum()
+        return [
+            Cell(mode.value, length, depth, positions[depth], grid.samples, rights[depth], founds[depth] if layers else None)
+            for mode, rights, founds in zip(modes, right.tolist(), found.tolist(), strict=True)
+            for depth in range(grid.depths)
+        ]

@@ -1,0 +1,82 @@
+"""What a trained model may still use of its past: its selected branch as it is, closed, or with another choice of blocks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa_core import BackendRegistry, BranchRequest, Capability, Keys, NativeSparseAttention, Operation, Queries, Reason, load_plugins
+from nsa_core.blocks import num_selection_blocks
+from nsa_core.config import BRANCHES, BlockGeometry
+from nsa_core.reference.rows import rows_of
+from nsa_core.reference.select import max_tokens
+from nsa_core.selection import choose_blocks
+
+
+class Mode(StrEnum):
+    """What the rows of a question and its answer may use."""
+
+    TRAINED = "trained"
+    """The model as it is."""
+    CLOSED = "closed"
+    """The selected branch's gates are 0."""
+    SHUFFLED = "shuffled"
+    """The free blocks are drawn at random among those that are not forced; the forced ones stay."""
+
+
+class RandomChoice:
+    """A backend of SELECT: forced blocks as always, the others drawn evenly among the candidates, whatever their scores are."""
+
+    name, operation, capability = "random", Operation.SELECT, Capability()
+
+    def __init__(self, generator: torch.Generator) -> None:
+        """Draw from `generator`, on the device of the queries."""
+        self._generator = generator
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return nothing: it serves every request."""
+        return ()
+
+    def preference(self, request: BranchRequest) -> int:
+        """Return that of the reference."""
+        return 0
+
+    def __call__(self, queries: Queries, cmp: Keys, lse: Tensor, /, *, geometry: BlockGeometry, scale: float) -> Tensor:
+        """Return block_indices int32 `(B, S, G, n)`."""
+        batch, num_queries = queries.q.shape[:2]
+        sizes = (batch, num_queries, cmp.k.shape[2], num_selection_blocks(max_tokens(queries, cmp, geometry), geometry))
+        importance = torch.rand(sizes, generator=self._generator, device=queries.q.device)
+        return choose_blocks(importance, rows_of(queries).positions.unsqueeze(-1), geometry)
+
+
+def registry_of_random_choice(generator: torch.Generator) -> BackendRegistry:
+    """Return the installed backends, with `RandomChoice` as the only one that chooses: what computes all of Eq. 5 in one is left out."""
+    choosing = (Operation.SELECT, Operation.NSA)
+    installed = load_plugins().registry().backends
+    return BackendRegistry((*(backend for backend in installed if backend.operation not in choosing), RandomChoice(generator)))
+
+
+def close_selected(gate: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+    """Return the logits `(B, S, H, 3)` of a gate with that of the selected branch at -inf: its gate is 0. A forward hook of `GateMLP`."""
+    closed = logits.clone()
+    closed[..., BRANCHES.index("slc")] = -torch.inf
+    return closed
+
+
+@contextmanager
+def limited_to(mode: Mode, layers: Sequence[NativeSparseAttention], registry: BackendRegistry) -> Iterator[None]:
+    """Let `layers` compute as `mode` says in the block; `registry` is `registry_of_random_choice`'s."""
+    before = [layer.registry for layer in layers]
+    hooks = [layer.gate.register_forward_hook(close_selected) for layer in layers if mode is Mode.CLOSED]
+    try:
+        for layer in layers:
+            layer.registry = registry if mode is Mode.SHUFFLED else layer.registry
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.registry = own
+        for hook in hooks:
+            hook.remove()

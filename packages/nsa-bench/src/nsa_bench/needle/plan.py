@@ -1,0 +1,235 @@
+"""The stages and the grid that PLAN.toml describes. Imports no torch.
+
+recipe = "demo"                      # a shipped recipe, or a TOML file in the folder of the plan
+
+[set]                                # keys of every stage
+data.source = "needle"
+
+[arms.nsa]                           # keys of one arm; an arm without keys is the recipe itself
+[arms.dense]
+model.attention = "dense"
+
+[[stages]]                           # each begins with the weights of the one before
+train.seq_len = 1024
+train.steps = 1000
+[[stages]]
+train.seq_len = 8192
+train.steps = 200
+
+[grid]                               # the evaluation; the model is that of the last stage
+lengths = [1024, 8192, 16384]        # tokens, question and answer included
+depths = 10                          # places from the initial blocks to the window of the question
+samples = 20                         # haystacks of a length, each with a pair at every depth
+distractors = 16                     # further pairs in a haystack, which are not asked for
+seed = 1                             # of the haystacks, and of shuffled choices
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, fields_dict, frozen
+
+from nsa_bench.ablate.plan import Trial, Variant
+from nsa_bench.errors import OptionError
+from nsa_bench.needle import shipped_plans
+from nsa_core.config import BlockGeometry
+from nsa_core.serialization import toml_value
+from nsa_train.data.retrieval import Retrieval
+from nsa_train.errors import ConfigError
+from nsa_train.run_dir import RunDirectory
+from nsa_train.settings.config import RunConfig, listed
+from nsa_train.settings.recipe import apply_override, load_config, read_toml
+
+KEYS = ("recipe", "set", "arms", "stages", "grid")
+
+
+@frozen(kw_only=True)
+class Grid:
+    """The cells of the evaluation: lengths x depths."""
+
+    lengths: tuple[int, ...]
+    depths: int
+    samples: int
+    distractors: int = 0
+    seed: int = 1
+    chunk: int = 4096
+    """Tokens of each haystack that one pass of the prefill reads."""
+    batch_tokens: int = 2**20
+    """Haystacks are read at the same time as long as they have no more tokens together; one always is."""
+
+
+@frozen(kw_only=True)
+class Arm:
+    """One model: its stages as trials, in order."""
+
+    name: str
+    stages: tuple[Trial, ...]
+
+    @property
+    def config(self) -> RunConfig:
+        """The recipe of the last stage, whose model is evaluated."""
+        return self.stages[-1].config
+
+
+@frozen(kw_only=True)
+class NeedlePlan:
+    """The arms, and the grid on which all are evaluated."""
+
+    name: str
+    arms: tuple[Arm, ...]
+    grid: Grid
+
+    @property
+    def task(self) -> Retrieval:
+        """The task of the last stage, which is that of all arms; haystacks differ in length and pairs."""
+        config = self.arms[0].config
+        return Retrieval.of(config.data, config.train.seq_len)
+
+    def haystack(self, length: int) -> Retrieval:
+        """Return the task whose haystack, with a question and its answer, takes `length` tokens."""
+        grid = self.grid
+        task = evolve(self.task, pairs=grid.depths + grid.distractors, queries=grid.depths)
+        return evolve(task, length=length - task.pair_ids + task.tail)
+
+    def needle_slots(self, length: int) -> list[int]:
+        """Return the slots of the needles, first to last: spread evenly from the initial blocks to the window of the question.
+
+        A slot holds one pair. The bounds are those of the widest layer of any arm, so that all arms get the same places.
+        """
+        slots = self._free_slots(length)
+        steps = max(self.grid.depths - 1, 1)
+        return [slots[(len(slots) - 1) * index // steps] for index in range(self.grid.depths)]
+
+    def _free_slots(self, length: int) -> range:
+        """Return the slots that no row of the question reads by an initial block, a local block or its window."""
+        size, question = self.task.pair_ids, length - self.task.pair_ids
+        geometries = [layer.config.geometry for arm in self.arms for layer in arm.config.pattern()]
+        first = max(geometry.num_initial_blocks * geometry.selection_block_size for geometry in geometries)
+        return range(-(-first // size), min(_first_in_reach(question, geometry) for geometry in geometries) // size)
+
+    def problems(self) -> list[str]:
+        """Return what stands against evaluating the arms on the grid."""
+        found = []
+        for length in self.grid.lengths:
+            free, task = len(self._free_slots(length)), self.haystack(length)
+            if free < self.grid.depths:
+                found.append(
+                    f"grid.lengths has {length}, with room for {free} of {self.grid.depths} depths (needles lie between the initial blocks and "
+                    "what the question reads by its window or its local blocks); use longer ones, or fewer depths"
+                )
+            elif task.slots < task.pairs:
+                found.append(
+                    f"grid.lengths has {length}, whose {task.slots} slots do not hold {task.pairs} pairs (a needle at each depth, and the "
+                    "distractors); use fewer distractors"
+                )
+        task = self.task
+        if task.symbols**task.tokens < self.grid.depths + self.grid.distractors:
+            found.append(
+                f"grid.distractors={self.grid.distractors} leaves keys that are not unique (data.needle_symbols, needle_tokens); use fewer"
+            )
+        for stage in (stage for arm in self.arms for stage in arm.stages):
+            config = stage.config
+            if self.grid.seed in (config.data.shuffle_seed, config.train.seed):
+                found.append(f"grid.seed={self.grid.seed} is a seed of training (an evaluation has its own); use {_free_seed(config)}")
+                break
+        return found
+
+
+def _first_in_reach(question: int, geometry: BlockGeometry) -> int:
+    """Return the first token that a row at `question` or later reads by its window or its local blocks, whatever it chooses."""
+    own = question // geometry.selection_block_size
+    return max(0, min(question - geometry.window_size + 1, (own - geometry.num_local_blocks + 1) * geometry.selection_block_size))
+
+
+def _free_seed(config: RunConfig) -> int:
+    return next(seed for seed in range(1, 4) if seed not in (config.data.shuffle_seed, config.train.seed))
+
+
+def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()) -> tuple[NeedlePlan, Path]:
+    """Return the plan of a shipped name or a TOML file, and the directory of its runs, by default needles/PLAN.
+
+    `overrides` (`table.key=value`) take the place of keys of every stage; those of table `grid` are the grid's.
+
+    Raises:
+        OptionError: a line for each thing that is wrong with it.
+    """
+    path = shipped_plans().get(plan, Path(plan))
+    if not path.is_file():
+        raise OptionError(
+            f"PLAN={plan!r} is neither a shipped plan nor a file; use one of {listed(shipped_plans())}, or a TOML file's path"
+        )
+    out = root or Path("needles") / path.stem
+    try:
+        content = read_toml(path)
+        for override in overrides:
+            if override.partition(".")[0].strip() == "grid":
+                apply_override(content, override)
+        problems = [*_problems(content)]
+        if problems:
+            raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
+        nearby = path.parent / content["recipe"]
+        recipe = str(nearby) if nearby.is_file() else content["recipe"]
+        own = [override for override in overrides if override.partition(".")[0].strip() != "grid"]
+        arms = tuple(_arm(name, content, recipe, own, out) for name in content["arms"])
+    except ConfigError as error:
+        raise OptionError.of([f"{path.name}: {line}" for line in str(error).splitlines()]) from None
+    table = content["grid"]
+    found = NeedlePlan(name=path.stem, arms=arms, grid=Grid(**table | {"lengths": tuple(table["lengths"])}))
+    if problems := found.problems():
+        raise OptionError.of([f"{path.name}: {problem}" for problem in problems])
+    return found, out
+
+
+def _arm(name: str, content: Mapping[str, Any], recipe: str, overrides: Sequence[str], out: Path) -> Arm:
+    """Return the stages of an arm; each is initialized from the run of the one before, below `out`."""
+    stages: list[Trial] = []
+    for number, stage in enumerate(content["stages"], 1):
+        tables = (content.get("set", {}), content["arms"][name], stage)
+        settings = [f"{table}.{key}={toml_value(value)}" for part in tables for table, keys in part.items() for key, value in keys.items()]
+        start = [f"train.init_from={toml_value(str(run_of(out, stages[-1]).root.absolute()))}"] if stages else []
+        config = load_config(recipe, [*settings, *start, *overrides])
+        if config.data.source != "needle":
+            raise OptionError(f"data.source={config.data.source!r} hides no pairs; use data.source = 'needle' in section [set]")
+        stages.append(Trial(Variant(name, (("needle.stage", number),)), config.train.seed, config))
+    return Arm(name=name, stages=tuple(stages))
+
+
+def run_of(out: Path, stage: Trial) -> RunDirectory:
+    """Return the run's directory of a stage below `out`."""
+    return RunDirectory(out / "runs" / stage.name)
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"{name} is unknown; use one of {listed(KEYS)}" for name in content if name not in KEYS)
+    if not isinstance(content.get("recipe"), str):
+        yield f'recipe={content.get("recipe")!r} names no recipe; use recipe = "demo"'
+    arms, stages = content.get("arms"), content.get("stages")
+    if not (isinstance(arms, dict) and arms and all(map(_is_tables, arms.values()))):
+        yield 'arms are missing; use [arms.NAME] with the keys of an arm, for instance [arms.dense] with model.attention = "dense"'
+    if not (isinstance(stages, list) and stages and all(map(_is_tables, stages))):
+        yield "stages are missing; use [[stages]] with train.seq_len and train.steps"
+    if not _is_tables(content.get("set", {})):
+        yield f"set={content['set']!r} is not a table of keys; use a section [set] with train.lr = 1e-3, for instance"
+    yield from _broken_grid(content.get("grid"))
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(keys, dict) for keys in value.values())
+
+
+def _broken_grid(grid: Any) -> Iterator[str]:
+    if not isinstance(grid, dict):
+        yield "grid is missing; use a section [grid] with lengths, depths and samples"
+        return
+    known = fields_dict(Grid)
+    yield from (f"grid.{name} is unknown; use one of {listed(known)}" for name in grid if name not in known)
+    for name in ("lengths", "depths", "samples"):
+        if name not in grid:
+            yield f"grid.{name} is missing; use grid.{name} = {'[1024, 2048]' if name == 'lengths' else 10}"
+    for name, value in grid.items():
+        least, is_list = 0 if name in ("distractors", "seed") else 1, name == "lengths"
+        numbers = value if is_list and isinstance(value, list) and value else [None if is_list else value]
+        if name in known and not all(isinstance(number, int) and not isinstance(number, bool) and number >= least for number in numbers):
+            kind = "list of whole numbers" if is_list else "whole number"
+            yield f"grid.{name}={value!r} is no {kind} of at least {least}; use {'[1024, 2048]' if is_list else max(least, 10)}"

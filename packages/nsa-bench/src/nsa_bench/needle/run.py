@@ -1,0 +1,106 @@
+"""The runs of a plan and their evaluation: stage after stage, length after length; what is finished stays. Imports no torch at the top."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa_bench.ablate.run import prepare, run_trials
+from nsa_bench.needle.plan import Arm, NeedlePlan, run_of
+from nsa_train.files import written_whole
+from nsa_train.telemetry.records import load_json
+
+Say = Callable[[str], None]
+
+
+class Deadline:
+    """The end of the minutes that a call has; None: it has no end."""
+
+    def __init__(self, minutes: float | None) -> None:
+        """Begin now."""
+        self._end = None if minutes is None else time.monotonic() + 60 * minutes
+
+    @property
+    def minutes(self) -> float | None:
+        """Return the minutes left, 0 at least."""
+        return None if self._end is None else max(0.0, (self._end - time.monotonic()) / 60)
+
+    @property
+    def is_over(self) -> bool:
+        """Return True where no time is left."""
+        return self.minutes == 0
+
+
+def train_and_evaluate(plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minutes: float | None, say: Say) -> bool:
+    """Train the stages of `arms` of a plan that are not finished, then evaluate the grid; return whether all of it is there.
+
+    After `minutes`, at Ctrl-C and at SIGTERM a stage saves and ends, and an evaluation ends after a length; the next call goes on. An
+    arm whose stage fails is left; its log says why.
+
+    Raises:
+        OptionError: when a run below `out` was begun with another recipe.
+    """
+    folders = {arm: prepare(arm.stages, out) for arm in arms}
+    deadline = Deadline(minutes)
+    try:
+        for arm in arms:
+            # one at a time: each begins with the weights of the one before
+            if not run_trials(folders[arm], side_by_side=1, minutes=deadline.minutes, say=say):
+                return False
+            if all(folder.judged.is_file() for folder in folders[arm]) and not _evaluate(plan, arm, out, deadline, say):
+                return False
+    except KeyboardInterrupt:
+        say("stopped: the length that was being evaluated is left for the next call")
+        return False
+    return all(len(list(read_cells(plan, arm, out))) == len(plan.grid.lengths) for arm in arms)
+
+
+def read_cells(plan: NeedlePlan, arm: Arm, out: Path) -> Iterator[dict[str, Any]]:
+    """Give what there is of an arm's lengths, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`."""
+    for length in plan.grid.lengths:
+        path = _cells_file(out, arm, length)
+        if path.is_file() and (content := load_json(path))["settings"] == _settings(plan, length):
+            yield content
+
+
+def _cells_file(out: Path, arm: Arm, length: int) -> Path:
+    """Return the file of one length, in the directory of the run whose model answers."""
+    return run_of(out, arm.stages[-1]).root / "cells" / f"{length}.json"
+
+
+def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
+    """Return what the answers depend on besides the weights."""
+    grid = plan.grid
+    return {"slots": plan.needle_slots(length), "samples": grid.samples, "distractors": grid.distractors, "seed": grid.seed}
+
+
+def _evaluate(plan: NeedlePlan, arm: Arm, out: Path, deadline: Deadline, say: Say) -> bool:
+    """Evaluate the lengths that have no cells yet; return False where the time was over before."""
+    known = {content["length"] for content in read_cells(plan, arm, out)}
+    left = [length for length in plan.grid.lengths if length not in known]
+    if not left:
+        return True
+    from nsa_bench.needle.evaluate import Evaluation
+
+    evaluation = Evaluation(plan, arm.config, run_of(out, arm.stages[-1]))
+    for length in left:
+        if deadline.is_over:
+            say(f"the minutes are over: {arm.name} has {len(left) - left.index(length)} lengths left for the next call")
+            return False
+        began = time.monotonic()
+        cells = [cell._asdict() for cell in evaluation.cells(length)]
+        content = {"length": length, "settings": _settings(plan, length), "seconds": time.monotonic() - began, "cells": cells}
+        path = _cells_file(out, arm, length)
+        path.parent.mkdir(exist_ok=True)
+        with written_whole(path) as aside:
+            aside.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        say(f"{arm.name}: {length} tokens, {_shares(cells)}, {content['seconds']:.1f} s")
+    return True
+
+
+def _shares(cells: list[dict[str, Any]]) -> str:
+    """Return the share of right answers of each mode."""
+    modes = dict.fromkeys(cell["mode"] for cell in cells)
+    own = {mode: [cell for cell in cells if cell["mode"] == mode] for mode in modes}
+    return ", ".join(f"{mode} {sum(c['right'] for c in found) / sum(c['samples'] for c in found):.0%}" for mode, found in own.items())

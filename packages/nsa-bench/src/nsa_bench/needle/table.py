@@ -1,0 +1,158 @@
+"""The answers of every arm by length and depth: table, files, heat maps. Imports no torch at the top."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict
+from rich.table import Table
+
+from nsa_bench.errors import OptionError
+from nsa_bench.needle.plan import Arm, NeedlePlan, load_plan, run_of
+from nsa_bench.needle.run import read_cells, train_and_evaluate
+from nsa_bench.results import Output
+from nsa_train.settings.config import listed
+from nsa_train.telemetry.records import load_json, read_rows
+
+HELD_OUT = "held_out.json"
+
+
+def run_needle(
+    name: str,
+    out: Path | None,
+    overrides: Sequence[str],
+    *,
+    arms: Sequence[str],
+    minutes: float | None,
+    png_file: Path | None,
+    output: Output,
+) -> bool:
+    """Train and evaluate what is left of a plan, print the table, write the files; return whether it is finished.
+
+    `arms`: those to train and evaluate, all where none is named. The table and the files have what there is of any arm.
+
+    Raises:
+        OptionError: for a plan or options that cannot be, before anything is written.
+    """
+    if minutes is not None and not minutes > 0:
+        raise OptionError(f"--minutes={minutes:g} leaves no time; use 9, for instance")
+    plan, root = load_plan(name, out, overrides)
+    chosen = _named(plan, arms)
+    output.check_files()
+    is_whole = train_and_evaluate(plan, root, arms=chosen, minutes=minutes, say=output.say)
+    results = [arm_result(plan, arm, root) for arm in plan.arms]
+    output.show(needle_table(plan, results))
+    output.write(to_json(plan, results, output.environment), to_rows(plan, results, output.environment))
+    if png_file is not None and any(result["cells"] for result in results):
+        draw(plan, results, png_file)
+    return is_whole
+
+
+def _named(plan: NeedlePlan, arms: Sequence[str]) -> list[Arm]:
+    known = [arm.name for arm in plan.arms]
+    if unknown := [name for name in arms if name not in known]:
+        raise OptionError(f"--arm={unknown[0]!r} is none of the arms of {plan.name!r}; use one of {listed(known)}")
+    return [arm for arm in plan.arms if not arms or arm.name in arms]
+
+
+def arm_result(plan: NeedlePlan, arm: Arm, out: Path) -> dict[str, Any]:
+    """Return an arm's stages that are finished, its cells, and the seconds that each length took."""
+    contents = list(read_cells(plan, arm, out))
+    return {
+        "arm": arm.name,
+        "stages": [found for stage in arm.stages if (found := _stage(out, stage)) is not None],
+        "seconds": {str(content["length"]): round(content["seconds"], 2) for content in contents},
+        "cells": [cell for content in contents for cell in content["cells"]],
+    }
+
+
+def _stage(out: Path, stage: Any) -> dict[str, Any] | None:
+    run = run_of(out, stage)
+    if not run.metrics.is_file() or not (run.root / HELD_OUT).is_file():
+        return None
+    metrics, buckets = load_json(run.metrics), load_json(run.root / HELD_OUT)["by_position"]
+    targets = sum(bucket["targets"] for bucket in buckets)
+    *_, last = read_rows(run.validation)
+    return {
+        "seq_len": stage.config.train.seq_len,
+        "steps": metrics["steps"],
+        "tokens": metrics["tokens"],
+        "parameters": metrics["parameters"],
+        "seconds": metrics["seconds"],
+        "val_loss": last["val_loss"],
+        "right": sum(bucket["targets"] * bucket["right"] for bucket in buckets) / targets,
+    }
+
+
+def to_json(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of the JSON file."""
+    task, config = plan.task, plan.arms[0].config
+    return {
+        "plan": plan.name,
+        "environment": environment,
+        "grid": asdict(plan.grid),
+        "task": {"symbols": task.symbols, "tokens": task.tokens, **chances(plan)},
+        "seeds": {"weights": config.train.seed, "training_rows": config.data.shuffle_seed, "evaluation": plan.grid.seed},
+        "arms": list(arms),
+    }
+
+
+def to_rows(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each cell, for CSV."""
+    common = {"seed": plan.grid.seed, **{name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}}
+    return [{"arm": arm["arm"], **cell, **common} for arm in arms for cell in arm["cells"]]
+
+
+def chances(plan: NeedlePlan) -> dict[str, float]:
+    """Return the share of right answers by a model that knows nothing, and by one that answers with the value of any pair of the haystack."""
+    task, grid = plan.task, plan.grid
+    return {"chance": float(task.symbols**-task.tokens), "chance_of_a_pair": 1 / (grid.depths + grid.distractors)}
+
+
+def needle_table(plan: NeedlePlan, arms: Sequence[dict[str, Any]]) -> Table:
+    """Return a line for each arm and mode: right answers of each length over all depths, and those of its worst depth where they differ."""
+    grid = plan.grid
+    table = Table(title=f"{plan.name}: right answers, per cent; {grid.depths} depths x {grid.samples} samples a length")
+    table.add_column("arm")
+    table.add_column("selected branch", no_wrap=True)
+    for length in grid.lengths:
+        table.add_column(f"{length:,}", justify="right", no_wrap=True)
+    for arm, mode, cells in _by_mode(arms):
+        table.add_row(arm, mode, *(_shown([cell for cell in cells if cell["length"] == length]) for length in grid.lengths))
+    guess = chances(plan)
+    table.caption = f"in brackets: the worst depth; by chance {guess['chance']:.2%}, with any pair's value {guess['chance_of_a_pair']:.2%}"
+    return table
+
+
+def _by_mode(arms: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    for arm in arms:
+        for mode in dict.fromkeys(cell["mode"] for cell in arm["cells"]):
+            yield arm["arm"], mode, [cell for cell in arm["cells"] if cell["mode"] == mode]
+
+
+def _shown(cells: Sequence[dict[str, Any]]) -> str:
+    if not cells:
+        return ""
+    shares = [100 * cell["right"] / cell["samples"] for cell in cells]
+    mean = sum(shares) / len(shares)
+    return f"{mean:.1f}" if min(shares) == max(shares) else f"{mean:.1f} ({min(shares):.0f})"
+
+
+def draw(plan: NeedlePlan, arms: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw a heat map for each arm and mode: lengths across, depths down, 0 to 100 per cent."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    maps, grid = list(_by_mode(arms)), plan.grid
+    figure = Figure(figsize=(4.6 * len(maps), 4), dpi=110, layout="constrained")
+    axes = figure.subplots(1, len(maps), squeeze=False)[0]
+    for axis, (arm, mode, cells) in zip(axes, maps, strict=True):
+        found = {(cell["length"], cell["depth"]): 100 * cell["right"] / cell["samples"] for cell in cells}
+        shares = [[found.get((length, depth), float("nan")) for length in grid.lengths] for depth in range(grid.depths)]
+        image = axis.imshow(shares, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+        axis.set(title=f"{arm}, {mode}", xlabel="tokens", ylabel="depth, 0 is the first")
+        axis.set_xticks(range(len(grid.lengths)), [f"{length:,}" for length in grid.lengths], rotation=60, fontsize=8)
+        axis.set_yticks(range(grid.depths))
+    figure.colorbar(image, ax=axes, label="right answers, per cent")
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.print_png(path)

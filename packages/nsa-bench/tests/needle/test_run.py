@@ -1,0 +1,109 @@
+"""`nsa-bench needle`: trained, evaluated, written; what is finished stays, and what is stopped goes on."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa_bench.ablate import run as running
+from nsa_bench.ablate.run import TrialFolder
+from nsa_bench.cli import run_command
+from nsa_bench.needle.plan import load_plan
+from nsa_bench.needle.run import Deadline, train_and_evaluate
+from nsa_bench.needle.table import needle_table
+from nsa_train.run_dir import RunDirectory
+
+
+def test_a_plan_is_trained_evaluated_and_written(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan_file.parent
+    plan_file.write_text(plan_file.read_text().replace('[arms.dense]\nmodel.attention = "dense"\n', ""))
+    files = ["--json", str(out / "a.json"), "--csv", str(out / "a.csv"), "--png", str(out / "a.png"), "--commit", "abc"]
+    words = ["needle", str(plan_file), "--out", str(out / "out"), *files]
+    assert run_command(words) == 0
+    content = json.loads((out / "a.json").read_text())
+    assert content["environment"]["commit"] == "abc"
+    assert content["seeds"] == {"weights": 0, "training_rows": 0, "evaluation": 5}
+    assert content["task"] == {"symbols": 8, "tokens": 2, "chance": 1 / 64, "chance_of_a_pair": 1 / 5}
+    [arm] = content["arms"]
+    assert [(stage["seq_len"], stage["steps"]) for stage in arm["stages"]] == [(40, 2), (56, 1)]
+    # the second stage begins with what the first has learned
+    first, second = (RunDirectory(out / "out/runs" / f"nsa_stage={number}_seed=0") for number in (1, 2))
+    assert f'init_from = "{first.root}"' in second.config.read_text()
+    cells = {(cell["mode"], cell["length"], cell["depth"]): cell for cell in arm["cells"]}
+    assert set(cells) == {(mode, length, depth) for mode in ("trained", "closed", "shuffled") for length in (64, 80) for depth in range(3)}
+    assert all(0 <= cell["right"] <= cell["samples"] == 2 and 0 <= cell["found"] <= 2 for cell in cells.values())
+    rows = list(csv.DictReader((out / "a.csv").read_text().splitlines()))
+    assert len(rows) == len(cells)
+    assert (rows[0]["arm"], rows[0]["commit"], rows[0]["seed"]) == ("nsa", "abc", "5")
+    assert (out / "a.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    # what is finished is not done again, but for cells that would be others now
+    assert run_command(words) == 0
+    assert json.loads((out / "a.json").read_text())["arms"] == content["arms"]
+    said = capsys.readouterr().err
+    assert "2 of 2 trials are finished already" in said
+    assert "tokens, trained" not in said
+    assert run_command([*words, "--set", "grid.samples=3"]) == 0
+    assert json.loads((out / "a.json").read_text())["arms"][0]["cells"][0]["samples"] == 3
+
+
+def test_after_the_minutes_no_other_arm_begins(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command_of(folder: TrialFolder) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+    monkeypatch.setattr(running, "command_of", command_of)
+    plan, out = load_plan(str(plan_file), plan_file.parent / "out")
+    said: list[str] = []
+    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=0.01, say=said.append)
+    assert [line for line in said if line.startswith("started")] == ["started nsa_stage=1_seed=0"]
+
+
+def test_an_arm_whose_stage_fails_leaves_the_others(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command_of(folder: TrialFolder) -> list[str]:
+        return [sys.executable, "-c", "import sys; sys.exit('it cannot be')"]
+
+    monkeypatch.setattr(running, "command_of", command_of)
+    plan, out = load_plan(str(plan_file), plan_file.parent / "out")
+    said: list[str] = []
+    assert not train_and_evaluate(plan, out, arms=plan.arms, minutes=None, say=said.append)
+    assert [line.split()[1] for line in said if line.startswith("FAILED")] == [stage.name for arm in plan.arms for stage in arm.stages]
+
+
+def test_an_arm_may_be_trained_alone(plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(running, "command_of", lambda folder: [sys.executable, "-c", "import sys; sys.exit('it cannot be')"])
+    words = ["needle", str(plan_file), "--out", str(plan_file.parent / "out")]
+    assert run_command([*words, "--arm", "dens"]) == 2
+    assert "--arm='dens' is none of the arms of 'plan'; use one of nsa, dense" in " ".join(capsys.readouterr().err.split())
+    assert not (plan_file.parent / "out").exists()
+    assert run_command([*words, "--arm", "dense"]) == 1
+    said = capsys.readouterr().err
+    assert "FAILED dense_stage=1" in said
+    assert "nsa_stage" not in said
+
+
+def test_a_deadline_is_over_when_its_minutes_are() -> None:
+    assert (Deadline(None).minutes, Deadline(None).is_over) == (None, False)
+    assert not Deadline(5).is_over
+    over = Deadline(1e-9)
+    assert (over.minutes, over.is_over) == (0, True)
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_minutes_that_leave_no_time_are_refused(plan_file: Path, minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["needle", str(plan_file), "--out", str(plan_file.parent / "out"), f"--minutes={minutes}"]) == 2
+    assert "leaves no time; use 9, for instance" in capsys.readouterr().err
+    assert not (plan_file.parent / "out").exists()
+
+
+def test_the_table_has_the_mean_of_all_depths_and_the_worst_one(plan_file: Path) -> None:
+    plan, _ = load_plan(str(plan_file), plan_file.parent / "out")
+    rights = {64: (2, 2, 2), 80: (2, 1, 0)}
+    cells = [
+        {"mode": "trained", "length": length, "depth": depth, "right": right, "samples": 2}
+        for length, found in rights.items()
+        for depth, right in enumerate(found)
+    ]
+    table = needle_table(plan, [{"arm": "nsa", "cells": cells[:3] + cells[4:5]}, {"arm": "dense", "cells": cells}])
+    assert [list(column.cells) for column in table.columns] == [["nsa", "dense"], ["trained"] * 2, ["100.0"] * 2, ["50.0", "50.0 (0)"]]
