@@ -86,7 +86,7 @@ def stages() -> list[Stage]:
     ]
 
 
-TRANSFORMERS = "packages/nsa-transformers"
+TRANSFORMERS = ("packages/nsa-transformers", "packages/nsa-train/tests/checkpoint/test_hugging_face.py")
 """Tests that use Transformers."""
 UNPATCHED_SAMPLE = (
     "packages/nsa-kernels-triton/tests/test_ops.py",

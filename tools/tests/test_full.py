@@ -96,6 +96,7 @@ def test_every_stage_of_the_tier_has_a_name_of_its_own_and_fits_the_limit():
     every = full.stages()
     assert len({found.name for found in every}) == len(every)
     assert all(found.limit_minutes <= full.LIMIT_MINUTES for found in every)
+    assert all((full.ROOT / word).exists() for found in every for word in found.command if word.startswith("packages/"))
 
 
 def test_another_python_is_found_by_what_it_answers(monkeypatch, tmp_path):

@@ -261,11 +261,28 @@ def test_sample_stops_before_a_text_and_draws_among_the_likeliest(tiny_run: RunD
         (["--prompt", "x", "--top-p", "0"], "--top-p=0.0 is not a number above 0, up to 1; use 0.95"),
         (["--prompt", "x", "--top-p", "1.5"], "--top-p=1.5 is not"),
         (["--prompt", "x", "--stop", ""], "--stop='' is empty"),
+        (["--prompt", "x", "--device", "tpu"], "--device"),
     ],
 )
 def test_sample_refuses_options_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["sample", "no/such/run", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sample_without_a_gpu_says_so(tiny_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run_command(["sample", str(tiny_run.root), "--prompt", "x", "--device", "cuda"]) == 2
+    assert "--device='cuda' finds no CUDA GPU here; use --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.hardware(capability=(8, 0))
+def test_sample_on_a_gpu_writes_what_the_cpu_does(tiny_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = set()
+    for device in ("cpu", "cuda"):
+        words = ["sample", str(tiny_run.root), "--prompt", "12 bot", "--tokens", "8", "--temperature", "0", "--device", device]
+        assert run_command(words) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
 
 
 def test_a_file_without_a_prompt_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from datetime import datetime
 from io import StringIO, TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from attrs import evolve
 from cyclopts import App, CycloptsError, Parameter
@@ -267,6 +267,7 @@ def sample(
     top_p: Annotated[float, Parameter(help="Draw among the likeliest tokens whose shares add up to it.")] = 1.0,
     stop: Annotated[list[str] | None, Parameter(negative="", help="Text that ends the continuation, and is left out. Repeatable.")] = None,
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
+    device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU, where a step is a CUDA graph.")] = "cpu",
     backend: Annotated[
         str | None, Parameter(help="Backend of every attention operation, or auto, in place of those in the checkpoint's nsa.backends.")
     ] = None,
@@ -281,16 +282,20 @@ def sample(
         warn(line)
     from nsa_train.checkpoint.resuming import load_model
     from nsa_train.data.tokenizer import build_tokenizer
-    from nsa_train.host.routing import refused_backends, uses_of_sample, with_backend
-    from nsa_train.model.stream import Sampling, TextStream
+    from nsa_train.host.machine import machine_of
+    from nsa_train.host.routing import refused_backends, sample_dtype, uses_of_sample, with_backend
+    from nsa_train.model.stream import Sampling, TextStream, torch_device
 
     if backend is not None:
         checkpoint = evolve(checkpoint, config=with_backend(checkpoint.config, backend))
-    if problems := refused_backends(checkpoint.config, uses_of_sample(checkpoint.config), advice="use --backend auto"):
+    place = torch_device(device)
+    uses = uses_of_sample(checkpoint.config, machine_of(place))
+    if problems := refused_backends(checkpoint.config, uses, advice="use --backend auto"):
         asked = f"CKPT={str(ckpt)!r}" if backend is None else f"--backend={backend!r}"
         raise ConfigError(f"{asked}: {next(iter(problems.values()))}")
     tokenizer = build_tokenizer(checkpoint.config.data)
-    model, sampling = load_model(checkpoint), Sampling(tokens, temperature, top_p, seed, tuple(stop or ()))
+    model = load_model(checkpoint).to(place, sample_dtype(checkpoint.config, device))
+    sampling = Sampling(tokens, temperature, top_p, seed, tuple(stop or ()))
     for text in texts:
         print(text, end="", flush=True)
         stream = TextStream(model, tokenizer, tokenizer.encode(str(text).encode()), sampling)

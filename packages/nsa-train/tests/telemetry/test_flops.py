@@ -52,6 +52,11 @@ def test_projections_and_phi_are_what_torch_counts(tiny_config, attention: str, 
     assert (phi.per_block > 0) == (attention == "nsa" and compressor == "mlp")
 
 
+def test_an_output_layer_of_its_own_costs_what_a_shared_one_does(tiny_config) -> None:
+    shared, own = (model_flops(tiny_config(f"model.tie_embeddings={flag}")) for flag in ("true", "false"))
+    assert shared.per_token == own.per_token
+
+
 def test_the_dense_twin_pays_for_all_of_the_past(tiny_config) -> None:
     dense = model_flops(tiny_config("model.attention=dense"))
     extra = dense.of_sequence(1000) - 1000 * dense.per_token

@@ -23,7 +23,9 @@ from nsa_train.settings.config import RunConfig, structure, unstructure
 from nsa_train.settings.structuring import listed_problems
 
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
-"""Tables and keys without which the weights would not fit; where an operation runs (nsa.backends) is free."""
+"""Tables and keys without which the weights would not fit."""
+FREE = ("nsa.backends", "model.max_position")
+"""Keys of those tables that change no weight: where an operation runs, and the length that an export states."""
 OF_ROWS = ("data.source", "data.packing", "data.shuffle_seed", "train.batch_size", "train.seq_len")
 """Keys that fix the rows, in which the checkpoint has a position; whether the files are the same shows when they are read."""
 NO_CONVERSION = "one K and V for all branches are other weights than a K and V for each"
@@ -211,7 +213,7 @@ def _no_generators(path: Path, error: Exception) -> CheckpointError:
 def _fixed_keys(config: RunConfig) -> Mapping[str, Any]:
     flat = {f"{table}.{key}": value for table, values in unstructure(config).items() for key, value in values.items()}
     fixed = (*OF_WEIGHTS, *OF_ROWS)
-    return {key: value for key, value in flat.items() if key != "nsa.backends" and (key in fixed or key.partition(".")[0] in fixed)}
+    return {key: value for key, value in flat.items() if key not in FREE and (key in fixed or key.partition(".")[0] in fixed)}
 
 
 def _reason(key: str) -> str:

@@ -16,7 +16,7 @@ STEP_OPERATIONS = (Operation.APPEND,)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """train.precision -> the dtype that the attention computes in."""
 SAMPLER = Machine(device_type="cpu", name="cpu")
-"""The machine that `nsa-train sample` computes on."""
+"""The machine that `nsa-train sample` computes on, unless it is told to take a GPU."""
 AUTO = "auto"
 NO_BACKEND = "none"
 """Name in messages where no backend serves an optional operation."""
@@ -107,14 +107,20 @@ def uses_of_run(config: RunConfig, machine: Machine) -> Callable[[Operation], Us
     return uses
 
 
-def uses_of_sample(config: RunConfig) -> Callable[[Operation], Uses]:
-    """Return a function from an operation to its use by a sample of the model of `config`, on a CPU in float32."""
+def uses_of_sample(config: RunConfig, machine: Machine = SAMPLER) -> Callable[[Operation], Uses]:
+    """Return a function from an operation to its use by a sample of the model of `config` on `machine`, in `sample_dtype`."""
+    dtype = sample_dtype(config, machine.device_type)
 
     def uses(operation: Operation) -> Uses:
-        training = _training_requests(config, operation, SAMPLER)
-        return {"a sample": _sampling_requests(evolve(request, dtype=torch.float32, kv_dtype=torch.float32) for request in training)}
+        training = _training_requests(config, operation, machine)
+        return {"a sample": _sampling_requests(evolve(request, dtype=dtype, kv_dtype=dtype) for request in training)}
 
     return uses
+
+
+def sample_dtype(config: RunConfig, device_type: str) -> torch.dtype:
+    """Return the dtype that a sample computes in: float32 on a CPU, that of training on a GPU."""
+    return torch.float32 if device_type == "cpu" else DTYPES[config.train.precision]
 
 
 def with_backend(config: RunConfig, backend: str) -> RunConfig:

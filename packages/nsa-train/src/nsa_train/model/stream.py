@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_train.data.tokenizer import Tokenizer
+from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import Decoder
 from nsa_train.model.generate import BROKEN, draw
 
@@ -106,6 +107,17 @@ class TextStream:
         """Return the length of the longest end of `text` that a stop begins with."""
         lengths = (size for stop in self._sampling.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return max(lengths, default=0)
+
+
+def torch_device(name: str) -> torch.device:
+    """Return the device "cpu" or "cuda".
+
+    Raises:
+        ConfigError: where it is "cuda" and there is no GPU.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device='cuda' finds no CUDA GPU here; use --device cpu")
+    return torch.device(name)
 
 
 class CachedSteps:

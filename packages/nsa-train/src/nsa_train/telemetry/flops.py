@@ -62,12 +62,14 @@ def model_flops(config: RunConfig) -> ModelFlops:
     with weightless():
         model = build_model(config)
     products = sum(
-        module.weight.numel() for name, module in model.named_modules() if isinstance(module, nn.Linear) and "compress_" not in name
+        module.weight.numel()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "compress_" not in name and name != "lm_head"
     )
     pattern = config.pattern()
     repeats = config.model.n_layers // len(pattern)
     return ModelFlops(
-        per_token=2 * FORWARD_AND_BACKWARD * (products + model.embedding.weight.numel()),
+        per_token=2 * FORWARD_AND_BACKWARD * (products + model.output_weight.numel()),
         attentions=tuple(_attention_flops(layer, repeats) for layer in pattern),
     )
 
