@@ -91,7 +91,7 @@ class NotedChoice:
 
 @frozen(kw_only=True)
 class LayerFigures:
-    """What one layer chose for one sequence."""
+    """The figures of one layer's choice for one sequence."""
 
     layer: int
     rows: int

@@ -35,7 +35,7 @@ POINTING = 10.0
 
 @frozen(kw_only=True, eq=False)
 class Recording:
-    """What the layers of a model chose for one sequence."""
+    """The choices of a model's layers for one sequence."""
 
     block_indices: Tensor
     """int16 or int32 `(T, S, n)`: a track for each KV head of each layer that chooses, layer by layer; ascending, -1 after the last."""

@@ -1,4 +1,4 @@
-"""What a trained model may still use of its past: its selected branch as it is, closed, or with another choice of blocks."""
+"""The modes of an evaluation: the selected branch of a trained model as it is, closed, or with another choice of blocks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from nsa_core.selection import choose_blocks
 
 
 class Mode(StrEnum):
-    """What the rows of a question and its answer may use."""
+    """How the selected branch serves the rows of a question and its answer."""
 
     TRAINED = "trained"
     """The model as it is."""

@@ -109,7 +109,7 @@ class NeedlePlan:
         return range(-(-first // size), min(_first_in_reach(question, geometry) for geometry in geometries) // size)
 
     def problems(self) -> list[str]:
-        """Return what stands against evaluating the arms on the grid."""
+        """Return the reasons why the arms cannot be evaluated on the grid."""
         found = []
         for length in self.grid.lengths:
             free, task = len(self._free_slots(length)), self.haystack(length)

@@ -57,7 +57,7 @@ def train_and_evaluate(plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minu
 
 
 def read_cells(plan: NeedlePlan, arm: Arm, out: Path) -> Iterator[dict[str, Any]]:
-    """Give what there is of an arm's lengths, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`."""
+    """Give the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`."""
     for length in plan.grid.lengths:
         path = _cells_file(out, arm, length)
         if path.is_file() and (content := load_json(path))["settings"] == _settings(plan, length):
@@ -70,7 +70,7 @@ def _cells_file(out: Path, arm: Arm, length: int) -> Path:
 
 
 def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
-    """Return what the answers depend on besides the weights."""
+    """Return the settings on which the answers depend, besides the weights."""
     grid = plan.grid
     return {"slots": plan.needle_slots(length), "samples": grid.samples, "distractors": grid.distractors, "seed": grid.seed}
 

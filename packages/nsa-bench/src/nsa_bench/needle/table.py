@@ -7,14 +7,13 @@ from typing import Any
 from attrs import asdict
 from rich.table import Table
 
+from nsa_bench.ablate.run import JUDGED
 from nsa_bench.errors import OptionError
 from nsa_bench.needle.plan import Arm, NeedlePlan, load_plan, run_of
 from nsa_bench.needle.run import read_cells, train_and_evaluate
 from nsa_bench.results import Output
 from nsa_train.settings.config import listed
 from nsa_train.telemetry.records import load_json, read_rows
-
-HELD_OUT = "held_out.json"
 
 
 def run_needle(
@@ -68,9 +67,9 @@ def arm_result(plan: NeedlePlan, arm: Arm, out: Path) -> dict[str, Any]:
 
 def _stage(out: Path, stage: Any) -> dict[str, Any] | None:
     run = run_of(out, stage)
-    if not run.metrics.is_file() or not (run.root / HELD_OUT).is_file():
+    if not run.metrics.is_file() or not (run.root / JUDGED).is_file():
         return None
-    metrics, buckets = load_json(run.metrics), load_json(run.root / HELD_OUT)["by_position"]
+    metrics, buckets = load_json(run.metrics), load_json(run.root / JUDGED)["by_position"]
     targets = sum(bucket["targets"] for bucket in buckets)
     *_, last = read_rows(run.validation)
     return {
