@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_bench import decode, timing
+from nsa_bench import decode, measurement
 from nsa_bench.cli import run_command
 from nsa_bench.decode import DecodeStep, make_decode_plan, measure_case
 from nsa_bench.options import DecodeOptions
@@ -24,8 +24,8 @@ COLUMNS = ["S", "ms_total", "ms_cmp", "ms_sel", "ms_win"]
 @pytest.fixture
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time every call once."""
-    monkeypatch.setattr(timing, "MIN_COUNT", 1)
-    monkeypatch.setattr(timing, "MAX_COUNT", 1)
+    monkeypatch.setattr(measurement, "MIN_COUNT", 1)
+    monkeypatch.setattr(measurement, "MAX_COUNT", 1)
 
 
 def plan_of(**options: Any) -> decode.DecodePlan:

@@ -12,7 +12,7 @@ from nsa_bench.needle.modes import Mode, RandomChoice, limited_to, registry_of_r
 from nsa_bench.needle.plan import NeedlePlan, load_plan
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig
 from nsa_core.reference import naive
-from nsa_train.data.retrieval import RetrievalRows
+from nsa_train.data.retrieval import retrieval_rows
 from nsa_train.model.decoder import Decoder, build_model
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_haystacks_depend_on_seed_length_and_number_alone(plan: NeedlePlan, plan
 
 def test_no_haystack_is_a_training_row_even_under_its_seed(plan: NeedlePlan) -> None:
     task = plan.haystack(80)
-    rows = RetrievalRows(task, side="train", seed=plan.grid.seed, pad=0)
+    rows = retrieval_rows(task, side="train", seed=plan.grid.seed, pad=0)
     seen = {rows.at(number).input_ids[:20].tobytes() for number in range(50)}
     assert not seen & {row[:20].astype(np.int32).tobytes() for row in draw_haystacks(plan, 80, range(50)).ids.numpy()}
 
