@@ -19,6 +19,7 @@ from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
 from nsa_core.operands import BranchKeys, keys_of, queries_of
 from nsa_core.rope import RopeTables, RotaryEmbedding, rotate, unrotated
+from nsa_core.selection_loss import SelectionLoss
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
 
@@ -66,6 +67,8 @@ class NativeSparseAttention(nn.Module):
         self.registry = registry
         self.telemetry: LayerTelemetry | None = None
         """Attach a `LayerTelemetry` to record the next forward pass; None records nothing."""
+        self.selection_loss: SelectionLoss | None = None
+        """Attach a `SelectionLoss` to take the auxiliary loss of the choice in training passes."""
         hidden, kv_heads = config.hidden_size, config.num_kv_heads
         self.q_proj = nn.Linear(hidden, config.num_heads * config.head_dim_qk, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim_v, hidden, bias=False)
@@ -212,8 +215,24 @@ class NativeSparseAttention(nn.Module):
         rows = self._keys_values(x, tables)
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
         queries = placed._replace(q=self._queries(x, tables))
+        if self.selection_loss is not None and self.training and torch.is_grad_enabled():
+            self._take_selection_loss(self.selection_loss, queries.q, pairs, cu_seqlens, max_seqlen)
         keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
         return self._attend(x, positions.expand(x.shape[0], total), queries, keys, (self.telemetry,))
+
+    def _take_selection_loss(
+        self,
+        auxiliary: SelectionLoss,
+        q: Tensor,
+        pairs: dict[str, tuple[Tensor | None, Tensor | None]],
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+    ) -> None:
+        k_cmp, k = pairs["_cmp"][0], pairs["_slc"][0]
+        if k_cmp is not None and k is not None:
+            loss = auxiliary.take(q, k_cmp, k, self.config.geometry, cu_seqlens, max_seqlen)
+            if self.telemetry is not None:
+                self.telemetry.record_selection_loss(loss)
 
     def _queries(self, x: Tensor, tables: RopeTables) -> Tensor:
         q = split_heads(self.q_proj(x), self.config.head_dim_qk)

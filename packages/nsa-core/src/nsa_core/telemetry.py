@@ -100,6 +100,10 @@ class LayerTelemetry(AttentionObserver):
             self.figures[f"gate_mean_{branch}"] = mean
             self.figures[f"gate_std_{branch}"] = _mean((gate - mean).square(), counts).sqrt()
 
+    def record_selection_loss(self, loss: Tensor) -> None:
+        """Note the auxiliary loss of the choice."""
+        self.figures["selection_loss"] = loss.detach()
+
     @torch.no_grad()
     def record_branch(self, branch: str, out: Tensor, positions: Tensor) -> None:
         """Note a branch's output before its gate; its contribution is mean |out| over the rows that count."""

@@ -176,7 +176,7 @@ class Trainer:
             # also where the step is skipped
             self.recorder.consumed_first(step, self.stream.first_tokens())
         with self._compiling(step, is_wanted=not is_logged), self.recorder.observing(is_logged=is_logged) as observed:
-            found = self._backward(fetched, targets, observed)
+            found = self._backward(step, fetched, targets, observed)
         everyone = self.world.exchange(found)
         loss = sum(row.loss for row in everyone) / max(targets, 1)
         skip = self.guard.judge(loss, everyone)
@@ -246,13 +246,14 @@ class Trainer:
         self.world.barrier()
         raise stop.error(step)
 
-    def _backward(self, fetched: Fetched, targets: int, observed: Observed) -> StepNumbers:
+    def _backward(self, step: int, fetched: Fetched, targets: int, observed: Observed) -> StepNumbers:
         """Fill the gradients of the mean loss over the `targets` of all ranks and return what this rank found."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         factor = self.strategy.factor / max(targets, 1)
         losses = []
         for index, batch in enumerate(fetched.batches):
+            self.model.sample_queries(step * self.config.train.accumulate + index)
             with self.strategy.accumulating(is_last=index == len(fetched.batches) - 1):
                 with self.recorder.phase("forward"):
                     loss = self._summed_loss(self.strategy.forward, batch.to(self.device))

@@ -1,5 +1,6 @@
 """The decoder of a run: nsa-core's, with a loss, recomputation and compilation."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,11 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 from nsa_core import decoder
 from nsa_core.decoder import ATTENTIONS, Block, DecoderSizes, mlp_width
+from nsa_core.selection_loss import SelectionLoss
+from nsa_train.data.packing import IGNORED
 from nsa_train.data.tokenizer import num_ids_of
 from nsa_train.errors import ConfigError
 from nsa_train.model.loss import ChunkKernel, loss_and_gradient, summed_loss, summed_loss_in_chunks
 from nsa_train.model.recompute import RECOMPUTATIONS
 from nsa_train.settings.config import Layer, RunConfig
+
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Decoder(decoder.Decoder):
@@ -26,6 +31,8 @@ class Decoder(decoder.Decoder):
         super().__init__(sizes, (partial(ATTENTIONS[layer.attention], layer.config) for layer in layers))
         self.loss_chunk = 0
         """Tokens whose logits exist at a time when labels are given; 0: all."""
+        self.selection_weight = 0.0
+        """Weight of the auxiliary loss of the choice, beside the mean loss of a token; its gradient alone is added, not its value."""
         self._whole_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
         self._chunk_kernel: ChunkKernel = loss_and_gradient
 
@@ -48,8 +55,26 @@ class Decoder(decoder.Decoder):
         if labels is None:
             return self.logits(hidden)
         if self.loss_chunk:
-            return summed_loss_in_chunks(hidden, self.output_weight, labels, self.loss_chunk, self._chunk_kernel)
-        return self._whole_loss(self.logits(hidden), labels)
+            loss = summed_loss_in_chunks(hidden, self.output_weight, labels, self.loss_chunk, self._chunk_kernel)
+        else:
+            loss = self._whole_loss(self.logits(hidden), labels)
+        return loss + self._selection_term(labels) if self.selection_weight and self.training else loss
+
+    def _selection_term(self, labels: Tensor) -> Tensor:
+        """Return 0, with the gradient of the layers' auxiliary losses, each as often as there are labels: the caller divides by these."""
+        found = [auxiliary.value for auxiliary in self.selection_losses if auxiliary.value is not None]
+        term = self.selection_weight * (labels != IGNORED).sum() * sum(found, labels.new_zeros((), dtype=torch.float32))
+        return term - term.detach()
+
+    @property
+    def selection_losses(self) -> list[SelectionLoss]:
+        """Return what takes the auxiliary loss of each NSA layer."""
+        return [layer.selection_loss for layer in self.sparse_layers if layer.selection_loss is not None]
+
+    def sample_queries(self, pass_number: int) -> None:
+        """Let the next pass, `pass_number` of the run, compare other queries than the last one: offsets by the golden ratio fill 0 to 1."""
+        for auxiliary in self.selection_losses:
+            auxiliary.offset = torch.tensor(pass_number * GOLDEN % 1, dtype=torch.float64, device=self.embedding.weight.device)
 
     def compile_parts(self, **options: Any) -> None:
         """Compile each block's forward pass and the loss; `options` are those of `torch.compile`."""
@@ -100,6 +125,10 @@ def build_model(config: RunConfig) -> Decoder:
     """Return the decoder of `config`, with freshly drawn weights."""
     model = Decoder(layers_of(config), sizes_of(config))
     model.loss_chunk = config.train.loss_chunk
+    model.selection_weight = config.train.selection_loss
+    if model.selection_weight:
+        for layer in model.sparse_layers:
+            layer.selection_loss = SelectionLoss()
     for block in model.blocks:
         cast(Block, block).recompute = RECOMPUTATIONS[config.train.activation_checkpointing]
     return model

@@ -255,6 +255,8 @@ class TrainTable(Table):
     """Write checkpoints in the background; a save then waits only for the copy to host memory."""
     samples: bool = flag(default=True)
     """Write samples of the model's text before the first step and after the last."""
+    selection_loss: float = number(at_least=1e-6, at_most=1000, example=0.1, default=0.0, or_zero=True)
+    """Weight of an auxiliary loss, for each NSA layer, that teaches the choice of blocks what attention over all keys would read; 0: none."""
     init_from: str | None = optional_text(example="'runs/short'")
     """Run or step-N directory whose weights a new run begins with; rows, schedule, RoPE scaling and block sizes may be others
     where the shapes of the weights allow it. A run that is resumed has its own."""

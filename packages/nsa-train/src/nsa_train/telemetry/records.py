@@ -44,7 +44,7 @@ TABLES = {
 COUNTS = ("step", "rank", "pid", "world_size", "restarts_left", "tokens", "fallbacks_total")
 FIGURES = (
     *("uptime_s", "loss", "lr", "toks_per_s", "grad_norm", "step_ms", "mfu"),
-    *("pct_at_max", "free_block_share_mean", "overlap_with_previous_query"),
+    *("pct_at_max", "free_block_share_mean", "overlap_with_previous_query", "selection_loss"),
 )
 FIGURE_FAMILIES = ("gate_", "contribution_", "k_", "reads_", "gpu_mem_")
 TABLES_OF_EVENTS = ("gate_branch_shares", "routes")

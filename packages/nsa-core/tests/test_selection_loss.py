@@ -1,0 +1,128 @@
+"""The auxiliary loss of the choice against loops over the oracle's importance and over dense attention."""
+
+import math
+
+import pytest
+import torch
+
+from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig
+from nsa_core.reference import naive
+from nsa_core.selection_loss import SelectionLoss, sample_rows, selection_loss
+
+GEOMETRY = BlockGeometry(8, 4, 8, num_selected_blocks=4, num_initial_blocks=1, num_local_blocks=2, window_size=8)
+H, G, D = 4, 2, 8
+
+
+def inputs(lengths, dtype=torch.float32):
+    """Return q, k_cmp, k of sequences packed one after another."""
+    torch.manual_seed(0)
+    total = sum(lengths)
+    blocks = sum(max(0, (length - 8) // 4 + 1) for length in lengths)
+    return tuple(torch.randn(1, rows, heads, D, dtype=dtype) for rows, heads in ((total, H), (blocks + 3, G), (total, G)))
+
+
+def expected(q, k_cmp, k, lengths):
+    """Return the loss of all rows, in float64, by loops."""
+    q, k_cmp, k = (x.double() for x in (q, k_cmp, k))
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    v = torch.zeros_like(k_cmp)
+    lse = naive.compressed_attention(q, k_cmp, v, geometry=GEOMETRY, cu_seqlens=bounds).lse
+    importance = naive.importance(q, k_cmp, lse, geometry=GEOMETRY, cu_seqlens=bounds)
+    losses = []
+    for start, length in zip(bounds.tolist(), lengths, strict=False):
+        for t in range(length):
+            own = t // 8
+            if own < 4:
+                continue
+            free = [j for j in range(own + 1) if j >= 1 and j <= own - 2]
+            for group in range(G):
+                mass = torch.zeros(own + 1, dtype=torch.float64)
+                for head in (2 * group, 2 * group + 1):
+                    weights = (k[0, start : start + t + 1, group] @ q[0, start + t, head] * D**-0.5).softmax(0)
+                    for token, weight in enumerate(weights.tolist()):
+                        mass[token // 8] += weight / 2
+                target, found = mass[free], importance[0, start + t, group, free]
+                share = target.sum()
+                losses.append(float(share * ((target / share) * ((target / share) / (found / found.sum())).log()).sum()))
+    return math.fsum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("lengths", [[70], [5, 61, 33, 44]], ids=["one", "packed"])
+def test_the_loss_is_the_divergence_of_importance_from_dense_attention(lengths):
+    q, k_cmp, k = inputs(lengths)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+    loss = selection_loss(q, k_cmp, k, torch.arange(sum(lengths)), geometry=GEOMETRY, cu_seqlens=bounds, max_seqlen=max(lengths))
+
+    assert float(loss) == pytest.approx(expected(q, k_cmp, k, lengths), rel=1e-5)
+
+
+def test_a_batch_of_equal_sequences_needs_no_bounds():
+    q, k_cmp, k = (x.unflatten(1, (2, -1)).flatten(0, 1) for x in (torch.randn(1, 2 * n, h, D) for n, h in ((60, H), (14, G), (60, G))))
+    bounds = torch.tensor([0, 60, 120], dtype=torch.int32)
+    rows = torch.arange(3, 120, 7)
+
+    packed = [x.flatten(0, 1).unsqueeze(0) for x in (q, k_cmp, k)]
+    assert torch.allclose(
+        selection_loss(q, k_cmp, k, rows, geometry=GEOMETRY),
+        selection_loss(*packed, rows, geometry=GEOMETRY, cu_seqlens=bounds, max_seqlen=60),
+    )
+
+
+def test_gradients_reach_queries_and_compressed_keys_alone_and_lower_the_loss():
+    q, k_cmp, k = (x.requires_grad_() for x in inputs([70]))
+    rows = torch.arange(70)
+
+    losses = []
+    for _ in range(40):
+        loss = selection_loss(q, k_cmp, k, rows, geometry=GEOMETRY)
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            # the compressed keys alone: with the queries dense attention would change
+            k_cmp -= 30 * k_cmp.grad
+        assert k.grad is None
+        assert q.grad.any()
+        q.grad = k_cmp.grad = None
+
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_query_without_a_choice_teaches_nothing_and_later_tokens_do_not_matter():
+    q, k_cmp, k = inputs([70])
+    # 32 tokens: all four blocks are chosen
+    assert selection_loss(q, k_cmp, k, torch.arange(32), geometry=GEOMETRY) == 0
+    row = torch.tensor([50])
+    before = selection_loss(q, k_cmp, k, row, geometry=GEOMETRY)
+    # the last compressed block that position 50 sees ends there or before: (50 + 1 - 8) // 4 + 1 = 11 blocks
+    q[:, 51:], k_cmp[:, 11:], k[:, 51:] = 100, 100, 100
+    assert selection_loss(q, k_cmp, k, row, geometry=GEOMETRY) == before > 0
+
+
+def test_rows_are_spread_evenly_and_moved_by_the_offset():
+    assert sample_rows(100, 4, torch.tensor(0.0)).tolist() == [0, 25, 50, 75]
+    assert sample_rows(100, 4, torch.tensor(0.5)).tolist() == [12, 37, 62, 87]
+    assert sample_rows(3, 8, torch.tensor(1.0)).tolist()[-1] == 2
+
+
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+def test_a_layer_takes_the_loss_of_its_training_passes(kv):
+    config = NSAConfig(32, H, G, D, D, geometry=GEOMETRY, compressor="mean", kv=kv)
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(config)
+    x = torch.randn(2, 70, 32)
+    plain = layer(x)
+    layer.selection_loss = SelectionLoss(num_samples=20)
+
+    out = layer(x)
+
+    assert torch.equal(out, plain)
+    loss = layer.selection_loss.value
+    assert loss > 0
+    loss.backward()
+    reached = {name for name, weight in layer.named_parameters() if weight.grad is not None}
+    assert reached == {"q_proj.weight", "k_proj.weight" if kv == "shared" else "k_proj.cmp.weight"}
+    layer.selection_loss.value = None
+    layer.eval()
+    layer(x)
+    assert layer.selection_loss.value is None
