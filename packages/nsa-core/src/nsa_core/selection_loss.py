@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_core.blocks import num_compressed_blocks, num_selection_blocks
+from nsa_core.blocks import num_selection_blocks
 from nsa_core.config import BlockGeometry
 
 CHUNK = 32
@@ -20,7 +20,7 @@ CHUNK = 32
 class Rows(NamedTuple):
     """Sampled rows of q, and where they stand. m rows."""
 
-    index: Tensor
+    row: Tensor
     """(m,) int64, among all rows of the batch"""
     start: Tensor
     """(m,) the first row of the sequence"""
@@ -122,7 +122,7 @@ def _dense_mass(queries: Tensor, keys: Tensor, rows: Rows, bounds: Tensor, geome
     for part in range(0, len(queries), CHUNK):
         some = slice(part, part + CHUNK)
         scores = torch.einsum("mghd,kgd->mghk", queries[some], keys)
-        visible = (key >= rows.start[some].unsqueeze(1)) & (key <= rows.index[some].unsqueeze(1))
+        visible = (key >= rows.start[some].unsqueeze(1)) & (key <= rows.row[some].unsqueeze(1))
         weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
         found.append(weights.mean(2) @ in_block)
     return torch.cat(found)
@@ -148,7 +148,7 @@ def _importance(
     row = torch.arange(k_cmp.shape[0] * k_cmp.shape[1], device=k_cmp.device)
     # surplus rows of a packed batch belong to no sequence
     index = row - firsts[torch.searchsorted(firsts[1:], row, right=True).clamp(max=len(firsts) - 2)]
-    first = firsts[torch.searchsorted(bounds[1:], rows.index, right=True)].unsqueeze(1)
+    first = firsts[torch.searchsorted(bounds[1:], rows.row, right=True)].unsqueeze(1)
     num_visible = ((rows.position + 1 - size).div(stride, rounding_mode="floor") + 1).clamp(min=0).unsqueeze(1)
     visible = ((row >= first) & (row < first + num_visible))[:, None, None]
     scores = torch.einsum("mghd,cgd->mghc", queries, k_cmp.flatten(0, 1))
