@@ -251,9 +251,9 @@ def test_llama3_scaling_is_hugging_faces():
         else:
             expected.append((1 - smooth) * frequency / factor + smooth * frequency)
     scaling = RopeScaling(kind="llama3", factor=factor, original_max_position=length)
-    found = RotaryEmbedding(dim, theta, scaling)._frequencies(torch.device("cpu"))
+    found = RotaryEmbedding(dim, theta, scaling).frequencies(torch.device("cpu"))
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
-    assert len({float(x) for x in (found / RotaryEmbedding(dim, theta)._frequencies(torch.device("cpu"))).round(decimals=3)}) > 2
+    assert len({float(x) for x in (found / RotaryEmbedding(dim, theta).frequencies(torch.device("cpu"))).round(decimals=3)}) > 2
 
 
 def test_a_llama3_ramp_that_falls_is_refused():

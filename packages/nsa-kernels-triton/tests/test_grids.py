@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import nsa_kernels_triton
-from nsa_core import BlockGeometry, nsa_attention, sliding_window_attention
+from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig, nsa_attention, sliding_window_attention
+from nsa_core.attention import append_rows
+from nsa_core.backends.base import NewBlocks
 from nsa_kernels_triton import device, pipelines
 
 pytestmark = [
@@ -69,6 +71,17 @@ def step(geometry, batch=1, heads=1, groups=1):
     nsa_attention(q, *stores, gates, geometry=geometry, backend="triton", query_start=start)
 
 
+def append(geometry, batch=1, groups=1):
+    """Write one row of each sequence into a cache, and the blocks that it completes."""
+    config = NSAConfig(16, groups, groups, 16, 16, geometry=geometry, compressor="mlp", backends={"append": "triton"})
+    layer = NativeSparseAttention(config)
+    cache = layer.new_cache(batch, 4, static=True, count_reads=False)
+    rows = [cache.new_rows(name, *(torch.zeros(batch, 1, groups, 16) for _ in range(2))) for name in ("raw", "slc", "win")]
+    start, count = torch.ones(batch, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
+    blocks = NewBlocks(cache.stores.keys_of("cmp"), rows[0], layer.compress_k, layer.compress_v, layer.rope)
+    append_rows(tuple(rows), blocks, start, count, geometry, config.backends, None)
+
+
 def assert_within_limits(grids):
     too_large = {kernel.__name__: grid for kernel, all_of in grids.items() for grid in all_of if any(map(int.__gt__, grid, LIMITS))}
     assert not too_large
@@ -94,7 +107,14 @@ def test_a_step_of_many_sequences_or_groups_is_launched(grids):
     step(SMALL_BLOCKS, MANY)
     step(SMALL_BLOCKS, heads=MANY, groups=MANY)
     step(SMALL_BLOCKS, heads=MANY)
-    assert {kernel.__name__ for kernel in grids} == {"split_kernel", "selected_kernel", "combine_kernel"}
+    assert {kernel.__name__ for kernel in grids} == {"split_kernel", "choose_kernel", "attend_kernel"}
+    assert_within_limits(grids)
+
+
+def test_rows_of_many_sequences_or_groups_are_written(grids):
+    append(SMALL_BLOCKS, MANY)
+    append(SMALL_BLOCKS, groups=MANY)
+    assert {kernel.__name__ for kernel in grids} == {"append_kernel", "down_kernel"}
     assert_within_limits(grids)
 
 
@@ -117,6 +137,7 @@ def test_no_kernel_escapes_these_tests(grids, monkeypatch):
 
     train(SMALL_BLOCKS, 2, 64, dtype=torch.float16)
     step(SMALL_BLOCKS)
+    append(SMALL_BLOCKS)
     monkeypatch.setattr(pipelines, "has_gluon", lambda: True)
     monkeypatch.setattr(device, "capability_of", lambda x: (9, 0))
     for head_dims in ((128, 128), (192, 128)):

@@ -23,8 +23,6 @@ SHARED_MEMORY_BYTES = {
 }
 """Shared memory that one program may use, by compute capability (CUDA programming guide)."""
 SMALLEST = 99 * KIB
-USES_PDL = True
-"""Whether launches of a step start while the ones before them end, where the GPU can."""
 
 
 def shared_memory_bytes(capability: tuple[int, int]) -> int:
@@ -40,11 +38,6 @@ def num_multiprocessors(x: Tensor) -> int:
 def capability_of(x: Tensor) -> tuple[int, int] | None:
     """Return the compute capability of x's device, None without a GPU: the interpreter."""
     return _properties(x.device)[0] if x.is_cuda else None
-
-
-def has_pdl(x: Tensor) -> bool:
-    """Return True where a launch on x's device may start while the one before it ends: programmatic dependent launch came with 9.0."""
-    return USES_PDL and (capability_of(x) or OLDEST) >= (9, 0)
 
 
 @cache

@@ -168,7 +168,7 @@ def runs(tmp_path: Path, tiny_recipe: Path) -> Iterator[Callable[..., int]]:
 def test_an_imported_run_goes_on_from_the_weights(
     exported: Callable[..., Path], runs: Callable[..., int], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa_train.telemetry.samples.SAMPLE_TOKENS", 4)
+    monkeypatch.setattr("nsa_train.telemetry.recorder.SAMPLE_TOKENS", 4)
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     folder = exported(*KINDS[kind])
     assert runs(folder, "--set", "train.steps=3") == 0

@@ -32,6 +32,7 @@ ALLOWED = {
         "train.lr",
         "train.weight_decay",
         "train.grad_clip",
+        "train.selection_loss",
         "nsa.gate_temperature",
         "nsa.rope_theta",
         "data.timeout_s",

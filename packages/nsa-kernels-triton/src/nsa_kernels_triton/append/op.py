@@ -12,8 +12,7 @@ from nsa_core.config import BlockGeometry, RopeScaling
 from nsa_core.reference.append import emit_blocks
 from nsa_core.rope import RotaryEmbedding, unrotated
 from nsa_kernels_triton.append import kernels
-from nsa_kernels_triton.device import has_pdl
-from nsa_kernels_triton.launch import cdiv, next_power_of_2
+from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
 
 MOST_STORES = 3
 """Stores whose rows a launch writes."""

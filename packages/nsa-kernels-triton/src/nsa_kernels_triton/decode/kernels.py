@@ -264,24 +264,27 @@ def choose_kernel(
     H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
     RAGGED: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, HEAD_TILES: tl.constexpr,
-    SUMMED_HEADS: tl.constexpr, MERGED_HEADS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
+    SUMMED_HEADS: tl.constexpr, MERGED_HEADS: tl.constexpr, PARTS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the blocks of one row of q and one group, or merge the compressed branch of MERGED_HEADS heads; grid (rows, G, 1 + merges).
+    """Choose the blocks of one row of q and one group, or merge the compressed branch of MERGED_HEADS heads; grid (rows * G * PARTS,).
 
-    A row that does not count chooses nothing, and its output is 0. The counters of `attend_kernel` are set to 0.
+    The first of the PARTS programs of a row and group chooses, the others merge. A row that does not count chooses nothing, and its
+    output is 0. The counters of `attend_kernel` are set to 0.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HG: tl.constexpr = H // G
-    row, group, part = wide(tl.program_id(0)), tl.program_id(1), tl.program_id(2)
+    part, number = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    group, index = number % G, number // G
+    row = wide(index)
     if RAGGED:
-        sequence = find_sequence(tl.program_id(0), cu_seqlens_ptr, num_sequences, search_steps)
+        sequence = find_sequence(index, cu_seqlens_ptr, num_sequences, search_steps)
         counts = sequence < num_sequences
         sequence = tl.minimum(sequence, num_sequences - 1)
-        query = tl.program_id(0) - tl.load(cu_seqlens_ptr + sequence)
+        query = index - tl.load(cu_seqlens_ptr + sequence)
     else:
-        sequence, query = tl.program_id(0) // num_queries, tl.program_id(0) % num_queries
+        sequence, query = index // num_queries, index % num_queries
         count = num_queries
         if count_ptr is not None:
             count = tl.load(count_ptr + sequence)

@@ -10,8 +10,8 @@ from nsa_core.backends.base import Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.decode import kernels
-from nsa_kernels_triton.device import OLDEST, capability_of, has_pdl, num_multiprocessors, shared_memory_bytes
-from nsa_kernels_triton.launch import cdiv, next_power_of_2
+from nsa_kernels_triton.device import OLDEST, capability_of, num_multiprocessors, shared_memory_bytes
+from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
 from nsa_kernels_triton.numerics import is_exact, score_factor
 from nsa_kernels_triton.streams import on_its_device
 from nsa_kernels_triton.tile_table import padded, parts_of
@@ -170,11 +170,13 @@ def _decode(
     )  # fmt: skip
     padded_splits, padded_tops = next_power_of_2(splits.cmp), next_power_of_2(num_tops)
     merged_heads = max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_splits * width)))
-    kernels.choose_kernel[(num_rows, num_groups, 1 + (cdiv(group_size, merged_heads) if splits.cmp > 1 else 0))](
+    parts = 1 + (cdiv(group_size, merged_heads) if splits.cmp > 1 else 0)
+    # one axis: the others end at 65,535
+    kernels.choose_kernel[(num_rows * num_groups * parts,)](
         outs, maxima, sums, weights, tops, indices, counters, out, queries.cu_seqlens, queries.start, queries.count,
         length, num_sequences, num_sequences.bit_length() + 1, rows_of_heads, num_blocks, num_tops,
         WIDTH=width, REACH=reach, NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, CMP_SPLITS=splits.cmp,
-        PADDED_SPLITS=padded_splits, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads,
+        PADDED_SPLITS=padded_splits, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads, PARTS=parts,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_tops * slice_blocks))),
         TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
         num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
