@@ -300,7 +300,7 @@ def test_it_conforms_to_a_loop_over_tokens_in_every_case() -> None:
     ("facts", "message"),
     [
         ({"num_queries": 17}, "a step of 17 rows"),
-        ({"kv_dtype": FP8, "compute_capability": (8, 0), "device_type": "cuda"}, "has no conversion to FP8"),
+        ({"kv_dtype": FP8, "compute_capability": (8, 0), "device_type": "cuda"}, "has no conversion of FP8"),
     ],
 )
 def test_reasons_against_writing(facts: dict[str, Any], message: str) -> None:

@@ -37,8 +37,10 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
     reasons = CAPABILITY.reasons_against(request)
     if find_spec("triton") is None:
         reasons += (Reason.incapable(NOT_INSTALLED),)
-    if request.operation is Operation.APPEND:
-        reasons += _reasons_against_append(request)
+    if request.operation is Operation.APPEND and request.num_queries > MOST_STEP_ROWS:
+        reasons += (Reason.policy(f"a step of {request.num_queries} rows (its kernels are for at most {MOST_STEP_ROWS} of each sequence)"),)
+    if request.operation in (Operation.APPEND, Operation.NSA):
+        reasons += _reasons_against_fp8(request)
     if request.device_type == "cuda":
         reasons += _reasons_against_gpu(request)
     elif request.device_type == "cpu":
@@ -46,14 +48,12 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
     return reasons
 
 
-def _reasons_against_append(request: BranchRequest) -> tuple[Reason, ...]:
-    reasons: tuple[Reason, ...] = ()
-    if request.num_queries > MOST_STEP_ROWS:
-        reasons += (Reason.policy(f"a step of {request.num_queries} rows (its kernels are for at most {MOST_STEP_ROWS} of each sequence)"),)
+def _reasons_against_fp8(request: BranchRequest) -> tuple[Reason, ...]:
+    """Return why kernels that write or read FP8 stores as they are cannot run."""
     capability = request.compute_capability
-    if request.kv_dtype in CAPABILITY.stored_dtypes and capability is not None and capability < FIRST_WITH_FP8:
-        reasons += (Reason.incapable("compute capability {}.{} has no conversion to FP8 (needs 8.9 or newer)".format(*capability)),)
-    return reasons
+    if request.kv_dtype not in CAPABILITY.stored_dtypes or capability is None or capability >= FIRST_WITH_FP8:
+        return ()
+    return (Reason.incapable("compute capability {}.{} has no conversion of FP8 (needs 8.9 or newer)".format(*capability)),)
 
 
 def _reasons_against_gpu(request: BranchRequest) -> tuple[Reason, ...]:
