@@ -148,11 +148,11 @@ def _pool(
             if frequencies_ptr is not None:
                 last = tl.full([1], STRIDE, tl.int32) * block + (SIZE - 1)
                 turned, turned_second = _rotated(first[None, :], second[None, :], columns, columns < HALF, last, frequencies_ptr, factor)
-                tl.store(target, cast(tl.sum(turned, 0), dtype), mask=has_slot & (columns < HALF))
-                tl.store(target + HALF, cast(tl.sum(turned_second, 0), dtype), mask=has_slot & (columns < D - HALF))
+                tl.store(target, cast(tl.sum(turned, 0), dtype), mask=columns < tl.where(has_slot, HALF, 0))
+                tl.store(target + HALF, cast(tl.sum(turned_second, 0), dtype), mask=columns < tl.where(has_slot, D - HALF, 0))
             else:
-                tl.store(target, cast(first, dtype), mask=has_slot & (columns < HALF))
-                tl.store(target + HALF, cast(second, dtype), mask=has_slot & (columns < D - HALF))
+                tl.store(target, cast(first, dtype), mask=columns < tl.where(has_slot, HALF, 0))
+                tl.store(target + HALF, cast(second, dtype), mask=columns < tl.where(has_slot, D - HALF, 0))
 
 
 @triton.jit

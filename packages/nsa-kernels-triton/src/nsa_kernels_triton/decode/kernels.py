@@ -402,7 +402,8 @@ def attend_kernel(
             block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
             in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
             keys = block * SELECTION_SIZE + in_block
-            is_key = (block >= 0) & (in_block < SELECTION_SIZE) & (keys <= tl.minimum(t, slc_end - 1))
+            # no scalar in a mask: Triton 3.9's interpreter makes it a number
+            is_key = (in_block < tl.where(block >= 0, SELECTION_SIZE, 0)) & (keys <= tl.minimum(t, slc_end - 1))
             key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, slc_table_ptr, None, slc_rows, slc_pages, slc_table_width, False)
             acc1, acc2, row_max, row_sum, _weights = _fold(
                 q1, q2, acc1, acc2, row_max, row_sum, k_slc_ptr, v_slc_ptr, k_slc_scale_ptr, v_slc_scale_ptr, key_rows, is_key,
