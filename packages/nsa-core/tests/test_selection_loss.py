@@ -126,3 +126,13 @@ def test_a_layer_takes_the_loss_of_its_training_passes(kv):
     layer.eval()
     layer(x)
     assert layer.selection_loss.value is None
+
+
+def test_rows_that_do_not_count_teach_nothing():
+    q, k_cmp, k = (torch.randn(2, rows, heads, D) for rows, heads in ((70, H), (16, G), (70, G)))
+    counts, rows = torch.tensor([70, 40], dtype=torch.int32), torch.arange(140)
+    loss = selection_loss(q, k_cmp, k, rows, geometry=GEOMETRY, query_count=counts)
+    assert torch.equal(loss, selection_loss(q, k_cmp, k, rows[:110], geometry=GEOMETRY))
+    spoiled = q.clone()
+    spoiled[1, 40:] = 7.0
+    assert torch.equal(loss, selection_loss(spoiled, k_cmp, k, rows, geometry=GEOMETRY, query_count=counts))

@@ -78,7 +78,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return `(B, S, hidden)` of `x` `(B, S, hidden)`."""
         if self.recompute is not None and self.training and cache is None:
-            return self.recompute(self._layer, x, cu_seqlens, max_seqlen)
+            return self.recompute(self._layer, x, cu_seqlens, max_seqlen, None, query_count)
         return self._layer(x, cu_seqlens, max_seqlen, cache, query_count)
 
     def _layer(

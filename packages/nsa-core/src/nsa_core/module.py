@@ -215,24 +215,21 @@ class NativeSparseAttention(nn.Module):
         rows = self._keys_values(x, tables)
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
         queries = placed._replace(q=self._queries(x, tables))
-        if self.selection_loss is not None and self.training and torch.is_grad_enabled():
-            self._take_selection_loss(self.selection_loss, queries.q, pairs, cu_seqlens, max_seqlen)
-        keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
-        return self._attend(x, positions.expand(x.shape[0], total), queries, keys, (self.telemetry,))
-
-    def _take_selection_loss(
-        self,
-        auxiliary: SelectionLoss,
-        q: Tensor,
-        pairs: dict[str, tuple[Tensor | None, Tensor | None]],
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-    ) -> None:
-        k_cmp, k = pairs["_cmp"][0], pairs["_slc"][0]
-        if k_cmp is not None and k is not None:
-            loss = auxiliary.take(q, k_cmp, k, self.config.geometry, cu_seqlens, max_seqlen)
+        k_cmp, k_slc = pairs["_cmp"][0], pairs["_slc"][0]
+        if self.selection_loss is not None and self.training and torch.is_grad_enabled() and k_cmp is not None and k_slc is not None:
+            loss = self.selection_loss.take(
+                queries.q,
+                k_cmp,
+                k_slc,
+                geometry=self.config.geometry,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                query_count=query_count,
+            )
             if self.telemetry is not None:
                 self.telemetry.record_selection_loss(loss)
+        keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
+        return self._attend(x, positions.expand(x.shape[0], total), queries, keys, (self.telemetry,))
 
     def _queries(self, x: Tensor, tables: RopeTables) -> Tensor:
         q = split_heads(self.q_proj(x), self.config.head_dim_qk)

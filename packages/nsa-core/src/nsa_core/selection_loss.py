@@ -5,13 +5,14 @@ it. For a sample of queries this loss compares the importance of blocks (Eq. 9, 
 dense attention of the same queries over the branch's own keys puts into each block, without one.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.config import BlockGeometry
+from nsa_core.varlen import compressed_lengths, cu_blocks_from_cu_seqlens, positions_from_cu_seqlens, sequence_ids
 
 CHUNK = 32
 """Queries whose scores over all keys exist at a time, without a gradient."""
@@ -22,10 +23,12 @@ class Rows(NamedTuple):
 
     row: Tensor
     """(m,) int64, among all rows of the batch"""
+    sequence: Tensor
+    """(m,) int64"""
     start: Tensor
-    """(m,) the first row of the sequence"""
+    """(m,) int64, the first row of the sequence"""
     position: Tensor
-    """(m,) in the sequence"""
+    """(m,) int64, in the sequence"""
 
 
 class SelectionLoss:
@@ -39,19 +42,17 @@ class SelectionLoss:
         self.value: Tensor | None = None
         """The loss of the last pass, with its gradient."""
 
-    def take(
-        self, q: Tensor, k_cmp: Tensor, k: Tensor, geometry: BlockGeometry, cu_seqlens: Tensor | None, max_seqlen: int | None
-    ) -> Tensor:
-        """Keep and return the loss of a pass, see `selection_loss`."""
+    def take(self, q: Tensor, k_cmp: Tensor, k: Tensor, **keywords: Any) -> Tensor:
+        """Keep and return the loss of a pass; the arguments are those of `selection_loss`, which gets sampled rows."""
         offset = torch.zeros((), device=q.device) if self.offset is None else self.offset
-        rows = sample_rows(q.shape[0] * q.shape[1], self.num_samples, offset)
-        self.value = selection_loss(q, k_cmp, k, rows, geometry=geometry, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        self.value = selection_loss(q, k_cmp, k, sample_rows(q.shape[0] * q.shape[1], self.num_samples, offset), **keywords)
         return self.value
 
 
 def sample_rows(num_rows: int, num_samples: int, offset: Tensor) -> Tensor:
     """Return int64 `(num_samples,)`: rows at equal distances among `num_rows`, moved by `offset`, a number from 0 to 1."""
     steps = (torch.arange(num_samples, device=offset.device, dtype=torch.float64) + offset) / num_samples
+    # rounding may reach num_rows
     return (steps * num_rows).long().clamp(max=num_rows - 1)
 
 
@@ -65,6 +66,7 @@ def selection_loss(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    query_count: Tensor | None = None,
 ) -> Tensor:
     """Return the loss, a float32 scalar: the mean over sampled queries with a choice, and over KV heads, of mass * KL(dense || importance).
 
@@ -81,17 +83,24 @@ def selection_loss(
         scale: of scores; None: D_k ** -0.5.
         cu_seqlens: int32 `(N + 1,)`, bounds of packed sequences.
         max_seqlen: host bound on the tokens of a sequence; None: S.
+        query_count: int32 `(B,)`, valid rows of each sequence; the others teach nothing. None: all.
     """
     batch, length, num_kv_heads = k.shape[:3]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    bounds = torch.arange(batch + 1, device=q.device) * length if cu_seqlens is None else cu_seqlens.long()
+    every = torch.arange(batch + 1, device=q.device)
+    bounds = every * length if cu_seqlens is None else cu_seqlens.long()
+    block_bounds = every * k_cmp.shape[1] if cu_seqlens is None else cu_blocks_from_cu_seqlens(cu_seqlens, geometry).long()
     num_blocks = num_selection_blocks(length if max_seqlen is None else max_seqlen, geometry)
-    sampled = _placed(rows, bounds)
+    sequence = sequence_ids(bounds, batch * length)[rows]
+    start = bounds[sequence]
+    sampled = Rows(rows, sequence, start, rows - start)
 
     own = sampled.position // geometry.selection_block_size
     block = torch.arange(num_blocks, device=q.device)
-    competes = (block >= geometry.num_initial_blocks) & (block <= (own - geometry.num_local_blocks).unsqueeze(1))
     has_choice = own >= geometry.num_selected_blocks
+    if query_count is not None:
+        has_choice &= sampled.position < query_count[sequence]
+    competes = (block >= geometry.num_initial_blocks) & (block <= (own - geometry.num_local_blocks).unsqueeze(1))
     competes = (competes & has_choice.unsqueeze(1)).unsqueeze(1)
 
     # in float32 also under autocast
@@ -99,7 +108,7 @@ def selection_loss(
         queries = q.flatten(0, 1)[rows].unflatten(1, (num_kv_heads, -1)).float() * scale
         with torch.no_grad():
             dense = _dense_mass(queries, k.flatten(0, 1).float(), sampled, bounds, geometry, num_blocks)
-        importance = _importance(queries, k_cmp.float(), sampled, bounds, geometry, num_blocks, is_packed=cu_seqlens is not None)
+        importance = _importance(queries, k_cmp.flatten(0, 1).float(), sampled, block_bounds, geometry, num_blocks)
     tiny = torch.finfo(torch.float32).tiny
     dense, importance = dense * competes, importance * competes
     mass, total = dense.sum(-1, keepdim=True), importance.sum(-1, keepdim=True)
@@ -108,16 +117,10 @@ def selection_loss(
     return (dense * ratio).sum() / (has_choice.sum() * num_kv_heads).clamp(min=1)
 
 
-def _placed(rows: Tensor, bounds: Tensor) -> Rows:
-    sequence = torch.searchsorted(bounds[1:], rows, right=True)
-    start = bounds[sequence]
-    return Rows(rows, start, rows - start)
-
-
 def _dense_mass(queries: Tensor, keys: Tensor, rows: Rows, bounds: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
     """Return the mass `(m, G, num_blocks)` of causal attention of scaled `queries` `(m, G, H/G, D)` over `keys` `(B * S, G, D)` in each block."""
     key = torch.arange(len(keys), device=keys.device)
-    in_block = _one_hot(_placed(key, bounds).position // geometry.selection_block_size, num_blocks)
+    in_block = _one_hot(positions_from_cu_seqlens(bounds, len(keys)) // geometry.selection_block_size, num_blocks)
     found = []
     for part in range(0, len(queries), CHUNK):
         some = slice(part, part + CHUNK)
@@ -128,40 +131,25 @@ def _dense_mass(queries: Tensor, keys: Tensor, rows: Rows, bounds: Tensor, geome
     return torch.cat(found)
 
 
-def _importance(
-    queries: Tensor,
-    k_cmp: Tensor,
-    rows: Rows,
-    bounds: Tensor,
-    geometry: BlockGeometry,
-    num_blocks: int,
-    *,
-    is_packed: bool,
-) -> Tensor:
-    """Return the importance `(m, G, num_blocks)` of blocks (Eq. 9, 10), with its gradient; 0 for queries that see no compressed block."""
-    size, stride = geometry.compression_block_size, geometry.compression_stride
-    if is_packed:
-        counts = ((bounds.diff() - size).div(stride, rounding_mode="floor") + 1).clamp(min=0)
-        firsts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    else:
-        firsts = torch.arange(k_cmp.shape[0] + 1, device=k_cmp.device) * k_cmp.shape[1]
-    row = torch.arange(k_cmp.shape[0] * k_cmp.shape[1], device=k_cmp.device)
-    # surplus rows of a packed batch belong to no sequence
-    index = row - firsts[torch.searchsorted(firsts[1:], row, right=True).clamp(max=len(firsts) - 2)]
-    first = firsts[torch.searchsorted(bounds[1:], rows.row, right=True)].unsqueeze(1)
-    num_visible = ((rows.position + 1 - size).div(stride, rounding_mode="floor") + 1).clamp(min=0).unsqueeze(1)
+def _importance(queries: Tensor, keys: Tensor, rows: Rows, block_bounds: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
+    """Return the importance `(m, G, num_blocks)` of blocks by the compressed `keys` `(B * C, G, D)` (Eq. 9, 10), with its gradient.
+
+    It is 0 for queries that see no compressed block.
+    """
+    row, first = torch.arange(len(keys), device=keys.device), block_bounds[rows.sequence].unsqueeze(1)
+    num_visible = compressed_lengths(rows.position + 1, geometry).unsqueeze(1)
     visible = ((row >= first) & (row < first + num_visible))[:, None, None]
-    scores = torch.einsum("mghd,cgd->mghc", queries, k_cmp.flatten(0, 1))
+    scores = torch.einsum("mghd,cgd->mghc", queries, keys)
     # a row that sees nothing: softmax of equal scores, then 0, so that no gradient is NaN
     weights = scores.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1).masked_fill(~visible, 0.0)
-    return weights.sum(2) @ _overlaps(index, geometry, num_blocks)
+    return weights.sum(2) @ _overlaps(positions_from_cu_seqlens(block_bounds, len(keys)), geometry, num_blocks)
 
 
 def _overlaps(index: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
     """Return float32 `(C, num_blocks)`: how many strides of compressed block number `index` `(C,)` lie in each selection block (Eq. 9)."""
     strides = geometry.selection_block_size // geometry.compression_stride
     reach = geometry.compression_block_size // geometry.compression_stride
-    return sum((_one_hot((index + part) // strides, num_blocks) for part in range(reach)), torch.zeros(()).to(index.device))
+    return torch.stack([_one_hot((index + part) // strides, num_blocks) for part in range(reach)]).sum(0)
 
 
 def _one_hot(block: Tensor, num_blocks: int) -> Tensor:

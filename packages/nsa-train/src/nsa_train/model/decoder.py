@@ -73,8 +73,12 @@ class Decoder(decoder.Decoder):
 
     def sample_queries(self, pass_number: int) -> None:
         """Let the next pass, `pass_number` of the run, compare other queries than the last one: offsets by the golden ratio fill 0 to 1."""
-        for auxiliary in self.selection_losses:
-            auxiliary.offset = torch.tensor(pass_number * GOLDEN % 1, dtype=torch.float64, device=self.embedding.weight.device)
+        found = self.selection_losses
+        if found:
+            # filled on the device: a copy from the host would wait
+            offset = torch.full((), pass_number * GOLDEN % 1, dtype=torch.float64, device=self.embedding.weight.device)
+            for auxiliary in found:
+                auxiliary.offset = offset
 
     def compile_parts(self, **options: Any) -> None:
         """Compile each block's forward pass and the loss; `options` are those of `torch.compile`."""
