@@ -1,5 +1,6 @@
 """Bad input at the public edge: an InputError that says what was found, why it is refused and what to do."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -106,6 +107,33 @@ def test_tangents_of_gates_are_refused_branch_by_branch_too():
     q, *stores, gates = valid(nsa_attention)
     with forward_ad.dual_level(), pytest.raises(InputError, match="forward-mode"):
         nsa_attention(q, *stores, forward_ad.make_dual(gates, gates), geometry=SMALL, backend={"win": "sdpa"})
+
+
+@pytest.mark.parametrize("operation", ARGUMENTS)
+def test_a_keyword_that_does_not_exist_is_named_with_those_that_do(operation):
+    operands = [torch.zeros(1)] * len(ARGUMENTS[operation])
+    with pytest.raises(TypeError, match=r"scal= is no keyword of the operation; use one of geometry, scale, cu_seqlens, .*registry"):
+        operation(*operands, geometry=SMALL, scal=1.0)
+
+
+@pytest.mark.parametrize("operation", [compressed_attention, select_blocks, selected_attention, sliding_window_attention])
+def test_an_operation_of_one_branch_needs_its_keys_and_values(operation):
+    for name in set(ARGUMENTS[operation]) & {"k", "v", "k_cmp", "v_cmp"}:
+        found = {**tensors(), name: None}
+        with pytest.raises(InputError, match=f"^{name} is None "):
+            operation(*(found[argument] for argument in ARGUMENTS[operation]), geometry=SMALL)
+
+
+def test_a_bound_may_be_an_integer_of_any_kind():
+    q, k, v = (tensors(batch=1)[name] for name in ("q", "k", "v"))
+    bounds = int32([0, 4, S])
+    found = sliding_window_attention(q, k, v, geometry=SMALL, cu_seqlens=bounds, max_seqlen=np.int64(5))
+    assert torch.equal(found.out, sliding_window_attention(q, k, v, geometry=SMALL, cu_seqlens=bounds, max_seqlen=5).out)
+    for wrong in (12.5, -1):
+        with pytest.raises(InputError, match="is no bound on rows"):
+            sliding_window_attention(q[:, :1], k, v, geometry=SMALL, query_start=int32([3]), max_seqlen=wrong)
+    for kind in (int, np.int64):
+        sliding_window_attention(q[:, :1], k, v, geometry=SMALL, query_start=int32([3]), max_seqlen=kind(S))
 
 
 def test_an_input_error_is_an_nsa_error_and_a_value_error():

@@ -1,7 +1,7 @@
 """The public operations. `nsa_attention` is the main path: compressed, select, selected, window, gates (Eq. 5).
 
 Layouts: q (B, S, H, D_k), k (B, T, G, D_k), v (B, T, G, D_v), out (B, S, H, D_v) in q's dtype, lse (B, S, H) natural log.
-Every operation takes `geometry`, its block sizes, and the keywords of `CallKeywords`.
+The operations on plain tensors take `geometry`, the block sizes, and the keywords of `CallKeywords`.
 
 Under torch.autocast q, k and v are cast to the autocast dtype. Every operation raises InputError for tensors that do not
 fit and BackendUnavailableError where a named backend cannot serve. Outside torch.compile the attentions refuse tensors with
@@ -9,7 +9,7 @@ tangents of forward-mode differentiation as well (InputError). Nothing waits for
 """
 
 import warnings
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from nsa_core.telemetry import AttentionObserver
 
 
 class CallKeywords(TypedDict, total=False):
-    """The keywords that every operation takes in addition to `geometry`."""
+    """The keywords that every operation on plain tensors takes in addition to `geometry`."""
 
     scale: float | None
     """Factor of the scores; None is D_k ** -0.5."""
@@ -60,6 +60,7 @@ def compressed_attention(
     queries before l - 1 give out 0, lse -inf. Packed, the sequences' blocks stand one after another; rows beyond the
     last block are never read and get zero gradient. `CallKeywords` has the other keywords.
     """
+    _require(k_cmp=k_cmp, v_cmp=v_cmp)
     queries, keys, call = _begin(q, {"_cmp": (k_cmp, v_cmp)}, geometry, **keywords)
     result: BranchOutput = run(Operation.CMP, call, queries, keys["_cmp"])
     return result
@@ -72,6 +73,7 @@ def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeome
     choice; equal scores go to the lower block; indices count from the sequence's own start. No gradient. `CallKeywords` has
     the other keywords.
     """
+    _require(k_cmp=k_cmp)
     queries, keys, call = _begin(q, {"_cmp": (k_cmp, None)}, geometry, **keywords)
     checks.check_tensor("lse", lse, tuple(q.shape[:3]), "(B, S, H)", q)
     result: Tensor = run(Operation.SELECT, call, queries, keys["_cmp"], lse)
@@ -87,6 +89,7 @@ def selected_attention(
     zero gradients. On a CPU a block named twice or outside 0 .. own is refused; on a GPU what lies outside counts as
     absent. `CallKeywords` has the other keywords.
     """
+    _require(k=k, v=v)
     queries, keys, call = _begin(q, {"": (k, v)}, geometry, **keywords)
     check_choice(queries, k, block_indices, geometry)
     result: BranchOutput = run(Operation.SLC, call, queries, keys[""], block_indices)
@@ -98,6 +101,7 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, *, geometry: Block
 
     `CallKeywords` has the other keywords.
     """
+    _require(k=k, v=v)
     queries, keys, call = _begin(q, {"": (k, v)}, geometry, **keywords)
     result: BranchOutput = run(Operation.WIN, call, queries, keys[""])
     return result
@@ -169,6 +173,15 @@ def attend_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: t
     return _gated_attention(queries, keys, gates, tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None), call)
 
 
+def _require(**tensors: Tensor | None) -> None:
+    """Raise InputError where one of the operands of a single branch is None."""
+    for name, x in tensors.items():
+        if x is None:
+            raise InputError(
+                f"{name} is None (an operation of one branch needs it); give a tensor, or leave the branch out of nsa_attention"
+            )
+
+
 def _begin(
     q: Tensor,
     pairs: Pairs,
@@ -182,8 +195,11 @@ def _begin(
     page_table: PageTables = None,
     backend: Backends = AUTO,
     registry: BackendRegistry | None = None,
+    **unknown: Any,
 ) -> tuple[Queries, BranchKeys, Call]:
     """Return the operands and the call of the tensors and keywords of a public operation, checked."""
+    if unknown:
+        raise TypeError(f"{min(unknown)}= is no keyword of the operation; use one of geometry, {', '.join(CallKeywords.__annotations__)}")
     checks.check_query(q)
     checks.check_geometry(geometry)
     queries = queries_of(q, cu_seqlens, max_seqlen, query_start, query_count, page_table)

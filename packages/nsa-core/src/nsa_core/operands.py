@@ -4,6 +4,7 @@ Types, shapes and extents are checked always; values on a CPU only, where readin
 """
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -52,10 +53,12 @@ def queries_of(
         max_count, least = checks.longest_of(cu_seqlens, max_count), checks.longest_of(cu_seqlens, 0)
     if query_start is None and query_count is not None:
         query_start = torch.zeros_like(query_count)
-    # over stores max_seqlen bounds their tokens, else the rows
-    if query_start is None and max_seqlen is not None:
+    if max_seqlen is not None:
+        # over stores it bounds their tokens, else the rows
+        least = least if query_start is None else 0
         check_bound("max_seqlen", max_seqlen, least, f"the longest sequence, {least} (it bounds every one)")
-        max_count = max_count if cu_seqlens is None else max_seqlen
+        if query_start is None and cu_seqlens is not None:
+            max_count = max_seqlen if isinstance(max_seqlen, torch.SymInt) else int(max_seqlen)
     return Queries(x, max_count, cu_seqlens, query_start, query_count)
 
 
@@ -122,7 +125,7 @@ def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeom
 
 def check_bound(name: str, bound: Any, least: int, cause: str) -> None:
     """Raise InputError unless `bound`, a host bound on rows, is an integer of at least `least`; `cause` says why so many."""
-    if not isinstance(bound, int | torch.SymInt) or isinstance(bound, bool) or bound < 0:
+    if not isinstance(bound, Integral | torch.SymInt) or isinstance(bound, bool) or bound < 0:
         raise InputError(f"{name}={bound!r} is no bound on rows (the rule: an integer of at least 0); use the number of rows")
     if bound < least:
         raise InputError(f"{name}={bound} is below {cause}; use {least} or more")

@@ -62,9 +62,14 @@ def test_results_without_a_backward_pass_require_no_gradient():
     assert not lse.requires_grad
 
 
-def test_a_second_derivative_is_refused():
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_second_derivative_is_refused_and_not_left_out(power):
     queries, keys = operands(requires_grad=True)
-    out = declare(2, "nsa_core_tests::once")(queries, keys, geometry=SMALL, scale=1.0).out
-    (gradient,) = torch.autograd.grad(out.square().sum(), keys.v, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
+    weight = torch.ones((), requires_grad=True)
+    values = keys.v * weight
+    out = declare(2, f"nsa_core_tests::once_{power}")(queries, keys._replace(v=values), geometry=SMALL, scale=1.0).out
+    (gradient,) = torch.autograd.grad(out.pow(power).sum(), values, create_graph=True)
+    # with a penalty on the gradient: a cut graph would give the gradient of the rest
+    loss = out.square().sum() + gradient.square().sum()
+    with pytest.raises(RuntimeError, match="differentiated once more"):
+        torch.autograd.grad(loss, weight)

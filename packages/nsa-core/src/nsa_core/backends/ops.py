@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, Operation, Queries
 from nsa_core.config import BlockGeometry
@@ -146,6 +145,11 @@ def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[.
     schema = f"({grads}, Tensor[] results, {_schema_of(operation)}, int[] geometry, float scale) -> ({gradients})"
     op = _declare(f"{name}_backward", schema, run, fake)
 
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError(f"{name}: its gradient was differentiated once more (the backward pass has no derivative); differentiate once")
+
+    torch.library.register_autograd(f"{name}_backward", refuse, lib=LIBRARIES[f"{name}_backward"])
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -158,7 +162,6 @@ def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[.
             return results
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:
             # read once: checkpointing hands out every saved tensor a single time
             saved, count = ctx.saved_tensors, len(ctx.constants)
