@@ -241,11 +241,26 @@ class Doubled(nn.Module):
         return 2 * tokens.mean(2)
 
 
-@pytest.mark.parametrize("what", ["phi", "rotation", "hook"])
+class Wrapped(nn.Module):
+    """A layer in place of another, with its weights, as LoRA makes."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.weight, self.bias, self.out_features = layer, layer.weight, layer.bias, layer.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * self.layer(x)
+
+
+@pytest.mark.parametrize("what", ["phi", "rotation", "hook", "hook inside", "layer inside"])
 def test_what_the_kernels_do_not_know_is_called_as_it_is(what: str) -> None:
-    case = Case()
+    case = Case(phi="mlp" if what.endswith("inside") else "mean")
     twin = make(case)
-    if what == "phi":
+    if what == "hook inside":
+        twin.compress[0].up.register_forward_hook(lambda module, inputs, output: 2 * output)
+    elif what == "layer inside":
+        twin.compress[1].down = Wrapped(twin.compress[1].down)
+    elif what == "phi":
         twin = twin._replace(compress=(Doubled(), Doubled()))
     elif what == "rotation":
         twin = twin._replace(rotate=lambda x, positions: x * positions[..., None, None])
@@ -255,6 +270,37 @@ def test_what_the_kernels_do_not_know_is_called_as_it_is(what: str) -> None:
     for cache, backend in zip(twin.caches, (TritonBackend, SDPABackend), strict=True):
         write(cache, twin, new, int32(*case.starts), count, backend)
     assert_same_stores(twin.caches[0], twin.caches[1], case.dtype)
+
+
+def test_stores_that_are_not_contiguous_are_written() -> None:
+    case = Case()
+    twin = make(case)
+    new, count = rows_of(case, (2, 1, 3), ["slc"], 0)["slc"], int32(2, 1, 3)
+    kept = twin.caches[1].new_rows("slc", *new)
+    wide = torch.zeros(*kept.store.k.shape[:2], 2 * kept.store.k.shape[2], kept.store.k.shape[3], dtype=kept.store.k.dtype, device=DEVICE)
+    part = kept._replace(store=kept.store._replace(k=wide[:, :, : kept.store.k.shape[2]]))
+    start = int32(*case.starts)
+    for backend, rows in ((TritonBackend, part), (SDPABackend, kept._replace(store=kept.store._replace(k=torch.zeros_like(kept.store.k))))):
+        backend(operation=Operation.APPEND)((rows,), None, start, count, geometry=SMALL)
+        written = rows.store.k
+        assert written.any()
+        if backend is SDPABackend:
+            assert torch.equal(written, part.store.k)
+    assert not wide[:, :, kept.store.k.shape[2] :].any()
+
+
+def test_fp8_keeps_what_is_not_a_number() -> None:
+    case = Case(options={"kv_dtype": FP8})
+    twin = make(case)
+    new, count = rows_of(case, (1, 1, 1), ["slc"], 0), int32(1, 1, 1)
+    new["slc"][0][1, 0, 0, 3] = float("nan")
+    for cache, backend in zip(twin.caches, (TritonBackend, SDPABackend), strict=True):
+        backend(operation=Operation.APPEND)((cache.new_rows("slc", *new["slc"]),), None, int32(*case.starts), count, geometry=SMALL)
+    # numbers times scales: the interpreter's own cast to FP8 knows no NaN
+    kernels, reference = (cache.stores.keys_of("slc") for cache in twin.caches)
+    lost = [(store.k.float() * store.k_scale[..., None]).isnan() for store in (kernels, reference)]
+    assert torch.equal(*lost)
+    assert int(lost[0].sum()) == case.head_dim_qk
 
 
 def test_keys_alone_choose() -> None:

@@ -68,17 +68,6 @@ def test_nothing_overrides_a_gpu_that_is_too_old(operation, capability):
     assert messages(request, ReasonKind.INCAPABLE) == [f"compute capability 7.{capability[1]} (needs 8.0 or newer)"]
 
 
-def test_fp8_stores_are_not_read_as_they_are_where_nothing_converts_them():
-    fp8 = torch.float8_e4m3fn
-    # found by compiling a step for 8.0: Triton has no such type there
-    assert messages(gpu(8, 0, operation="nsa", kv_dtype=fp8), ReasonKind.INCAPABLE) == [
-        "compute capability 8.0 has no conversion of FP8 (needs 8.9 or newer)"
-    ]
-    assert messages(gpu(8, 9, operation="nsa", kv_dtype=fp8), ReasonKind.INCAPABLE) == []
-    # these convert a store before their kernels read it
-    assert messages(gpu(8, 0, operation="slc", kv_dtype=fp8), ReasonKind.INCAPABLE) == []
-
-
 def test_a_gpu_of_unknown_capability_is_refused():
     assert messages(evolve(gpu(8, 0), compute_capability=None), ReasonKind.INCAPABLE) == ["compute capability none (needs 8.0 or newer)"]
 

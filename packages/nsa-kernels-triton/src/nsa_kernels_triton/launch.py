@@ -10,13 +10,10 @@ from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_kernels_triton import device, routing
 
-USES_PDL = True
-"""Whether launches of a step start while the ones before them end, where the GPU can."""
-
 
 def has_pdl(x: Tensor) -> bool:
     """Return True where a launch on x's device may start while the one before it ends: programmatic dependent launch came with 9.0."""
-    return USES_PDL and (device.capability_of(x) or device.OLDEST) >= (9, 0) and not routing.interprets()
+    return (device.capability_of(x) or device.OLDEST) >= (9, 0) and not routing.interprets()
 
 
 def cdiv(total: int, size: int) -> int:

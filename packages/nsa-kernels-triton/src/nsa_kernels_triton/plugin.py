@@ -11,6 +11,7 @@ from nsa_core import BlockGeometry, BranchRequest, Capability, Operation, Reason
 from nsa_core.backends.layouts import over_rows
 from nsa_core.plugins import hookimpl
 from nsa_kernels_triton import implementations, routing
+from nsa_kernels_triton.device import capability_of
 from nsa_kernels_triton.window import with_window_in_order
 
 
@@ -58,6 +59,8 @@ def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:
     """Return whether `decode` serves the operands of NSA: a few rows of each sequence over a cache, without gradients."""
     queries, cmp, slc, win, gates = operands
     if queries.start is None or queries.max_count > routing.MOST_STEP_ROWS or cmp.first is not None or slc.first is not None:
+        return False
+    if queries.q.is_cuda and slc.k_scale is not None and not routing.has_fp8(capability_of(queries.q)):
         return False
     if geometry.selection_block_size > MOST_STRIDES * geometry.compression_stride:
         return False

@@ -39,7 +39,7 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
         reasons += (Reason.incapable(NOT_INSTALLED),)
     if request.operation is Operation.APPEND and request.num_queries > MOST_STEP_ROWS:
         reasons += (Reason.policy(f"a step of {request.num_queries} rows (its kernels are for at most {MOST_STEP_ROWS} of each sequence)"),)
-    if request.operation in (Operation.APPEND, Operation.NSA):
+    if request.operation is Operation.APPEND:
         reasons += _reasons_against_fp8(request)
     if request.device_type == "cuda":
         reasons += _reasons_against_gpu(request)
@@ -49,11 +49,16 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
 
 
 def _reasons_against_fp8(request: BranchRequest) -> tuple[Reason, ...]:
-    """Return why kernels that write or read FP8 stores as they are cannot run."""
+    """Return why kernels that write FP8 stores cannot run; those that read them convert a store first where `has_fp8` is False."""
     capability = request.compute_capability
-    if request.kv_dtype not in CAPABILITY.stored_dtypes or capability is None or capability >= FIRST_WITH_FP8:
+    if request.kv_dtype not in CAPABILITY.stored_dtypes or has_fp8(capability):
         return ()
-    return (Reason.incapable("compute capability {}.{} has no conversion of FP8 (needs 8.9 or newer)".format(*capability)),)
+    return (Reason.incapable("compute capability {}.{} has no conversion of FP8 (needs 8.9 or newer)".format(*capability or OLDEST)),)
+
+
+def has_fp8(capability: tuple[int, int] | None) -> bool:
+    """Return True where Triton has the type of FP8 stores; None stands for a machine without a GPU, which interprets."""
+    return capability is None or capability >= FIRST_WITH_FP8
 
 
 def _reasons_against_gpu(request: BranchRequest) -> tuple[Reason, ...]:

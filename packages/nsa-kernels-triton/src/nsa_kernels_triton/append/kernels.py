@@ -66,11 +66,14 @@ def _write(
             if scale_ptr is not None:
                 x = x.to(tl.float32)
                 scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([GROUPS], LARGEST_FP8, tl.float32)), SMALLEST_SCALE)
+                # of a row with NaN, as in the reference
+                scale = tl.where(tl.sum((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
                 tl.store(scale_ptr + slot * G + groups, scale, mask=groups < G)
                 x = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH)))
-                x = tl.minimum(tl.maximum(x, -LARGEST_FP8), LARGEST_FP8)
+                # NaN stays
+                x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST_FP8), LARGEST_FP8), x)
                 if INTERPRETING:
-                    x = _rounded_to_fp8(x)
+                    x = tl.where(x == x, _rounded_to_fp8(x), x)
             tl.store(store_ptr + slot * (G * D) + offsets, cast(x, store_ptr.dtype.element_ty), mask=mask)
 
 
@@ -187,8 +190,8 @@ def _up(
         for token in range(first, tl.minimum(first + SPLIT_TOKENS, SIZE)):
             positions = blocks * STRIDE + token
             x = _tokens(raw_ptr, new_ptr, sequences, positions, is_complete, starts, groups, num_new, ring_rows, inner, is_inner, G, D)
-            place = tl.load(position_ptr + token * D + inner, mask=is_inner, other=0.0)
-            x = cast(x.to(tl.float32) + place.to(tl.float32)[None, :], x.dtype)
+            embedding = tl.load(position_ptr + token * D + inner, mask=is_inner, other=0.0)
+            x = cast(x.to(tl.float32) + embedding.to(tl.float32)[None, :], x.dtype)
             weights = up_ptr + (columns * (SIZE * D))[:, None] + (token * D + inner)[None, :]
             weights = tl.load(weights, mask=is_column[:, None] & is_inner[None, :], other=0.0)
             hidden = dot(x, tl.trans(weights), hidden)

@@ -1,6 +1,5 @@
 """The operation APPEND: which kernels write a step, and how it is cut."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from nsa_core.backends.base import Keys, NewBlocks, NewRows
 from nsa_core.compression import ConvCompressor, MeanCompressor, MLPCompressor
 from nsa_core.config import BlockGeometry, RopeScaling
-from nsa_core.reference.append import emit_blocks
+from nsa_core.reference import append as reference
 from nsa_core.rope import RotaryEmbedding, unrotated
 from nsa_kernels_triton.append import kernels
 from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
@@ -21,6 +20,10 @@ TOKEN_SPLITS = 8
 BLOCK_ITEMS = 16
 """Blocks of a tile in the products of `mlp`: the fewest that a product takes."""
 BLOCK_COLUMNS = 32
+
+
+KEPT_FREQUENCIES: dict[tuple[int, float, RopeScaling | None, torch.device], Tensor] = {}
+"""The tables of `frequencies_of`: a few hundred bytes for each rotation and device of a process."""
 
 
 class Phi(NamedTuple):
@@ -38,10 +41,16 @@ class Phi(NamedTuple):
 def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, *, geometry: BlockGeometry) -> None:
     """Write rows 0 .. count[b] - 1 at positions start[b] onwards and the blocks that they complete, in place; int32 (B,) both.
 
-    One launch writes the rows of three stores and the blocks of phi `mean` and `conv`; `mlp` takes a second one. Another phi or rotation
-    than the layer's own is called as it is, and only what it returns is written here.
+    One launch writes the rows of three stores and the blocks of phi `mean` and `conv`; `mlp` takes a second one. Where the ring of raw tokens
+    has fewer rows than l - 1 and the step together, one launch more writes the rows after the blocks. Another phi or rotation than
+    the layer's own is called as it is, and only its result is written here.
     """
     if not start.numel():
+        return
+    stores = [new.store for new in rows] + ([] if blocks is None else [blocks.store, blocks.raw.store])
+    if not all(x.is_contiguous() for store in stores for x in (store.k, store.v, store.k_scale, store.v_scale) if x is not None):
+        # the kernels address stores by rows, and a copy would take the step in place of its store
+        reference.append(rows, blocks, start, count, geometry=geometry)
         return
     if not start.is_cuda:
         _append(rows, blocks, start, count, geometry)
@@ -55,7 +64,7 @@ def _append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, 
     phi = None if blocks is None else phi_of(blocks)
     if blocks is not None and phi is None:
         # before the ring of raw tokens forgets those of open blocks
-        emit_blocks(blocks, start, count, geometry, write=write_rows)
+        reference.emit_blocks(blocks, start, count, geometry, write=write_rows)
         blocks = None
     if blocks is not None and phi is not None:
         raw = blocks.raw
@@ -92,8 +101,10 @@ def _is_known(compress: Any, new: Tensor) -> bool:
     """Return True of a compressor of the layer whose call is its formula, of whole parameters."""
     if type(compress) not in (MeanCompressor, ConvCompressor, MLPCompressor):
         return False
-    # a parameter in shards is gathered by the module's call, and hooks are part of it
-    if compress._forward_hooks or compress._forward_pre_hooks:
+    # a parameter in shards is gathered by the module's call, and hooks are part of it; so is what stands in place of a layer, as LoRA does
+    if any(x._forward_hooks or x._forward_pre_hooks for x in compress.modules()):
+        return False
+    if type(compress) is MLPCompressor and not type(compress.up) is type(compress.down) is nn.Linear:
         return False
     parameters = list(compress.parameters())
     if any(type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() for x in parameters):
@@ -106,16 +117,18 @@ def _taps(compress: Any) -> Tensor | None:
 
 
 def frequencies_of(rope: RotaryEmbedding, device: torch.device) -> Tensor:
-    """Return float32 (D / 2,), the angles that `rope` turns by from one position to the next; kept, but not while a CUDA graph is captured."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return rope.frequencies(device)
-    return _kept_frequencies(rope.dim, rope.theta, rope.scaling, device)
+    """Return float32 (D / 2,), the angles that `rope` turns by from one position to the next.
 
-
-@cache
-def _kept_frequencies(dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return RotaryEmbedding(dim, theta, scaling).frequencies(device)
+    They are kept, but not those that are computed while a CUDA graph is captured, whose memory is the graph's.
+    """
+    key = rope.dim, rope.theta, rope.scaling, device
+    found = KEPT_FREQUENCIES.get(key)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            found = rope.frequencies(device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            KEPT_FREQUENCIES[key] = found
+    return found
 
 
 class _Store(NamedTuple):
@@ -129,7 +142,8 @@ class _Store(NamedTuple):
     def of(cls, new: NewRows) -> "_Store":
         store, v = new.store, new.v
         tensors = (
-            store.k, None if v is None else store.v, store.k_scale, None if v is None else store.v_scale, store.page_table,
+            store.k, None if v is None else store.v, store.k_scale, None if v is None else store.v_scale,
+            None if store.page_table is None else store.page_table.contiguous(),
             _dense(new.k), None if v is None else _dense(v),
         )  # fmt: skip
         return cls(tensors, sizes_of(store), store.ring)
@@ -168,7 +182,8 @@ def _launch(rows: tuple[NewRows, ...], blocks: NewBlocks | None, phi: Phi, start
         has_values = blocks.compress_v is not None and blocks.raw.v is not None
         fresh_v = _dense(blocks.raw.v) if has_values and blocks.raw.v is not None else None
         raw = (blocks.raw.store.k, blocks.raw.store.v if has_values else None, _dense(blocks.raw.k), fresh_v)
-        cmp = (blocks.store.k, blocks.store.v if has_values else None, blocks.store.page_table)
+        table = blocks.store.page_table
+        cmp = (blocks.store.k, blocks.store.v if has_values else None, None if table is None else table.contiguous())
         ring_rows, cmp_sizes = blocks.raw.store.k.shape[1], sizes_of(blocks.store)
         programs += 2 * num_items
         if phi.k_mlp is not None:
@@ -223,7 +238,8 @@ class _Hidden(NamedTuple):
         columns = [
             (
                 x.position, x.up.weight, x.up.bias, x.down.weight, x.down.bias,
-                torch.empty(num_items, x.down.out_features, device=device), torch.empty(splits, num_items, x.down.out_features, device=device),
+                torch.empty(num_items, x.down.out_features, dtype=torch.float32, device=device),
+                torch.empty(splits, num_items, x.down.out_features, dtype=torch.float32, device=device),
             )
             for x in layers
         ]  # fmt: skip

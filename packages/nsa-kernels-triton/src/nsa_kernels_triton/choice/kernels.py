@@ -12,6 +12,7 @@ from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import (
     EXTREME,
     count_bits,
+    cut,
     dot,
     exponential,
     find_sequence,
@@ -124,7 +125,7 @@ def scores_kernel(
         shares = tl.reshape(shares, (BLOCK_BLOCKS, PADDED_STRIDES, BLOCK_QUERIES, LANES))
         if any_extreme != 0:
             # weights of extreme scores may be infinite, and are multiplied by 0
-            shares = tl.minimum(shares, LARGEST_SHARE)
+            shares = cut(shares, LARGEST_SHARE)
         blocks = block + in_block
         mask = keeps[None, :] & (blocks < num_blocks)[:, None]
         own = tl.sum(tl.sum(shares * own_weight[None, :, None, None], 1), 2)

@@ -122,11 +122,11 @@ def _store_partial(
     """Merge the slices of a split and write it to `slot`. A row that sees nothing has sum 0, maximum -inf and output 0."""
     largest = tl.max(row_max, 0)
     kept = exponential(row_max - tl.where(largest == float("-inf"), 0.0, largest)[None, :], EXACT)
-    place = wide(slot) * num_heads_of_rows + heads
-    tl.store(maxima_ptr + place, largest, mask=exists)
-    tl.store(sums_ptr + place, tl.sum(row_sum * kept, 0), mask=exists)
+    offset = wide(slot) * num_heads_of_rows + heads
+    tl.store(maxima_ptr + offset, largest, mask=exists)
+    tl.store(sums_ptr + offset, tl.sum(row_sum * kept, 0), mask=exists)
     columns = tl.arange(0, V1)
-    target = outs_ptr + (place * D_V)[:, None]
+    target = outs_ptr + (offset * D_V)[:, None]
     tl.store(target + columns[None, :], tl.sum(acc1 * kept[:, :, None], 0), mask=exists[:, None] & (columns < D_V)[None, :])
     if V2 > 0:
         columns = V1 + tl.arange(0, V2)
@@ -237,10 +237,10 @@ def _importance(
         if REACH > 1:
             reaching = tl.load(source + num_blocks, mask=has_top[:, :, None], other=0.0)
             before = tl.load(top_ptr - 1, mask=has_top & (tops > 0)[None, :], other=float("-inf"))
-        place = splits.to(tl.int64)[None, :] * num_heads_of_rows + heads[:, None]
+        offset = splits.to(tl.int64)[None, :] * num_heads_of_rows + heads[:, None]
         is_split = is_head[:, None] & (splits < CMP_SPLITS)[None, :]
-        maxima = tl.load(maxima_ptr + place, mask=is_split, other=float("-inf"))
-        sums = tl.load(sums_ptr + place, mask=is_split, other=0.0)
+        maxima = tl.load(maxima_ptr + offset, mask=is_split, other=float("-inf"))
+        sums = tl.load(sums_ptr + offset, mask=is_split, other=0.0)
         largest = tl.max(maxima, 1)
         total = tl.sum(tl.where(sums > 0, sums * exponential(maxima - largest[:, None], EXACT), 0.0), 1)
         inverse = tl.where(is_head, 1.0 / total, 0.0)[:, None]
@@ -299,11 +299,11 @@ def choose_kernel(
             merged, largest, total = _merged(
                 outs_ptr, maxima_ptr, sums_ptr, heads, exists, num_heads_of_rows, D_V, WIDTH, EXACT, CMP_SPLITS, PADDED_SPLITS
             )  # fmt: skip
-            place = CMP_SPLITS * wide(num_heads_of_rows) + heads
+            offset = CMP_SPLITS * wide(num_heads_of_rows) + heads
             columns = tl.arange(0, WIDTH)
-            tl.store(outs_ptr + (place * D_V)[:, None] + columns[None, :], merged, mask=exists[:, None] & (columns < D_V)[None, :])
-            tl.store(maxima_ptr + place, largest, mask=exists)
-            tl.store(sums_ptr + place, total, mask=exists)
+            tl.store(outs_ptr + (offset * D_V)[:, None] + columns[None, :], merged, mask=exists[:, None] & (columns < D_V)[None, :])
+            tl.store(maxima_ptr + offset, largest, mask=exists)
+            tl.store(sums_ptr + offset, total, mask=exists)
         return
     slots = tl.arange(0, SLOTS)
     target = indices_ptr + (row * G + group) * NUM_SELECTED + slots
@@ -486,14 +486,14 @@ def _merged(
 @triton.jit
 def _numbers(source_ptr, slots, is_slot, heads, exists, num_heads_of_rows):
     """Return the maxima or sums of splits (slots, heads); -inf where there is none. They are read where every multiprocessor's writes meet."""
-    places = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
-    return tl.load(source_ptr + places, mask=is_slot[:, None] & exists[None, :], other=float("-inf"), cache_modifier=".cg")
+    offsets = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
+    return tl.load(source_ptr + offsets, mask=is_slot[:, None] & exists[None, :], other=float("-inf"), cache_modifier=".cg")
 
 
 @triton.jit
 def _outputs(outs_ptr, slots, is_slot, heads, exists, num_heads_of_rows, D_V: tl.constexpr, WIDTH: tl.constexpr):
     """Return the outputs of splits (slots, heads, WIDTH), 0 where there is none."""
     columns = tl.arange(0, WIDTH)
-    places = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
+    offsets = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
     mask = (is_slot[:, None] & exists[None, :])[:, :, None] & (columns < D_V)[None, None, :]
-    return tl.load(outs_ptr + (places * D_V)[:, :, None] + columns[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    return tl.load(outs_ptr + (offsets * D_V)[:, :, None] + columns[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")

@@ -147,7 +147,6 @@ def _decode(
     outs, maxima, sums = scratch(num_slots, rows_of_heads, head_dim_v), scratch(num_slots, rows_of_heads), scratch(num_slots, rows_of_heads)
     weights, tops = scratch(rows_of_heads, 2, num_blocks), scratch(rows_of_heads, num_tops)
     counters = q.new_empty(num_rows, num_groups, head_tiles, dtype=torch.int32)
-    # without fusion: a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
     parts_qk, parts_v, width = parts_of(head_dim_qk), parts_of(head_dim_v), next_power_of_2(head_dim_v)
     is_dependent = has_pdl(q)
     both = {
@@ -155,6 +154,7 @@ def _decode(
         "NUM_SELECTED": geometry.num_selected_blocks, "RAGGED": is_ragged, "EXACT": is_exact(q), "PDL": is_dependent,
         **({"launch_pdl": True} if is_dependent else {}),
     }  # fmt: skip
+    # without fusion: a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
     attends = {
         "D_K": head_dim_qk, "K1": parts_qk.first, "K2": parts_qk.second, "V1": parts_v.first, "V2": parts_v.second,
         "BLOCK_ROWS": BLOCK_ROWS, "enable_fp_fusion": False,
@@ -197,7 +197,8 @@ def _decode(
 
 
 def _contiguous(keys: Keys) -> Keys:
-    return keys._replace(k=keys.k.contiguous(), v=keys.v.contiguous())
+    tensors = {name: x.contiguous() for name, x in keys._asdict().items() if isinstance(x, Tensor)}
+    return keys._replace(**tensors)
 
 
 decode = attention_op("nsa_triton::decode", _decode, operation=Operation.NSA)
