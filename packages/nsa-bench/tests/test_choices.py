@@ -158,4 +158,4 @@ def test_what_shows_no_choice_is_refused(run: Path, tmp_path: Path, capsys: pyte
     assert run_command(["choices", str(tmp_path / "dense")]) == 2
     assert "is a model whose layers choose no blocks" in capsys.readouterr().err
     assert run_command(["choices", str(tmp_path / "short")]) == 1
-    assert "no held-out sequence has 17 tokens" in capsys.readouterr().err
+    assert "no held-out sequence has 32 tokens" in capsys.readouterr().err

@@ -128,19 +128,25 @@ def _is_causal_pair(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> 
     return query >= key
 
 
-def _flash_attn(device: torch.device) -> Baseline:
-    if device.type != "cuda":
-        return Baseline(name="flash-attn", reason="runs on CUDA devices only")
+def find_flash_attn() -> tuple[str, Callable[..., Any] | None]:
+    """Return the name and the function of the installed flash-attn, best version first; else why there is none, and None."""
     problems = []
     for module, name in FLASH_ATTN_MODULES.items():
         # by name: a kernel package is never a dependency of this one
         try:
-            function = import_module(module).flash_attn_func
+            return name, import_module(module).flash_attn_func
         except Exception as error:  # noqa: BLE001 - an extension built for another torch may raise anything
             problems.append(f"{type(error).__name__}: {error}")
-        else:
-            return Baseline(name=name, run=_flash_attn_run(function, is_always_padded=name == "flash-attn-2"))
-    return Baseline(name="flash-attn", reason=f"cannot be imported ({'; '.join(dict.fromkeys(problems))})")
+    return f"cannot be imported ({'; '.join(dict.fromkeys(problems))})", None
+
+
+def _flash_attn(device: torch.device) -> Baseline:
+    if device.type != "cuda":
+        return Baseline(name="flash-attn", reason="runs on CUDA devices only")
+    name, function = find_flash_attn()
+    if function is None:
+        return Baseline(name="flash-attn", reason=name)
+    return Baseline(name=name, run=_flash_attn_run(function, is_always_padded=name == "flash-attn-2"))
 
 
 def _flash_attn_run(function: Callable[..., Any], *, is_always_padded: bool) -> Attention:

@@ -19,16 +19,14 @@ from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.inputs import free_overlap
 from nsa_bench.recorded import Recording, recording_to_json
 from nsa_bench.results import Output
+from nsa_bench.routes import ChoosingBackend, registry_choosing_by
 from nsa_core import (
     BackendRegistry,
     BlockGeometry,
-    BranchRequest,
-    Capability,
     Keys,
     NativeSparseAttention,
     Operation,
     Queries,
-    Reason,
     load_plugins,
 )
 from nsa_core.dispatch import make_call, run
@@ -63,23 +61,15 @@ class Choice(NamedTuple):
     geometry: BlockGeometry
 
 
-class NotedChoice:
+class NotedChoice(ChoosingBackend):
     """A backend of SELECT: the choice of an installed backend, which it keeps with its operands."""
 
-    name, operation, capability = "noted", Operation.SELECT, Capability()
+    name = "noted"
 
     def __init__(self, installed: BackendRegistry) -> None:
         """Choose as `installed` does by itself."""
         self._installed = installed
         self.last: Choice | None = None
-
-    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return nothing: it serves what the installed backends serve."""
-        return ()
-
-    def preference(self, request: BranchRequest) -> int:
-        """Return that of the reference."""
-        return 0
 
     def __call__(self, queries: Queries, cmp: Keys, lse: Tensor, /, *, geometry: BlockGeometry, scale: float) -> Tensor:
         """Return block_indices int32 `(B, S, G, n)`."""
@@ -159,25 +149,28 @@ def held_out(config: RunConfig, count: int, layers: dict[int, NativeSparseAttent
     Raises:
         BenchError: where there is none.
     """
-    needed = max(layer.config.geometry.num_selected_blocks * layer.config.geometry.selection_block_size for layer in layers.values()) + 1
+    needed = max(layer.config.geometry.num_selected_blocks * layer.config.geometry.selection_block_size for layer in layers.values()) + max(
+        RUNS
+    )
     found: list[Tensor] = []
     for batch in open_validation(config):
         bounds = batch.cu_seqlens.tolist()
         found += [batch.input_ids[0, first:stop] for first, stop in zip(bounds[:-1], bounds[1:], strict=True) if stop - first >= needed]
     if not found:
-        raise BenchError(f"no held-out sequence has {needed} tokens (below that all blocks are chosen); train with longer train.seq_len")
+        raise BenchError(
+            f"no held-out sequence has {needed} tokens (a union counts {max(RUNS)} queries that had to choose); train with longer train.seq_len"
+        )
     return found[:count]
 
 
 def noted_choices(model: Decoder, ids: Tensor, precision: str) -> dict[int, Choice]:
     """Return what each layer chooses for the sequence `ids` `(S,)`, by its number in the decoder."""
     layers, installed = choosing_layers(model), load_plugins().registry()
-    others = tuple(backend for backend in installed.backends if backend.operation not in (Operation.SELECT, Operation.NSA))
     notes = {index: NotedChoice(installed) for index in layers}
     before = {index: layer.registry for index, layer in layers.items()}
     try:
         for index, layer in layers.items():
-            layer.registry = BackendRegistry((*others, notes[index]))
+            layer.registry = registry_choosing_by(notes[index])
         with torch.inference_mode(), torch.autocast(ids.device.type, DTYPES[precision], enabled=precision != "fp32"):
             model(ids.unsqueeze(0))
     finally:

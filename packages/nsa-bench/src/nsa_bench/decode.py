@@ -6,7 +6,6 @@ random numbers, so no prefill runs. Each step is compared with the reference in 
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from nsa_bench.baselines import FLASH_ATTN_MODULES
+from nsa_bench.baselines import find_flash_attn
 from nsa_bench.cases import HeadShape, dtype_of, find_device, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Timing, common_columns, describe_failure, free_cached_memory, replay_of, time_call
@@ -306,18 +305,10 @@ def dense_kernels(case: DecodeCase, step: DecodeStep, device: torch.device) -> d
     if device.type != "cuda":
         return {"torch math": by_sdpa(SDPBackend.MATH, v)}
     found = {"torch flash": by_sdpa(SDPBackend.FLASH_ATTENTION, wide), "torch cuDNN": by_sdpa(SDPBackend.CUDNN_ATTENTION, v)}
-    return found | _flash_attn(grouped.transpose(1, 2).contiguous(), k, wide)
-
-
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the installed flash-attn, best version first; none where none can be imported."""
-    for module, name in FLASH_ATTN_MODULES.items():
-        try:
-            function = import_module(module).flash_attn_func
-        except Exception:  # noqa: BLE001, S112 - an extension built for another torch may raise anything
-            continue
-        return {name: partial(function, q, k, v, causal=False)}
-    return {}
+    name, function = find_flash_attn()
+    if function is not None:
+        found[name] = partial(function, grouped.transpose(1, 2).contiguous(), k, wide, causal=False)
+    return found
 
 
 def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:

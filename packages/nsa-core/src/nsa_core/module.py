@@ -248,7 +248,7 @@ class NativeSparseAttention(nn.Module):
 
     @property
     def _block_rotation(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return what rotates compressed keys at the positions of their last tokens."""
+        """Return the rotation of compressed keys at the positions of their last tokens."""
         return self.rope if self.config.compressed_rope == "block_end" else unrotated
 
     def _keys_values(self, x: Tensor, tables: RopeTables) -> dict[str, tuple[Tensor | None, Tensor | None]]:

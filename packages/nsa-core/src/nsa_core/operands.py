@@ -4,7 +4,6 @@ Types, shapes and extents are checked always; values on a CPU only, where readin
 """
 
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def queries_of(
         least = least if query_start is None else 0
         check_bound("max_seqlen", max_seqlen, least, f"the longest sequence, {least} (it bounds every one)")
         if query_start is None and cu_seqlens is not None:
-            max_count = max_seqlen if isinstance(max_seqlen, torch.SymInt) else int(max_seqlen)
+            max_count = max_seqlen
     return Queries(x, max_count, cu_seqlens, query_start, query_count)
 
 
@@ -125,7 +124,8 @@ def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeom
 
 def check_bound(name: str, bound: Any, least: int, cause: str) -> None:
     """Raise InputError unless `bound`, a host bound on rows, is an integer of at least `least`; `cause` says why so many."""
-    if not isinstance(bound, Integral | torch.SymInt) or isinstance(bound, bool) or bound < 0:
+    # a tensor would be read
+    if isinstance(bound, bool | Tensor) or not hasattr(bound, "__index__") or bound < 0:
         raise InputError(f"{name}={bound!r} is no bound on rows (the rule: an integer of at least 0); use the number of rows")
     if bound < least:
         raise InputError(f"{name}={bound} is below {cause}; use {least} or more")

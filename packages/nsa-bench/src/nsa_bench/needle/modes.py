@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa_core import BackendRegistry, BranchRequest, Capability, Keys, NativeSparseAttention, Operation, Queries, Reason, load_plugins
+from nsa_bench.routes import ChoosingBackend
+from nsa_core import BackendRegistry, Keys, NativeSparseAttention, Queries
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.config import BRANCHES, BlockGeometry
 from nsa_core.reference.rows import rows_of
@@ -27,22 +28,14 @@ class Mode(StrEnum):
     """The free blocks are drawn at random among those that are not forced; the forced ones stay."""
 
 
-class RandomChoice:
+class RandomChoice(ChoosingBackend):
     """A backend of SELECT: forced blocks as always, the others drawn evenly among the candidates, whatever their scores are."""
 
-    name, operation, capability = "random", Operation.SELECT, Capability()
+    name = "random"
 
     def __init__(self, generator: torch.Generator) -> None:
         """Draw from `generator`, on the device of the queries."""
         self._generator = generator
-
-    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return nothing: it serves every request."""
-        return ()
-
-    def preference(self, request: BranchRequest) -> int:
-        """Return that of the reference."""
-        return 0
 
     def __call__(self, queries: Queries, cmp: Keys, lse: Tensor, /, *, geometry: BlockGeometry, scale: float) -> Tensor:
         """Return block_indices int32 `(B, S, G, n)`."""
@@ -50,13 +43,6 @@ class RandomChoice:
         sizes = (batch, num_queries, cmp.k.shape[2], num_selection_blocks(max_tokens(queries, cmp, geometry), geometry))
         importance = torch.rand(sizes, generator=self._generator, device=queries.q.device)
         return choose_blocks(importance, rows_of(queries).positions.unsqueeze(-1), geometry)
-
-
-def registry_of_random_choice(generator: torch.Generator) -> BackendRegistry:
-    """Return the installed backends, with `RandomChoice` as the only one that chooses: what computes all of Eq. 5 in one is left out."""
-    choosing = (Operation.SELECT, Operation.NSA)
-    installed = load_plugins().registry().backends
-    return BackendRegistry((*(backend for backend in installed if backend.operation not in choosing), RandomChoice(generator)))
 
 
 def close_selected(gate: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
@@ -68,7 +54,7 @@ def close_selected(gate: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
 
 @contextmanager
 def limited_to(mode: Mode, layers: Sequence[NativeSparseAttention], registry: BackendRegistry) -> Iterator[None]:
-    """Let `layers` compute as `mode` says in the block; `registry` is `registry_of_random_choice`'s."""
+    """Let `layers` compute as `mode` says in the block; `registry` is one of `registry_choosing_by`."""
     before = [layer.registry for layer in layers]
     hooks = [layer.gate.register_forward_hook(close_selected) for layer in layers if mode is Mode.CLOSED]
     try:

@@ -72,7 +72,11 @@ def _cells_file(out: Path, arm: Arm, length: int) -> Path:
 def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
     """Return the settings on which the answers depend, besides the weights."""
     grid = plan.grid
-    return {"slots": plan.needle_slots(length), "samples": grid.samples, "distractors": grid.distractors, "seed": grid.seed}
+    # the shuffled choice is drawn batch by batch, chunks sum in another order
+    return {
+        "slots": plan.needle_slots(length),
+        **{name: getattr(grid, name) for name in ("samples", "distractors", "seed", "batch_tokens", "chunk")},
+    }
 
 
 def _evaluate(plan: NeedlePlan, arm: Arm, out: Path, deadline: Deadline, say: Say) -> bool:

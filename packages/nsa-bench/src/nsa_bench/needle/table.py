@@ -11,7 +11,7 @@ from nsa_bench.ablate.run import JUDGED
 from nsa_bench.errors import OptionError
 from nsa_bench.needle.plan import Arm, NeedlePlan, load_plan, run_of
 from nsa_bench.needle.run import read_cells, train_and_evaluate
-from nsa_bench.results import Output
+from nsa_bench.results import Output, facts_of
 from nsa_train.settings.config import listed
 from nsa_train.telemetry.records import load_json, read_rows
 
@@ -98,7 +98,7 @@ def to_json(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[
 
 def to_rows(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each cell, for CSV."""
-    common = {"seed": plan.grid.seed, **{name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}}
+    common = {"seed": plan.grid.seed, **facts_of(environment)}
     return [{"arm": arm["arm"], **cell, **common} for arm in arms for cell in arm["cells"]]
 
 

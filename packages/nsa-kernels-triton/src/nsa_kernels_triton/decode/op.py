@@ -1,6 +1,6 @@
 """The whole operation for a step over a cache: how it is cut, and the three launches."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -197,7 +197,7 @@ def _decode(
 
 
 def _contiguous(keys: Keys) -> Keys:
-    tensors = {name: x.contiguous() for name, x in keys._asdict().items() if isinstance(x, Tensor)}
+    tensors: dict[str, Any] = {name: x.contiguous() for name, x in keys._asdict().items() if isinstance(x, Tensor)}
     return keys._replace(**tensors)
 
 
