@@ -170,3 +170,13 @@ def test_a_gpu_takes_a_fast_kernel_and_no_padded_batch(
     assert float(((out.double() - expected).norm() / expected.norm()).detach()) < margin
     for ours, theirs in zip(fast.parameters(), exact.parameters(), strict=True):
         assert float((ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < margin
+
+
+def test_rows_that_do_not_count_take_no_room_and_give_0() -> None:
+    layer, x = _layer(), torch.randn(2, 8, 24, dtype=torch.float64)
+    cache, counts = layer.new_cache(2, 12), torch.tensor([3, 1], dtype=torch.int32)
+    outs = [layer(x, cache=cache, query_count=counts) for _ in range(4)]
+    assert cache.lengths.tolist() == [12, 4]
+    assert not outs[3][0, 3:].any()
+    whole = torch.cat([x[:1, :3]] * 4, 1)
+    torch.testing.assert_close(outs[3][:1, :3], layer(whole)[:, 9:])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nsa_core.errors import InputError
-from nsa_transformers import NSAModel
+from nsa_core.errors import CacheOverflowError, ConfigError, InputError
+from nsa_transformers import NSAModel, NSAModelCache
 
 PAD = 49
 kinds = pytest.mark.parametrize("kind", ["nsa", "shared", "mixed", "dense"])
@@ -164,3 +164,53 @@ def test_the_model_without_a_head_gives_states(tiny_model, tiny_config, prompt):
     bare.load_state_dict({name: weight for name, weight in model.state_dict().items() if not name.startswith("lm_head")})
     states = bare(prompt, use_cache=False).last_hidden_state
     torch.testing.assert_close(model.lm_head(states), model(prompt, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense", "mixed"])
+def test_a_static_cache_keeps_its_batch(tiny_model, prompt, kind):
+    model = tiny_model(kind)
+    cache = NSAModelCache(model.config, 64, static=True)
+    with torch.no_grad():
+        model(prompt[:2, :9], past_key_values=cache)
+    for change in (lambda: cache.batch_select_indices(torch.tensor([1])), lambda: cache.batch_repeat_interleave(2)):
+        with pytest.raises(InputError, match="a static cache keeps its"):
+            change()
+    with pytest.raises(InputError, match="a static cache keeps its batch: build one for 6"), torch.no_grad():
+        model(prompt[:1, :1].expand(6, 1), past_key_values=cache)
+
+
+def test_a_static_cache_that_is_full_says_so_at_single_tokens_too(tiny_model, prompt):
+    model = tiny_model()
+    cache = NSAModelCache(model.config, 12, static=True)
+    with torch.no_grad():
+        model(prompt[:1, :12], past_key_values=cache)
+        with pytest.raises(CacheOverflowError, match="13 tokens do not fit"):
+            model(prompt[:1, :1], past_key_values=cache)
+
+
+def test_a_loss_in_evaluation_mode_keeps_its_gradients(tiny_model, prompt):
+    model, ids = tiny_model(), prompt[:1, :20]
+    with pytest.warns(UserWarning, match="use_cache=True is ignored in training"):
+        model(ids, labels=ids, use_cache=True).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_packing_that_would_be_ignored_is_refused(tiny_model, prompt):
+    model, ids, bounds = tiny_model(), prompt[:1, :20], torch.tensor([0, 8, 20], dtype=torch.int32)
+    with pytest.raises(InputError, match="cu_seq_lens_q came without position_ids"):
+        model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    with pytest.raises(InputError, match="attention_mask holds 2"):
+        model(ids, attention_mask=torch.tensor([[1] * 8 + [2] * 12]))
+
+
+def test_a_cache_that_is_still_to_be_filled_crops_as_a_filled_one(tiny_model, prompt):
+    with torch.no_grad():
+        cache = tiny_model()(prompt[:1, :9]).past_key_values
+    with pytest.raises(CacheOverflowError, match=r"cannot go back by 10 tokens \(it has 9\)"):
+        cache.crop(-10)
+
+
+@pytest.mark.parametrize("name", ["rope_theta", "rope_parameters", "head_dim", "attention_bias", "num_selected_blocks", "qk_norm"])
+def test_keys_of_other_models_are_not_ignored(tiny_config, name):
+    with pytest.raises(ConfigError, match=f"config.json has {name} .*use "):
+        tiny_config(**{name: 1e6})

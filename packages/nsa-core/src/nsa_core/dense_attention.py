@@ -62,7 +62,9 @@ class DenseCache:
             CacheOverflowError: when a sequence could pass max_seqlen of a cache that grows.
         """
         if not self.is_static:
-            self._make_room(k.shape[1])
+            # rows that do not count take no room, where counting them waits for nothing
+            is_known = query_count is not None and query_count.device.type == "cpu" and query_count.numel()
+            self._make_room(max(1, int(query_count.max())) if query_count is not None and is_known else k.shape[1])
         spare, step = self.capacity, torch.arange(k.shape[1], device=k.device)
         counts = torch.full_like(self.lengths, k.shape[1]) if query_count is None else query_count.to(self.lengths)
         fitting = torch.minimum(counts, spare - self.lengths)
@@ -99,6 +101,8 @@ class DenseCache:
 
     def reorder(self, indices: Tensor) -> None:
         """Replace the sequences by those at `indices` `(B',)`, in order, repeats allowed; a static cache has B' = B and does it in place."""
+        if self.is_static and len(indices) != self.batch_size:
+            raise InputError(f"indices name {len(indices)} sequences (a static cache keeps its {self.batch_size}); give {self.batch_size}")
         for name in ("keys", "values", "lengths", "overflowed"):
             held = getattr(self, name)
             chosen = held.index_select(0, indices.to(held.device))
@@ -212,7 +216,9 @@ class DenseAttention(nn.Module):
         if q.shape[1] > 1:
             # torch's fast kernels take no mask, and the others would hold all scores
             whole = BlockGeometry(window_size=cache.bound)
-            return sliding_window_attention(self.rope(q, positions), keys, values, geometry=whole, query_start=start.int()).out
+            counts = None if query_count is None else query_count.to(q.device, torch.int32)
+            placement = {"query_start": start.int(), "query_count": counts}
+            return sliding_window_attention(self.rope(q, positions), keys, values, geometry=whole, **placement).out
         visible = torch.arange(cache.bound, device=q.device) <= positions[..., None]
         out = nn.functional.scaled_dot_product_attention(
             self.rope(q, positions).transpose(1, 2),

@@ -175,11 +175,18 @@ class NSAModelCache(Cache):
         for layer, attention in zip(self.layers, attentions, strict=True):
             layer.start(attention, batch_size)
         if self.layers[0].batch_size != batch_size:
+            repeats = max(1, batch_size // max(1, self.layers[0].batch_size))
             raise InputError(
                 f"past_key_values holds {self.layers[0].batch_size} sequences, the batch has {batch_size}; "
-                f"use past_key_values.batch_repeat_interleave({max(1, batch_size // max(1, self.layers[0].batch_size))})"
+                + (
+                    f"a static cache keeps its batch: build one for {batch_size}"
+                    if self.is_static
+                    else f"use past_key_values.batch_repeat_interleave({repeats})"
+                )
             )
-        if not torch.compiler.is_compiling() and (num_tokens > 1 or not self.is_static):
+        # the length of a static cache lies on its device: a step on a GPU does not wait for it
+        is_free = not self.is_static or self.layers[0].length.device.type == "cpu"
+        if not torch.compiler.is_compiling() and (num_tokens > 1 or is_free):
             self.require_room(int(self.get_seq_length()) + num_tokens)
 
     def defer(self, x: Tensor, mask: Tensor | None) -> None:
@@ -201,11 +208,14 @@ class NSAModelCache(Cache):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every sequence; see `NSACacheLayer.crop`."""
+        """Forget the last `-tokens_to_remove` tokens of every sequence; see `NSACacheLayer.crop`, whose errors it raises."""
         if self.deferred is None or tokens_to_remove >= 0:
             super().crop(tokens_to_remove)
             return
         x, mask = self.deferred
+        shortest = x.shape[1] if mask is None else int((mask != 0).sum(1).min())
+        if -tokens_to_remove > shortest:
+            raise CacheOverflowError(f"a sequence cannot go back by {-tokens_to_remove} tokens (it has {shortest}); crop fewer")
         self.deferred = Deferred(x[:, :tokens_to_remove], None if mask is None else mask[:, :tokens_to_remove])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -24,6 +24,14 @@ SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v"
 """Fields of `NSAConfig` that config.json holds under Hugging Face's names."""
 TABLE_KEYS = (*GEOMETRY, *(item.name for item in fields(NSAConfig) if item.name not in (*SIZES, "geometry")))
 """The keys of `nsa`."""
+ELSEWHERE = {
+    **{name: f"nsa.{name}" for name in TABLE_KEYS},
+    "rope_parameters": "nsa.rope_theta and nsa.rope_scaling",
+    "head_dim": "head_dim_qk and head_dim_v",
+    "attention_bias": "nsa.qkv_bias",
+    "sliding_window": "nsa.window_size",
+}
+"""Keys of other models' config.json, and of nsa-core, that would be ignored, and what says the same here."""
 LAYER_KEYS = ("attention", "branches", *GEOMETRY)
 """The keys that an entry of `layers` may have."""
 REMOTE_MODULE = "modeling_nsa_core"
@@ -95,6 +103,9 @@ class NSAModelConfig(PreTrainedConfig):
                 f"config.json has nsa_schema={self.nsa_schema} (this version of nsa-transformers reads up to {SCHEMA}); "
                 "use a newer version of it"
             )
+        for name, ours in ELSEWHERE.items():
+            if kwargs.get(name) is not None:
+                raise ConfigError(f"config.json has {name} (it would be ignored: the sizes of NSA are in the table nsa); use {ours}")
         head_dim = self.hidden_size // max(self.num_attention_heads, 1)
         self.intermediate_size = self.intermediate_size or mlp_width(self.hidden_size)
         self.head_dim_qk = self.head_dim_qk or head_dim

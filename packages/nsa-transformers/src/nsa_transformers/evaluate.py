@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nsa_core.errors import ConfigError, NSAError
@@ -23,9 +24,13 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
     """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: documents of each task, at most.
 
     Raises:
-        ConfigError: where lm-eval is not installed, or the file holds no tasks.
+        ConfigError: where lm-eval is not installed, the file holds no tasks, or the folder no model.
     """
     configs = read_tasks(tasks)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"DIR={str(folder)!r} has no config.json (an export has one); name the folder that `ckpt export --format hf` wrote"
+        )
     try:
         from lm_eval import simple_evaluate
         from lm_eval.api.task import ConfigurableTask
@@ -34,7 +39,10 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
         raise ConfigError(
             f"an evaluation needs lm-eval, which is not installed ({error}); install the extra nsa-transformers[evaluate]"
         ) from None
-    model = AutoModelForCausalLM.from_pretrained(folder).to(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder).to(device)
+    except (StrictDataclassError, ValueError) as error:
+        raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({' '.join(str(error).split())[:300]}); name an export") from None
     wrapped = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=batch_size)
     results = simple_evaluate(model=wrapped, tasks=[ConfigurableTask(config=config) for config in configs], limit=limit, log_samples=False)
     return dict(results)

@@ -48,6 +48,10 @@ def padding_of(mask: Tensor | None, batch_size: int, num_tokens: int, past: int)
             "valid); causality is built in, so leave other masks out"
         )
     is_valid = mask != 0
+    if bool((mask > 1).any()):
+        raise InputError(
+            f"attention_mask holds {int(mask.max())} (1 where a token is valid, else 0; packed sequences are told by position_ids); pass these"
+        )
     require_no_holes(is_valid)
     return None if bool(is_valid[:, -num_tokens:].all()) else padding_in_graph(mask, num_tokens)
 

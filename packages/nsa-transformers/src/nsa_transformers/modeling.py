@@ -1,6 +1,7 @@
 """NSAModel and NSAForCausalLM: the decoder of nsa-core with the interface of Transformers. Names of weights are the decoder's."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -84,12 +85,14 @@ class NSAModel(Decoder, NSAPreTrainedModel):
 
         Raises:
             InputError: for ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of another model.
-            CacheOverflowError: for more tokens than a static cache has room for.
+            CacheOverflowError: for more tokens than a static cache has room for; single tokens on a GPU are dropped, and
+                `past_key_values.check()` says so.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("input_ids and inputs_embeds came together or not at all (one of them holds the tokens); pass input_ids")
         if input_ids is not None:
             self._check_ids(input_ids)
+        require_positions_of_packing(kwargs, position_ids)
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if x.shape[1] == 0:
             raise InputError(f"the batch has shape {tuple(x.shape[:2])} (a pass needs a token of each sequence); pass a prompt")
@@ -97,9 +100,13 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             self._check_cache(past_key_values)
             cache = None if use_cache is False else past_key_values
         else:
-            cache = NSAModelCache(self.config) if use_cache and not self._is_learning() else None
+            is_learning = torch.is_grad_enabled() and (self.training or has_labels)
+            cache = NSAModelCache(self.config) if use_cache and not is_learning else None
             if use_cache and cache is None:
-                warnings.warn("use_cache=True is ignored in training (a pass with a cache records no gradient); leave it out", stacklevel=2)
+                warnings.warn(
+                    "use_cache=True is ignored in training (a pass with a cache records no gradient); leave it out",
+                    stacklevel=2,
+                )
         is_recorded = bool(kwargs.get("output_hidden_states") or self.config.output_hidden_states)
         if cache is not None:
             states = self._step(x, attention_mask, position_ids, cache, is_recorded=is_recorded)
@@ -202,6 +209,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
 
         Labels are the ids themselves, -100 where a token does not count; the loss shifts them. See `NSAModel.forward` for the rest.
         """
+        require_positions_of_packing(kwargs, position_ids)
         outputs = super().forward(
             input_ids,
             attention_mask,
@@ -278,6 +286,15 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         require_no_holes(is_valid)
         recent = attention_mask[:, -inputs_embeds.shape[1] :]
         return None if bool((recent != 0).all()) else recent
+
+
+def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor | None) -> None:
+    """Raise InputError where `keywords` describe packed sequences for FlashAttention and nothing here does."""
+    if positions is None and keywords.get("cu_seq_lens_q") is not None:
+        raise InputError(
+            "cu_seq_lens_q came without position_ids (packed sequences are found where positions start again at 0, or they would see one another); "
+            "pass position_ids"
+        )
 
 
 def require_in_place(is_moved: bool) -> None:

@@ -137,8 +137,10 @@ def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunC
     """Return the configuration of `recipe` with the model of the folder `source`.
 
     Raises:
-        ConfigError: where an override is one of the model, or config.json describes none.
+        ConfigError: where an override is one of the model, config.json describes none, or its ids are those of another tokenizer.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     from nsa_transformers import NSAModelConfig
     from nsa_transformers.weights import require_architecture
 
@@ -150,7 +152,13 @@ def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunC
             f"{source / 'config.json'} has model_type={found.get('model_type')!r} (the architecture that can be imported is {MODEL_TYPE!r}); "
             "name a folder that `ckpt export --format hf` or NSAForCausalLM.save_pretrained wrote"
         )
-    config = NSAModelConfig(**{key: value for key, value in found.items() if key not in ("model_type", "transformers_version")})
+    try:
+        config = NSAModelConfig(**{key: value for key, value in found.items() if key not in ("model_type", "transformers_version")})
+    except (StrictDataclassError, AttributeError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"{source / 'config.json'} describes no model ({said}); name a folder that `ckpt export --format hf` wrote"
+        ) from None
     require_architecture(config)
     tables = unstructure(load_config(recipe, overrides))
     tables["train"].pop("init_from", None)
@@ -170,7 +178,14 @@ def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunC
         **({} if config.rms_norm_eps is None else {"norm_eps": config.rms_norm_eps}),
     }
     tables["nsa"] = dict(config.nsa or {})
-    return structure(tables)
+    run = structure(tables)
+    separator, _pad = special_ids(run.data)
+    if config.eos_token_id not in (None, separator):
+        raise ConfigError(
+            f"{source / 'config.json'} has eos_token_id={config.eos_token_id}, data.tokenizer={run.data.tokenizer!r} ends documents with {separator} "
+            "(the ids would mean other text); name the tokenizer that the model was trained with: --recipe, or --set data.tokenizer=..."
+        )
+    return run
 
 
 def imported_weights(source: Path, config: RunConfig) -> dict[str, Tensor]:
