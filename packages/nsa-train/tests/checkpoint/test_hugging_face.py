@@ -15,9 +15,11 @@ from torch import Tensor
 
 from nsa_train.checkpoint import CheckpointWriter, capture, load_model, open_checkpoint
 from nsa_train.checkpoint.hugging_face import hugging_face_tokenizer
+from nsa_train.checkpoint.models import open_model
 from nsa_train.checkpoint.tensors import read_tensors
 from nsa_train.cli import run_command
 from nsa_train.data.tokenizer import build_tokenizer
+from nsa_train.errors import CheckpointError
 from nsa_train.model.decoder import build_model
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
@@ -306,3 +308,24 @@ def test_the_tutorial_runs_on_an_export(exported: Callable[..., Path], monkeypat
         )
     assert (folder.parent / "tuned/last/tokenizer.json").is_file() or (folder.parent / "tuned/last/model.safetensors").is_file()
     assert (folder.parent / "adapter/last/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense", "all keys"])
+def test_a_checkpoint_and_its_export_open_as_one_model(saved: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    folder = saved(*KINDS[kind])
+    assert run_command(["ckpt", "export", str(folder), str(tmp_path / "exported"), "--format", "hf"]) == 0
+    run, export = open_model(folder), open_model(tmp_path / "exported")
+    assert (run.step, export.step, run.max_position) == (7, None, export.max_position)
+    ids = run.tokenizer.encode(TEXT.encode())
+    assert torch.equal(export.tokenizer.encode(TEXT.encode()), ids)
+    assert run.tokenizer.decode(ids) == export.tokenizer.decode(ids) == TEXT
+    assert (run.tokenizer.separator, run.tokenizer.pad) == (export.tokenizer.separator, export.tokenizer.pad)
+    with torch.no_grad():
+        logits = [one.decoder.logits(one.decoder.hidden(one.decoder.embedding(ids[None]))) for one in (run, export)]
+    assert torch.equal(*logits)
+
+
+def test_a_folder_that_holds_no_model_of_ours_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="cannot be loaded .*; name a run, or a folder that an export wrote"):
+        open_model(tmp_path)

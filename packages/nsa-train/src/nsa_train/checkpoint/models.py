@@ -1,0 +1,101 @@
+"""A trained model with its tokenizer: of a run, of one of its checkpoints, or of a folder that Hugging Face Transformers loads."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from nsa_core.decoder import Decoder
+from nsa_core.errors import NSAError
+from nsa_train.checkpoint.hugging_face import require_installed
+from nsa_train.checkpoint.resuming import load_model
+from nsa_train.checkpoint.store import open_checkpoint
+from nsa_train.data.tokenizer import Ids, Tokenizer, build_tokenizer
+from nsa_train.errors import CheckpointError
+from nsa_train.host.routing import AUTO, with_backend
+
+HF_CONFIG = "config.json"
+
+
+class OpenedModel(NamedTuple):
+    """A model to look at; it is not trained further."""
+
+    decoder: Decoder
+    """In evaluation mode, float32, on the CPU. Call `hidden` and `logits`: `forward` differs between runs and folders."""
+    tokenizer: Tokenizer
+    max_position: int
+    """Tokens of the longest text that the model is meant for."""
+    path: Path
+    """The checkpoint or folder that was read."""
+    step: int | None
+    """Training steps behind the weights; None where the folder does not say."""
+
+
+def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None) -> OpenedModel:
+    """Return the model at `path`: a run, a checkpoint, or a folder with config.json of `ckpt export --format hf` or `convert`.
+
+    Operations take the machine's own choice of backends, whatever the run named. A line about each checkpoint that was passed over is said.
+
+    Raises:
+        ConfigError: where there is none, or the folder needs nsa-transformers, which is not installed.
+        CheckpointError: where files are damaged, or the weights are not those of the configuration beside them.
+    """
+    if (path / HF_CONFIG).is_file():
+        return _open_folder(path)
+    checkpoint = open_checkpoint(path)
+    for line in checkpoint.refused:
+        say(line)
+    config = with_backend(checkpoint.config, AUTO)
+    return OpenedModel(
+        decoder=load_model(evolve(checkpoint, config=config)),
+        tokenizer=build_tokenizer(config.data),
+        max_position=config.model.max_position or config.train.seq_len,
+        path=checkpoint.path,
+        step=checkpoint.step,
+    )
+
+
+def _open_folder(folder: Path) -> OpenedModel:
+    require_installed(f"the model at {str(folder)!r}")
+    from transformers import AutoTokenizer
+
+    from nsa_transformers import NSAForCausalLM
+
+    try:
+        model: Any = NSAForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Transformers raises ValueError, TypeError and its own errors for files that are none of its own
+    except (NSAError, OSError, ValueError, TypeError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"{str(folder)!r} cannot be loaded ({said[:300]}); name a run, or a folder that an export wrote") from None
+    return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None)
+
+
+class FolderTokenizer:
+    """The tokenizer.json beside a model, with the interface of `Tokenizer`."""
+
+    def __init__(self, tokenizer: Any, config: Any) -> None:
+        """Take what `AutoTokenizer` gave, and the model's configuration, whose ids win."""
+        ends = config.eos_token_id
+        self._tokenizer, self.vocab_size = tokenizer, int(config.vocab_size)
+        self.separator = int((ends[0] if isinstance(ends, list | tuple) else ends) or 0)
+        self.pad = self.separator if config.pad_token_id is None else int(config.pad_token_id)
+
+    def encode(self, text: bytes) -> Tensor:
+        """Return int32 `(num_tokens,)` ids of UTF-8 `text`, without separator."""
+        return torch.tensor(self._ids(text), dtype=torch.int32)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Ids]:
+        """Return the ids of each of `texts`, followed by the separator."""
+        return [np.array([*self._ids(text), self.separator], np.int32) for text in texts]
+
+    def decode(self, ids: Tensor) -> str:
+        """Return the text of `ids` `(num_tokens,)`; separator and pad are left out."""
+        return str(self._tokenizer.decode([index for index in ids.tolist() if index not in (self.separator, self.pad)]))
+
+    def _ids(self, text: bytes) -> list[int]:
+        return list(self._tokenizer(text.decode("utf-8", errors="replace"), add_special_tokens=False).input_ids)
