@@ -217,8 +217,8 @@ class DenseAttention(nn.Module):
             # torch's fast kernels take no mask, and the others would hold all scores
             whole = BlockGeometry(window_size=cache.bound)
             counts = None if query_count is None else query_count.to(q.device, torch.int32)
-            placement = {"query_start": start.int(), "query_count": counts}
-            return sliding_window_attention(self.rope(q, positions), keys, values, geometry=whole, **placement).out
+            q = self.rope(q, positions)
+            return sliding_window_attention(q, keys, values, geometry=whole, query_start=start.int(), query_count=counts).out
         visible = torch.arange(cache.bound, device=q.device) <= positions[..., None]
         out = nn.functional.scaled_dot_product_attention(
             self.rope(q, positions).transpose(1, 2),
