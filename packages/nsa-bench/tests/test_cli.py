@@ -179,7 +179,10 @@ def test_two_plug_ins_of_one_name_are_exit_1_with_a_message(install, capsys):
     assert "nsa-bench: plug-in 'more_kernels'" in capsys.readouterr().err
 
 
-VERBS = ("ablate", "attention", "backends", "choices", "compare", "decode", "env", "needle", "smoke", "train")
+VERBS = (
+    *("ablate", "attention", "backends", "choices", "compare", "decode", "env", "fa2-sweep", "needle"),
+    *("prefill", "report", "select", "smoke", "thresholds", "train"),
+)
 
 
 def test_help_names_the_verbs_that_exist(capsys):

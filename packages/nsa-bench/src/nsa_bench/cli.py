@@ -15,7 +15,19 @@ from rich.console import Console
 from nsa_bench.ablate import shipped_plans
 from nsa_bench.errors import BenchError, OptionError, shipped_recipes, trainer_for
 from nsa_bench.needle import shipped_plans as needle_plans
-from nsa_bench.options import AttentionOptions, CallShape, Commit, CompareOptions, DecodeOptions, ResultFiles, Settings
+from nsa_bench.options import (
+    AttentionOptions,
+    CallShape,
+    Commit,
+    CompareOptions,
+    DecodeOptions,
+    PrefillOptions,
+    ResultFiles,
+    SelectOptions,
+    Settings,
+    SweepOptions,
+    ThresholdOptions,
+)
 from nsa_bench.results import Output
 from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
@@ -74,6 +86,61 @@ def decode(
 
     results = run_decode(options, Output(files, commit))
     return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+
+
+@app.command
+def prefill(
+    *,
+    files: ResultFiles = NO_FILES,
+    options: PrefillOptions = PrefillOptions(),  # noqa: B008 - a frozen value
+    commit: Commit = None,
+) -> int:
+    """Time a long prompt in tiles over a cache beside one pass without it, and count its reads; what is wrong gets no time."""
+    from nsa_bench.prefill import run_prefill
+
+    results = run_prefill(options, Output(files, commit))
+    return BenchError.exit_code if any(one.failure is not None for one in results) else 0
+
+
+@app.command
+def select(
+    *,
+    files: ResultFiles = NO_FILES,
+    options: SelectOptions = SelectOptions(),  # noqa: B008 - a frozen value
+    commit: Commit = None,
+) -> int:
+    """Time the choice of blocks alone, by every installed backend, for one sequence and for packed ones."""
+    from nsa_bench.selecting import run_select
+
+    results = run_select(options, Output(files, commit))
+    return BenchError.exit_code if any(one.reason for one in results) else 0
+
+
+@app.command
+def thresholds(
+    *,
+    files: ResultFiles = NO_FILES,
+    options: ThresholdOptions = ThresholdOptions(),  # noqa: B008 - a frozen value
+    commit: Commit = None,
+) -> int:
+    """Find the least length at which each installed kernel beats the reference, and every other kernel, by a margin."""
+    from nsa_bench.thresholds import run_thresholds
+
+    run_thresholds(options, Output(files, commit))
+    return 0
+
+
+@app.command(name="fa2-sweep")
+def fa2_sweep(
+    *,
+    files: ResultFiles = NO_FILES,
+    options: SweepOptions = SweepOptions(),  # noqa: B008 - a frozen value
+    commit: Commit = None,
+) -> int:
+    """Time dense attention by head dimension, length and dtype, and find the knee of each kernel's curve."""
+    from nsa_bench.fa2_sweep import run_fa2_sweep
+
+    return 0 if run_fa2_sweep(options, Output(files, commit)) else BenchError.exit_code
 
 
 @app.command
@@ -199,6 +266,22 @@ def smoke(
 
         is_sound = run_smoke(run_dir, baseline=compare_baseline, tolerance=tolerance, output=Output(files))
     return 0 if is_sound else BenchError.exit_code
+
+
+@app.command
+def report(
+    paths: Annotated[list[Path], Parameter(name="PATH", help="JSON files of verbs, or folders of them.")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(name=("-o", "--out"), help="The page to write.")] = Path("nsa-bench.html"),
+    bundle: Annotated[Path | None, Parameter(help="Write a zip as well: environment, routing, tests, results, the page.")] = None,
+    tests: Annotated[list[Path] | None, Parameter(negative="", help="A report of tests for the zip. Repeatable.")] = None,
+) -> int:
+    """Write one page of result files, and an archive that shows whether this machine is ready."""
+    from nsa_bench.report import run_report
+
+    run_report(paths, out, bundle=bundle, tests=tests or (), output=Output(NO_FILES))
+    return 0
 
 
 @app.command

@@ -2,8 +2,9 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -88,6 +89,19 @@ def _times_ms(call: Callable[[], object], count: int, flushed: Tensor | None) ->
         last.record()
     torch.cuda.synchronize(flushed.device)
     return [first.elapsed_time(last) for first, last in spans]
+
+
+def times_in_turn(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Return the time in ms of each of `calls`, which run once, one after another; nothing waits between them on a GPU."""
+    if device.type != "cuda":
+        return [_times_ms(call, 1, None)[0] for call in calls]
+    stamps = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    stamps[0].record()
+    for call, stamp in zip(calls, stamps[1:], strict=True):
+        call()
+        stamp.record()
+    torch.cuda.synchronize(device)
+    return [first.elapsed_time(last) for first, last in pairwise(stamps)]
 
 
 def free_cached_memory(device: torch.device) -> None:
@@ -236,7 +250,8 @@ class Setup:
 
     device: torch.device
     registry: RouteRecorder
-    backend: str = "auto"
+    backend: str | Mapping[str, str] = "auto"
+    """A backend's name, or names by operation."""
 
 
 @frozen(kw_only=True)

@@ -79,6 +79,62 @@ class DecodeOptions:
 
 @Parameter(name="*")
 @frozen(kw_only=True)
+class PrefillOptions:
+    """The options of `prefill`; None where one was not given."""
+
+    device: Device = None
+    dtype: DType = None
+    context: Annotated[str | None, Parameter(help="Tokens of the prompt, k for 1024. On cuda 64k, on cpu 512 by default.")] = None
+    tile: Annotated[str | None, Parameter(help="Tokens that the cache reads at a time. On cuda 4096, on cpu 64 by default.")] = None
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "M"
+    geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
+    backend: Backend = "auto"
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class SelectOptions:
+    """The options of `select`; None where one was not given."""
+
+    device: Device = None
+    dtype: DType = None
+    lengths: Lengths = None
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
+    sequences: Annotated[int, Parameter(help="Packed sequences of the varlen rows, of growing lengths.")] = 8
+    geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
+    backend: Annotated[str, Parameter(help="auto: every installed backend, each by itself; or one by name.")] = "auto"
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class ThresholdOptions:
+    """The options of `thresholds`; None where one was not given."""
+
+    device: Device = None
+    dtype: DType = None
+    lengths: Annotated[str | None, Parameter(help="Tokens, k for 1024. On cuda 256 to 16k, on cpu 128,256 by default.")] = None
+    shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
+    operations: Annotated[str, Parameter(help="Some of nsa, cmp, select, slc, win.")] = "nsa,cmp,select,slc,win"
+    geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
+    backward: Backward = True
+    write: Annotated[Path | None, Parameter(help="Write the table of least lengths, which routing can read, to this file.")] = None
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
+class SweepOptions:
+    """The options of `fa2-sweep`; None where one was not given."""
+
+    device: Device = None
+    lengths: Lengths = None
+    head_dims: Annotated[str, Parameter(help="D of queries, keys and values, by commas.")] = "64,96,128,192,256"
+    dtypes: Annotated[str | None, Parameter(help="Some of bf16, fp16, fp32, fp64. bf16,fp16 on cuda, fp32 on cpu by default.")] = None
+    baseline: Annotated[str, Parameter(help="Dense attention: all, or of flash, cudnn, flex, flash-attn.")] = "flash,cudnn,flash-attn"
+    backward: Backward = True
+
+
+@Parameter(name="*")
+@frozen(kw_only=True)
 class CallShape:
     """The call that `backends` routes: one sequence, forward and backward by default.
 

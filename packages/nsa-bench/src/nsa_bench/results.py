@@ -79,7 +79,12 @@ class Output:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path`, indented, with a newline at the end."""
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(to_json(content), encoding="utf-8")
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """Return `content` as the text of a result file."""
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -77,11 +77,17 @@ def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch
         raise OptionError(f"--backend={name!r} is not installed (there is {', '.join(known)}); use --backend auto")
     reasons: dict[str, None] = {}
     for operation, case in measured:
-        against = [_reasons_against(name, request, registry) for request in _requests(name, operation, case, device, registry)]
-        if not any(against):
+        against = reasons_against(name, operation, case, device, registry)
+        if not against:
             return
-        reasons |= dict.fromkeys(reason for found in against for reason in found)
+        reasons |= dict.fromkeys(against)
     raise OptionError(f"--backend={name!r} cannot serve what is to be measured ({name}: {', '.join(reasons)}); use --backend auto")
+
+
+def reasons_against(name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry) -> list[str]:
+    """Return why the backend `name` cannot serve the forward pass of `operation` on `case`; empty where it can."""
+    requests = _requests(name, operation, case, device, registry)
+    return list(dict.fromkeys(reason for request in requests for reason in _reasons_against(name, request, registry)))
 
 
 def _requests(name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry) -> list[BranchRequest]:
@@ -103,7 +109,7 @@ def _requests(name: str, operation: str, case: Case, device: torch.device, regis
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim_qk=shape.head_dim_qk,
-            head_dim_v=shape.head_dim_qk if part == "select" else shape.head_dim_v,
+            head_dim_v=shape.head_dim_qk if part in ("select", "choose") else shape.head_dim_v,
             layout=Layout.DENSE if case.lengths is None else Layout.PACKED,
         )
         for part in parts

@@ -1,0 +1,146 @@
+"""`nsa-bench fa2-sweep`: the dense attention at hand by head dimension, length and dtype, and the knee of each curve.
+
+The knee is the least length at which a kernel reaches 90 % of the best rate that it has at that head dimension and dtype: below it, launches
+and partly filled tiles take the time.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+from rich.table import Table
+from rich.text import Text
+
+from nsa_bench.attention.run import run_jobs
+from nsa_bench.baselines import parse_baselines
+from nsa_bench.cases import DTYPES, Case, find_device, head_shape, lengths_of, parse_lengths, parse_names, visible_pairs
+from nsa_bench.errors import OptionError
+from nsa_bench.measurement import Direction, Job, Measurement, Setup, common_columns, to_row
+from nsa_bench.options import SweepOptions
+from nsa_bench.reporting import number, progress_line
+from nsa_bench.results import Output
+from nsa_bench.routes import RouteRecorder
+
+KNEE = 0.9
+"""Share of the best rate at which a curve counts as flat."""
+BACKWARD_WORK = 2.5
+"""Products of the backward pass over those of the forward pass."""
+HEADS = 16
+
+
+@frozen(kw_only=True)
+class Curve:
+    """The rates of one kernel at one head dimension, dtype and direction."""
+
+    kernel: str
+    head_dim: int
+    dtype: torch.dtype
+    direction: Direction
+    rates: dict[int, float]
+    """Tokens -> TFLOP/s, of the lengths that have a time."""
+
+    @property
+    def best(self) -> float:
+        """Return the highest rate in TFLOP/s."""
+        return max(self.rates.values())
+
+    @property
+    def knee(self) -> int:
+        """Return the least length, in tokens, at `KNEE` of the best rate."""
+        return min(length for length, rate in self.rates.items() if rate >= KNEE * self.best)
+
+
+def sweep_jobs(options: SweepOptions, device: torch.device) -> list[Job]:
+    """Return a job per head dimension, dtype and length.
+
+    Raises:
+        OptionError: for options that cannot be.
+    """
+    dtypes = parse_names("--dtypes", options.dtypes or ("bf16,fp16" if device.type == "cuda" else "fp32"), tuple(DTYPES))
+    baselines = parse_baselines(options.baseline)
+    if not baselines:
+        raise OptionError("--baseline=none leaves nothing to time; use flash")
+    directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
+    return [
+        Job(
+            case=Case(shape=head_shape(HEADS, HEADS, dim, dim), seq_len=length, dtype=DTYPES[dtype]),
+            operations=(),
+            directions=directions,
+            baselines=baselines,
+        )
+        for dtype, dim, length in product(dtypes, parse_lengths(options.head_dims, "--head-dims"), lengths_of(options.lengths, device))
+    ]
+
+
+def run_fa2_sweep(options: SweepOptions, output: Output) -> list[Curve]:
+    """Measure what `options` ask for, print the table, write the files after every result, and return the curves."""
+    device = find_device(options.device)
+    jobs = sweep_jobs(options, device)
+    output.check_files()
+    common = common_columns(output.environment)
+    measurements: list[Measurement] = []
+    curves: list[Curve] = []
+    for one in _measured(jobs, device):
+        measurements.append(one)
+        output.say(progress_line(one))
+        curves = curves_of(measurements)
+        rows = [{**to_row(measurement, common), "tflops": rate_of(measurement)} for measurement in measurements]
+        content = {"environment": output.environment, "options": attrs.asdict(options), "rows": rows, "knees": [to_dict(c) for c in curves]}
+        output.write(content, rows)
+    output.show(curve_table(curves, [one for one in measurements if one.reason]))
+    return curves
+
+
+def _measured(jobs: list[Job], device: torch.device) -> Iterator[Measurement]:
+    return run_jobs(tuple(jobs), Setup(device=device, registry=RouteRecorder.of_installed()))
+
+
+def rate_of(one: Measurement) -> float | None:
+    """Return TFLOP/s of the causal pairs' products; None without a time."""
+    if one.timing is None:
+        return None
+    work = 2.0 * visible_pairs("dense", one.case) * one.case.shape.head_dims
+    passes = 1 if one.direction is Direction.FORWARD else 1 + BACKWARD_WORK
+    return work * passes / one.timing.median_ms / 1e9
+
+
+def curves_of(measurements: list[Measurement]) -> list[Curve]:
+    """Return a curve per kernel, head dimension, dtype and direction that has a time."""
+    rates: dict[tuple[str, int, torch.dtype, Direction], dict[int, float]] = {}
+    for one in measurements:
+        rate = rate_of(one)
+        if rate is not None:
+            key = (one.implementation, one.case.shape.head_dim_qk, one.case.dtype, one.direction)
+            rates.setdefault(key, {})[one.case.seq_len] = rate
+    return [
+        Curve(kernel=kernel, head_dim=dim, dtype=dtype, direction=direction, rates=found)
+        for (kernel, dim, dtype, direction), found in rates.items()
+    ]
+
+
+def to_dict(one: Curve) -> dict[str, Any]:
+    """Return a curve as the JSON file has it."""
+    return {
+        "kernel": one.kernel,
+        "head_dim": one.head_dim,
+        "dtype": str(one.dtype).removeprefix("torch."),
+        "direction": one.direction.value,
+        "knee": one.knee,
+        "best_tflops": one.best,
+        "tflops": {str(length): rate for length, rate in one.rates.items()},
+    }
+
+
+def curve_table(curves: list[Curve], absent: list[Measurement]) -> Table:
+    """Return a line per curve: its knee, and its rates by length."""
+    table = Table("kernel", "D", "dtype", "pass", "knee", "best", "TFLOP/s by tokens", title="dense attention")
+    for one in curves:
+        rates = "  ".join(f"{length}: {number(rate)}" for length, rate in one.rates.items())
+        dtype = str(one.dtype).removeprefix("torch.")
+        table.add_row(Text(one.kernel), str(one.head_dim), dtype, one.direction.value, str(one.knee), number(one.best), Text(rates))
+    notes = dict.fromkeys(f"{one.implementation}: {one.reason}" for one in absent)
+    table.caption = Text("\n".join(notes)) if notes else None
+    return table

@@ -1,0 +1,203 @@
+"""`nsa-bench select`: the choice of blocks alone, by every installed backend, for one long sequence and for packed ones.
+
+"select" scores the compressed keys and chooses (operation SELECT); "choose" is the choice alone, over importance that is there already
+(operation CHOOSE). What differs from the reference, near ties aside, gets no time.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+from rich.table import Table
+from rich.text import Text
+
+from nsa_bench.attention.run import run_jobs
+from nsa_bench.attention.sweep import short_lengths
+from nsa_bench.cases import Case, dtype_of, find_device, geometry_text, lengths_of, parse_geometry, parse_shapes
+from nsa_bench.errors import OptionError
+from nsa_bench.inputs import positions_of
+from nsa_bench.measurement import (
+    Direction,
+    Job,
+    Setup,
+    Timing,
+    common_columns,
+    describe_failure,
+    free_cached_memory,
+    replay_of,
+    time_call,
+)
+from nsa_bench.options import SelectOptions
+from nsa_bench.reporting import number
+from nsa_bench.results import Output
+from nsa_bench.routes import RouteRecorder, check_backend, reasons_against
+from nsa_core import BackendRegistry, BlockGeometry, Operation
+from nsa_core.blocks import num_selection_blocks
+from nsa_core.reference.choose import choose
+
+MOST_SCORES = 2**28
+"""Scores of CHOOSE, float32, that are held at a time."""
+COMPARED_ROWS = 512
+
+
+@frozen(kw_only=True)
+class SelectPlan:
+    """The cases and the backends that are measured."""
+
+    cases: tuple[Case, ...]
+    device: torch.device
+    backends: tuple[str, ...]
+    is_replayed: bool
+
+
+@frozen(kw_only=True)
+class SelectResult:
+    """The time of one backend's choice, or why it has none."""
+
+    case: Case
+    part: str
+    """"select" or "choose"."""
+    backend: str
+    rows: int
+    """Queries that choose."""
+    timing: Timing | None = None
+    reason: str = ""
+    """Why it has none, where it should have one."""
+    absent: str = ""
+    """Why the backend does not serve the case."""
+    near_ties: int | None = None
+
+    @property
+    def layout(self) -> str:
+        """Return "dense" for one sequence, "varlen" for packed ones."""
+        return "dense" if self.case.lengths is None else "varlen"
+
+    def __str__(self) -> str:
+        return f"{self.part}, {self.layout}, {self.case.shape}, {self.case.seq_len} tokens, {self.backend}"
+
+
+def make_select_plan(options: SelectOptions) -> SelectPlan:
+    """Return what `options` ask for.
+
+    Raises:
+        OptionError: for options that cannot be, or a backend that is not installed or can serve nothing of them.
+    """
+    device = find_device(options.device)
+    geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
+    if options.sequences < 1:
+        raise OptionError(f"--sequences={options.sequences} is too small (the rule: an integer >= 1); use 8")
+    cases = []
+    for shape, length in product(parse_shapes(options.shapes), lengths_of(options.lengths, device)):
+        if length < options.sequences * (options.sequences + 1) // 2:
+            raise OptionError(f"--lengths={length} cannot hold --sequences={options.sequences} of different lengths; use fewer sequences")
+        dense = Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype)
+        cases += [dense, attrs.evolve(dense, lengths=short_lengths(length, options.sequences))]
+    check_backend(options.backend, (("select", case) for case in cases), device)
+    installed = RouteRecorder.of_installed().backends
+    names = tuple(dict.fromkeys(one.name for one in installed if one.operation in (Operation.SELECT, Operation.CHOOSE)))
+    wanted = names if options.backend == "auto" else (options.backend,)
+    return SelectPlan(cases=tuple(cases), device=device, backends=wanted, is_replayed=device.type == "cuda")
+
+
+def run_select(options: SelectOptions, output: Output) -> list[SelectResult]:
+    """Measure what `options` ask for, print the table, write the files after every result, and return the results."""
+    plan = make_select_plan(options)
+    output.check_files()
+    results: list[SelectResult] = []
+    common = common_columns(output.environment)
+    for result in _measured(plan):
+        results.append(result)
+        output.say(f"{result}: {result.absent or result.reason or f'{number(_median(result))} ms'}")
+        rows = [to_row(one, common) for one in results]
+        output.write({"environment": output.environment, "options": attrs.asdict(options), "rows": rows}, rows)
+    output.show(select_table(results))
+    return results
+
+
+def _measured(plan: SelectPlan) -> Iterator[SelectResult]:
+    for case, name in product(plan.cases, plan.backends):
+        registry = RouteRecorder.of_installed()
+        for operation, measure in ((Operation.SELECT, _selection), (Operation.CHOOSE, _choice)):
+            # the choice alone does not know sequences, so that packed rows are no other case
+            if registry.has(operation, name) and (operation is Operation.SELECT or case.lengths is None):
+                against = reasons_against(name, operation, case, plan.device, registry)
+                absent = SelectResult(case=case, part=operation.value, backend=name, rows=case.seq_len, absent=", ".join(against))
+                yield absent if against else measure(case, name, plan, registry)
+
+
+def _selection(case: Case, name: str, plan: SelectPlan, registry: RouteRecorder) -> SelectResult:
+    job = Job(case=case, operations=("select",), directions=(Direction.FORWARD,), is_replayed=plan.is_replayed)
+    one = next(run_jobs((job,), Setup(device=plan.device, registry=registry, backend={"select": name})))
+    ties = None if one.check is None else one.check.near_ties
+    return SelectResult(
+        case=case, part="select", backend=name, rows=case.seq_len, timing=one.timing, reason=one.reason, near_ties=ties
+    )  # fmt: skip
+
+
+def _choice(case: Case, name: str, plan: SelectPlan, registry: BackendRegistry) -> SelectResult:
+    shape, geometry = case.shape, case.geometry
+    num_blocks = num_selection_blocks(case.seq_len, geometry)
+    rows = max(1, min(case.seq_len, MOST_SCORES // (shape.num_kv_heads * num_blocks)))
+    result = SelectResult(case=case, part="choose", backend=name, rows=rows)
+    backend: Any = next(one for one in registry.backends if (one.operation, one.name) == (Operation.CHOOSE, name))
+    try:
+        free_cached_memory(plan.device)
+        generator = torch.Generator(plan.device).manual_seed(0)
+        scores = torch.rand(rows, shape.num_kv_heads, num_blocks, device=plan.device, generator=generator)
+        # the last rows, which choose among most blocks
+        positions = positions_of(case, plan.device)[-rows:].int()
+        operands = (scores, None, positions, shape.num_kv_heads)
+        few = torch.linspace(0, rows - 1, min(rows, COMPARED_ROWS), device=plan.device).long()
+        expected = choose(scores[few], None, positions[few], shape.num_kv_heads, geometry=geometry)
+        wrong = int((_chosen(backend, operands, geometry)[few] != expected).any(-1).sum())
+        if wrong:
+            return attrs.evolve(result, reason=f"wrong: {wrong} of {expected.shape[0] * expected.shape[1]} choices are others")
+
+        def call() -> object:
+            return _chosen(backend, operands, geometry)
+
+        timed = replay_of(call, plan.device) if plan.is_replayed else call
+        return attrs.evolve(result, timing=time_call(timed, plan.device), near_ties=0)
+    except Exception as error:  # noqa: BLE001 - one kernel's failure is a result, not the end of the others
+        return attrs.evolve(result, reason=describe_failure(error))
+
+
+def _chosen(backend: Any, operands: tuple[Any, ...], geometry: BlockGeometry) -> torch.Tensor:
+    found: torch.Tensor = backend(*operands, geometry=geometry)
+    return found
+
+
+def _median(one: SelectResult) -> float | None:
+    return None if one.timing is None else one.timing.median_ms
+
+
+def to_row(one: SelectResult, common: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of the files; None stands for what was not measured."""
+    case, timing = one.case, one.timing
+    times = {name: None if timing is None else getattr(timing, name) for name in ("median_ms", "min_ms", "max_ms", "count")}
+    return {
+        "part": one.part, "layout": one.layout, "shape": case.shape.name, "num_heads": case.shape.num_heads,
+        "num_kv_heads": case.shape.num_kv_heads, "head_dim_qk": case.shape.head_dim_qk, "seq_len": case.seq_len,
+        "num_sequences": len(case.sequence_lengths), "rows": one.rows, "geometry": geometry_text(case.geometry),
+        "dtype": str(case.dtype).removeprefix("torch."), "backend": one.backend, **times,
+        "near_ties": one.near_ties, "reason": one.absent or one.reason, **common,
+    }  # fmt: skip
+
+
+def select_table(results: list[SelectResult]) -> Table:
+    """Return a line per case and backend; below, why others do not serve."""
+    table = Table("part", "rows of", "backend", "ms", "ns a row", "near ties", title="choice of blocks")
+    for one in results:
+        packed = "" if one.case.lengths is None else f" in {len(one.case.lengths)} sequences"
+        case = f"{one.case.shape}, {one.case.seq_len} tokens{packed}"
+        if one.timing is not None:
+            figures = (one.timing.median_ms, 1e6 * one.timing.median_ms / one.rows)
+            table.add_row(one.part, Text(case), Text(one.backend), *(number(x) for x in figures), str(one.near_ties))
+        elif not one.absent:
+            table.add_row(one.part, Text(case), Text(one.backend), Text(one.reason, style="red"))
+    absent = dict.fromkeys(f"{one.part} by {one.backend}: {one.absent}" for one in results if one.absent)
+    table.caption = Text("\n".join(absent)) if absent else None
+    return table

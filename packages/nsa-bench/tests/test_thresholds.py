@@ -1,0 +1,149 @@
+"""`nsa-bench thresholds` and `fa2-sweep`: least lengths and knees, from times."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from nsa_bench import measurement
+from nsa_bench.cases import SHAPES, Case
+from nsa_bench.cli import run_command
+from nsa_bench.fa2_sweep import curves_of, rate_of
+from nsa_bench.measurement import Direction, Measurement, Timing
+from nsa_bench.options import SweepOptions, ThresholdOptions
+from nsa_bench.thresholds import Threshold, thresholds_of
+from nsa_core.blocks import causal_pairs
+
+WINDOW = """
+from nsa_core import Capability, Operation
+from nsa_core.plugins import hookimpl
+from nsa_core.reference.sdpa import SDPABackend
+
+class Window:
+    name, operation, capability = "third", Operation.WIN, Capability()
+    def reasons_against(self, request): return ()
+    def preference(self, request): return -5
+    def __call__(self, *operands, geometry, scale):
+        return SDPABackend(operation=Operation.WIN)(*operands, geometry=geometry, scale=scale)
+
+@hookimpl
+def nsa_branch_backends():
+    return [Window()]
+"""
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time every call once."""
+    monkeypatch.setattr(measurement, "MIN_COUNT", 1)
+    monkeypatch.setattr(measurement, "MAX_COUNT", 1)
+
+
+def measured(implementation: str, length: int, ms: float | None, *, operation: str = "win") -> Measurement:
+    timing = None if ms is None else Timing.of([ms])
+    case = Case(shape=SHAPES["S"], seq_len=length, dtype=torch.float32)
+    return Measurement(case=case, operation=operation, direction=Direction.FORWARD, implementation=implementation, timing=timing)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "least"),
+    [
+        ({128: 1.3, 256: 1.5}, 128),
+        ({128: 1.3, 256: 1.1, 512: 1.25, 1024: 1.2}, 512),
+        ({128: 1.3, 256: 1.19}, None),
+        ({128: None, 256: float("inf")}, 256),
+        ({128: 1.3, 256: None}, None),
+    ],
+)
+def test_a_threshold_holds_at_every_longer_length(ratios: dict[int, float | None], least: int | None) -> None:
+    one = Threshold(
+        operation="win", direction=Direction.FORWARD, shape=SHAPES["S"], backend="a", against="sdpa", margin=1.2, ratios=ratios
+    )  # fmt: skip
+    assert one.min_length == least
+
+
+def test_kernels_are_compared_with_the_reference_and_with_each_other() -> None:
+    times = {"sdpa": {128: 1.0, 256: None}, "a": {128: 0.9, 256: 1.0}, "b": {128: 1.0, 256: 0.9}}
+    found = thresholds_of([measured(name, length, ms) for name, by_length in times.items() for length, ms in by_length.items()])
+    assert {(one.backend, one.against): (one.margin, one.min_length) for one in found} == {
+        ("a", "sdpa"): (1.2, 256), ("b", "sdpa"): (1.2, 256), ("a", "b"): (1.05, None), ("b", "a"): (1.05, 256),
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("once")
+def test_the_table_is_written(install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install("third", WINDOW)
+    words = ["--device", "cpu", "--shapes", "4/2/16/8", "--geometry", "8/4/16/4/24", "--lengths", "96,48", "--operations", "win"]
+    table, whole = tmp_path / "t.json", tmp_path / "w.json"
+    assert run_command(["thresholds", *words, "--write", str(table), "--json", str(whole)]) == 0
+    written = json.loads(table.read_text())
+    assert written["margins"] == {"reference": 1.2, "kernel": 1.05}
+    assert {(row["backend"], row["against"], row["direction"]) for row in written["rows"]} == {
+        ("third", "sdpa", "fwd"),
+        ("third", "sdpa", "fwd+bwd"),
+    }
+    assert all(list(row["ratios"]) == ["48", "96"] for row in written["rows"])
+    by_name = {
+        (row["seq_len"], row["implementation"]): row for row in json.loads(whole.read_text())["measured"] if row["direction"] == "fwd"
+    }
+    for row in written["rows"][:1]:
+        for length in (48, 96):
+            expected = by_name[length, "sdpa"]["median_ms"] / by_name[length, "third"]["median_ms"]
+            assert row["ratios"][str(length)] == pytest.approx(expected)
+    assert "thresholds" in capsys.readouterr().out
+
+
+def test_without_a_kernel_there_is_no_threshold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code = run_command(["thresholds", "--device", "cpu", "--lengths", "8", "--shapes", "3/3/5/5", "--operations", "slc"])
+    assert code == 2
+    assert "no installed kernel serves" in capsys.readouterr().err
+
+
+def test_rates_count_the_causal_pairs_and_knees_the_best_rate() -> None:
+    shape = SHAPES["S"]
+    one = measured("flash", 256, 2.0, operation="dense")
+    work = 2 * shape.num_heads * causal_pairs(256) * 128
+    assert rate_of(one) == pytest.approx(work / 2e-3 / 1e12)
+    assert rate_of(attrs.evolve(one, direction=Direction.BOTH)) == pytest.approx(3.5 * work / 2e-3 / 1e12)
+    # rates 1 : 1.9 : 2 of that length's
+    times = {128: causal_pairs(128) / 1.0, 256: causal_pairs(256) / 1.9, 512: causal_pairs(512) / 2.0, 1024: None}
+    (curve,) = curves_of([measured("flash", length, ms, operation="dense") for length, ms in times.items()])
+    assert curve.knee == 256
+    assert list(curve.rates) == [128, 256, 512]
+
+
+@pytest.mark.usefixtures("once")
+def test_dense_attention_is_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.json"
+    assert run_command(["fa2-sweep", "--device", "cpu", "--head-dims", "16,24", "--lengths", "32,64", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert {(knee["kernel"], knee["head_dim"], knee["dtype"]) for knee in found["knees"]} == {
+        ("SDPA flash", 16, "float32"),
+        ("SDPA flash", 24, "float32"),
+    }
+    assert all(row["tflops"] > 0 for row in found["rows"] if row["implementation"] == "SDPA flash")
+    assert "SDPA cuDNN: runs on CUDA devices only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["thresholds", "--operations", "x"], "--operations has 'x'"),
+        (["fa2-sweep", "--head-dims", "0"], "--head-dims has '0'"),
+        (["fa2-sweep", "--dtypes", "int8"], "--dtypes has 'int8'"),
+        (["fa2-sweep", "--baseline", "none"], "--baseline=none leaves nothing to time"),
+    ],
+)
+def test_options_that_cannot_be_are_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([*words, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_option_is_on_the_reference_page() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/reference/nsa-bench.md").read_text(encoding="utf-8")
+    names = [f"--{field.name.replace('_', '-')}" for kind in (ThresholdOptions, SweepOptions) for field in attrs.fields(kind)]
+    assert [name for name in names if f"`{name}" not in page and name != "--backward"] == []
