@@ -5,7 +5,7 @@ Each KV head of each layer that chooses is a *track*. A case takes its choices f
 1. KV head g of G reads track g * T // G of the T tracks, which lie layer by layer.
 2. Query t reads the recorded query t, and beyond the S_r recorded ones those from S_r // 2 on, over and over: neighbours stay neighbours.
 3. A free block keeps its place in the past: at distance e of the E + 1 candidates behind the recorded query's own block it becomes
-   distance e * (own + 1) // (E + 1). Of equal shapes that is the recorded block.
+   distance e * (own + 1) // (E + 1). For equal shapes that is the recorded block.
 4. Forced blocks, n and the block size are the case's. Where n leaves less room, the nearest free blocks stay; where it leaves more, or two
    became one, the nearest other blocks are added.
 """

@@ -1,7 +1,7 @@
 """`nsa-bench select`: the choice of blocks alone, by every installed backend, for one long sequence and for packed ones.
 
 "select" scores the compressed keys and chooses (operation SELECT); "choose" is the choice alone, over importance that is there already
-(operation CHOOSE). What differs from the reference, near ties aside, gets no time.
+(operation CHOOSE). A choice that differs from the reference, near ties aside, gets no time.
 """
 
 from collections.abc import Iterator

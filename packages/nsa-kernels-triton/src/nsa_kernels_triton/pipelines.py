@@ -22,7 +22,7 @@ class PipelineConfig:
     loader_registers: int
     """Registers of a producer thread; consumer threads share what is left."""
     num_parts: int = 2
-    """Consumer warpgroups, each with a part of a tile's rows (dK and dV: of its keys). Of the selected kernels, the wide backward has two."""
+    """Consumer warpgroups, each with a part of a tile's rows (dK and dV: of its keys). Among the selected kernels the wide backward has two."""
     num_programs: int = 2
     """Programs that share a multiprocessor. Read for the selected kernels alone: one program of any other kernel fills it."""
 
