@@ -7,7 +7,7 @@ import torch
 
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig
 from nsa_core.reference import naive
-from nsa_core.selection_loss import SelectionLoss, sample_rows, selection_loss
+from nsa_core.selection_loss import SelectionLoss, block_mass, sample_rows, selection_loss
 
 GEOMETRY = BlockGeometry(8, 4, 8, num_selected_blocks=4, num_initial_blocks=1, num_local_blocks=2, window_size=8)
 H, G, D = 4, 2, 8
@@ -19,6 +19,22 @@ def inputs(lengths, dtype=torch.float32):
     total = sum(lengths)
     blocks = sum(max(0, (length - 8) // 4 + 1) for length in lengths)
     return tuple(torch.randn(1, rows, heads, D, dtype=dtype) for rows, heads in ((total, H), (blocks + 3, G), (total, G)))
+
+
+def mass_of(q, k, lengths, groups=G):
+    """Return the mass (total, groups, blocks) of dense attention in blocks of 8 tokens, in float64, by loops."""
+    q, k = q.double()[0], k.double()[0]
+    heads, shared = q.shape[1], q.shape[1] // k.shape[1]
+    mass = torch.zeros(sum(lengths), groups, -(-max(lengths) // 8), dtype=torch.float64)
+    start = 0
+    for length in lengths:
+        for t in range(length):
+            for head in range(heads):
+                keys = k[start : start + t + 1, head // shared]
+                for token, weight in enumerate((keys @ q[start + t, head] * q.shape[-1] ** -0.5).softmax(0).tolist()):
+                    mass[start + t, head * groups // heads, token // 8] += weight * groups / heads
+        start += length
+    return mass
 
 
 def expected(q, k_cmp, k, lengths):
@@ -45,6 +61,27 @@ def expected(q, k_cmp, k, lengths):
                 share = target.sum()
                 losses.append(float(share * ((target / share) * ((target / share) / (found / found.sum())).log()).sum()))
     return math.fsum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[35], [5, 19, 0, 9]], ids=["one", "packed"])
+def test_the_mass_is_that_of_dense_attention_over_the_keys_of_a_block(lengths, groups):
+    q, _, k = inputs(lengths, torch.float64)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    rows = torch.arange(sum(lengths)).flip(0)
+
+    mass = block_mass(q, k, rows, geometry=GEOMETRY, num_groups=groups, cu_seqlens=bounds, max_seqlen=max(lengths))
+
+    assert torch.allclose(mass, mass_of(q, k, lengths, groups)[rows], rtol=1e-12, atol=1e-15)
+
+
+def test_the_mass_is_summed_in_float32_under_autocast():
+    q, _, k = inputs([35])
+    rows = torch.arange(35)
+    with torch.autocast("cpu", torch.bfloat16):
+        mass = block_mass(q, k, rows, geometry=GEOMETRY)
+    assert torch.equal(mass, block_mass(q, k, rows, geometry=GEOMETRY))
+    assert torch.allclose(mass.sum(-1), torch.ones(35, G))
 
 
 @pytest.mark.parametrize("lengths", [[70], [5, 61, 33, 44]], ids=["one", "packed"])

@@ -56,6 +56,52 @@ def sample_rows(num_rows: int, num_samples: int, offset: Tensor) -> Tensor:
     return (steps * num_rows).long().clamp(max=num_rows - 1)
 
 
+def block_mass(
+    q: Tensor,
+    k: Tensor,
+    rows: Tensor,
+    *,
+    geometry: BlockGeometry,
+    num_groups: int | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Return the mass `(m, num_groups, N)` that dense causal attention of some queries puts into each selection block; a row sums to 1.
+
+    The mass of a group is the mean over its heads. Scores and sums are in at least float32, also under autocast. Scores of `CHUNK` queries
+    exist at a time, never S x S of them. Blocks count from the start of the query's own sequence; those after the query have mass 0.
+
+    Args:
+        q: `(B, S, H, D_k)`, rotated; packed: `(1, total, H, D_k)`.
+        k: `(B, S, G, D_k)`, the rotated keys of these queries.
+        rows: int64 `(m,)`, the queries among the B * S rows; `sample_rows` draws some.
+        geometry: of it, the size of a selection block alone counts.
+        num_groups: groups of neighbouring heads that share a row of mass, a divisor of H; None: G.
+        scale: of scores; None: D_k ** -0.5.
+        cu_seqlens: int32 `(sequences + 1,)`, bounds of packed sequences.
+        max_seqlen: host bound on the tokens of a sequence, which fixes N; None: S.
+    """
+    batch, length, num_kv_heads, dim = k.shape
+    bounds = _bounds(batch, length, cu_seqlens, q.device)
+    sampled = _located(rows, bounds, batch * length)
+    num_blocks = num_selection_blocks(length if max_seqlen is None else max_seqlen, geometry)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        queries = q.flatten(0, 1)[rows].unflatten(1, (num_kv_heads, -1)).to(wide) * (dim**-0.5 if scale is None else scale)
+        keys = k.flatten(0, 1).to(wide)
+        key = torch.arange(len(keys), device=keys.device)
+        in_block = _one_hot(positions_from_cu_seqlens(bounds, len(keys)) // geometry.selection_block_size, num_blocks).to(wide)
+        found = []
+        for part in range(0, len(queries), CHUNK):
+            some = slice(part, part + CHUNK)
+            scores = torch.einsum("mghd,kgd->mghk", queries[some], keys)
+            visible = (key >= sampled.start[some].unsqueeze(1)) & (key <= rows[some].unsqueeze(1))
+            weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1).flatten(1, 2)
+            found.append(weights.unflatten(1, (num_groups or num_kv_heads, -1)).mean(2) @ in_block)
+        return torch.cat(found)
+
+
 def selection_loss(
     q: Tensor,
     k_cmp: Tensor,
@@ -87,27 +133,25 @@ def selection_loss(
     """
     batch, length, num_kv_heads = k.shape[:3]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    bounds = _bounds(batch, length, cu_seqlens, q.device)
     every = torch.arange(batch + 1, device=q.device)
-    bounds = every * length if cu_seqlens is None else cu_seqlens.long()
     block_bounds = every * k_cmp.shape[1] if cu_seqlens is None else cu_blocks_from_cu_seqlens(cu_seqlens, geometry).long()
     num_blocks = num_selection_blocks(length if max_seqlen is None else max_seqlen, geometry)
-    sequence = sequence_ids(bounds, batch * length)[rows]
-    start = bounds[sequence]
-    sampled = Rows(rows, sequence, start, rows - start)
+    sampled = _located(rows, bounds, batch * length)
 
     own = sampled.position // geometry.selection_block_size
     block = torch.arange(num_blocks, device=q.device)
     has_choice = own >= geometry.num_selected_blocks
     if query_count is not None:
-        has_choice &= sampled.position < query_count[sequence]
+        has_choice &= sampled.position < query_count[sampled.sequence]
     competes = (block >= geometry.num_initial_blocks) & (block <= (own - geometry.num_local_blocks).unsqueeze(1))
     competes = (competes & has_choice.unsqueeze(1)).unsqueeze(1)
 
+    with torch.no_grad():
+        dense = block_mass(q, k, rows, geometry=geometry, scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     # in float32 also under autocast
     with torch.autocast(q.device.type, enabled=False):
         queries = q.flatten(0, 1)[rows].unflatten(1, (num_kv_heads, -1)).float() * scale
-        with torch.no_grad():
-            dense = _dense_mass(queries, k.flatten(0, 1).float(), sampled, bounds, geometry, num_blocks)
         importance = _importance(queries, k_cmp.flatten(0, 1).float(), sampled, block_bounds, geometry, num_blocks)
     tiny = torch.finfo(torch.float32).tiny
     dense, importance = dense * competes, importance * competes
@@ -117,18 +161,16 @@ def selection_loss(
     return (dense * ratio).sum() / (has_choice.sum() * num_kv_heads).clamp(min=1)
 
 
-def _dense_mass(queries: Tensor, keys: Tensor, rows: Rows, bounds: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
-    """Return the mass `(m, G, num_blocks)` of causal attention of scaled `queries` `(m, G, H/G, D)` over `keys` `(B * S, G, D)` in each block."""
-    key = torch.arange(len(keys), device=keys.device)
-    in_block = _one_hot(positions_from_cu_seqlens(bounds, len(keys)) // geometry.selection_block_size, num_blocks)
-    found = []
-    for part in range(0, len(queries), CHUNK):
-        some = slice(part, part + CHUNK)
-        scores = torch.einsum("mghd,kgd->mghk", queries[some], keys)
-        visible = (key >= rows.start[some].unsqueeze(1)) & (key <= rows.row[some].unsqueeze(1))
-        weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
-        found.append(weights.mean(2) @ in_block)
-    return torch.cat(found)
+def _bounds(batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Return int64 `(N + 1,)`: where each sequence begins among all rows, and the end of the last one."""
+    return torch.arange(batch + 1, device=device) * length if cu_seqlens is None else cu_seqlens.long()
+
+
+def _located(rows: Tensor, bounds: Tensor, total: int) -> Rows:
+    """Return where each of `rows` `(m,)`, of `total` rows in all, stands in the sequences of `bounds`."""
+    sequence = sequence_ids(bounds, total)[rows]
+    start = bounds[sequence]
+    return Rows(rows, sequence, start, rows - start)
 
 
 def _importance(queries: Tensor, keys: Tensor, rows: Rows, block_bounds: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
