@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig
+from nsa_core.attention import sliding_window_attention
+from nsa_core.dense_attention import DenseAttention
+from nsa_core.errors import InputError
 from nsa_core.reference import naive
 from nsa_core.selection_loss import SelectionLoss, block_mass, sample_rows, selection_loss
 
@@ -37,9 +40,9 @@ def mass_of(q, k, lengths, groups=G):
     return mass
 
 
-def expected(q, k_cmp, k, lengths):
-    """Return the loss of all rows, in float64, by loops."""
-    q, k_cmp, k = (x.double() for x in (q, k_cmp, k))
+def expected(q, k_cmp, lengths, mass):
+    """Return the loss of all rows against `mass` (total, G, blocks), in float64, by loops."""
+    q, k_cmp = q.double(), k_cmp.double()
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     v = torch.zeros_like(k_cmp)
     lse = naive.compressed_attention(q, k_cmp, v, geometry=GEOMETRY, cu_seqlens=bounds).lse
@@ -52,12 +55,7 @@ def expected(q, k_cmp, k, lengths):
                 continue
             free = [j for j in range(own + 1) if j >= 1 and j <= own - 2]
             for group in range(G):
-                mass = torch.zeros(own + 1, dtype=torch.float64)
-                for head in (2 * group, 2 * group + 1):
-                    weights = (k[0, start : start + t + 1, group] @ q[0, start + t, head] * D**-0.5).softmax(0)
-                    for token, weight in enumerate(weights.tolist()):
-                        mass[token // 8] += weight / 2
-                target, found = mass[free], importance[0, start + t, group, free]
+                target, found = mass[start + t, group, free], importance[0, start + t, group, free]
                 share = target.sum()
                 losses.append(float(share * ((target / share) * ((target / share) / (found / found.sum())).log()).sum()))
     return math.fsum(losses) / len(losses)
@@ -91,7 +89,27 @@ def test_the_loss_is_the_divergence_of_importance_from_dense_attention(lengths):
 
     loss = selection_loss(q, k_cmp, k, torch.arange(sum(lengths)), geometry=GEOMETRY, cu_seqlens=bounds, max_seqlen=max(lengths))
 
-    assert float(loss) == pytest.approx(expected(q, k_cmp, k, lengths), rel=1e-5)
+    assert float(loss) == pytest.approx(expected(q, k_cmp, lengths, mass_of(q, k, lengths)), rel=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[70], [5, 61, 33, 44]], ids=["one", "packed"])
+def test_a_target_takes_the_place_of_the_own_dense_form(lengths):
+    q, k_cmp, k = inputs(lengths)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    options = {"geometry": GEOMETRY, "cu_seqlens": bounds, "max_seqlen": max(lengths)}
+    # a teacher of other sizes: 6 heads of 4 channels, 3 KV heads
+    theirs = torch.randn(1, sum(lengths), 6, 4), torch.randn(1, sum(lengths), 3, 4)
+    rows = torch.arange(sum(lengths))
+
+    loss = selection_loss(q, k_cmp, k, rows, target=block_mass(*theirs, rows, num_groups=G, **options), **options)
+
+    assert float(loss) == pytest.approx(expected(q, k_cmp, lengths, mass_of(*theirs, lengths)), rel=1e-5)
+
+
+def test_a_target_of_other_rows_is_refused():
+    q, k_cmp, k = inputs([70])
+    with pytest.raises(InputError, match=r"target has shape \(3, 2, 9\) .* = \(4, 2, 9\)\); take it by block_mass of the same rows"):
+        selection_loss(q, k_cmp, k, torch.arange(4), geometry=GEOMETRY, target=torch.ones(3, 2, 9))
 
 
 def test_a_batch_of_equal_sequences_needs_no_bounds():
@@ -163,6 +181,43 @@ def test_a_layer_takes_the_loss_of_its_training_passes(kv):
     layer.eval()
     layer(x)
     assert layer.selection_loss.value is None
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+def test_the_own_dense_form_is_that_of_the_layers_queries_and_selected_keys(kv, qk_norm):
+    torch.manual_seed(0)
+    layer = NativeSparseAttention(NSAConfig(32, H, G, D, D, geometry=GEOMETRY, kv=kv, qk_norm=qk_norm))
+    layer.selection_loss = SelectionLoss(num_samples=90)
+    x, bounds = torch.randn(1, 90, 32), torch.tensor([0, 20, 90], dtype=torch.int32)
+    layer(x, cu_seqlens=bounds, max_seqlen=70)
+    own = layer.selection_loss.value
+
+    q, k = layer.queries_keys(x, cu_seqlens=bounds)
+    rows = layer.selection_loss.rows(90, x.device)
+    layer.selection_loss.target = block_mass(q, k, rows, geometry=GEOMETRY, cu_seqlens=bounds, max_seqlen=70)
+    layer(x, cu_seqlens=bounds, max_seqlen=70)
+
+    assert own > 0
+    assert torch.equal(layer.selection_loss.value, own)
+
+
+def test_a_layer_without_selected_keys_has_no_dense_form():
+    layer = NativeSparseAttention(NSAConfig(32, H, G, D, D, geometry=GEOMETRY, branches=("cmp", "win")))
+    with pytest.raises(InputError, match="have no selected keys"):
+        layer.queries_keys(torch.randn(1, 8, 32))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_queries_and_keys_of_dense_attention_are_those_that_it_attends_with(qk_norm):
+    torch.manual_seed(0)
+    layer = DenseAttention(NSAConfig(32, H, G, D, D, qk_norm=qk_norm, qkv_bias=True))
+    x, bounds = torch.randn(1, 30, 32), torch.tensor([0, 12, 30], dtype=torch.int32)
+    v = layer.v_proj(x).unflatten(-1, (G, D))
+    for options in ({}, {"cu_seqlens": bounds, "max_seqlen": 18}):
+        q, k = layer.queries_keys(x, cu_seqlens=options.get("cu_seqlens"))
+        out = sliding_window_attention(q, k, v, geometry=BlockGeometry(window_size=30), **options).out
+        assert torch.allclose(layer(x, **options), layer.o_proj(out.flatten(-2)), atol=1e-6)
 
 
 def test_rows_that_do_not_count_teach_nothing():

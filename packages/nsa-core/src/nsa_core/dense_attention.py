@@ -151,11 +151,8 @@ class DenseAttention(nn.Module):
 
         With `cache`, the S tokens follow those that it holds, of which `query_count` `(B,)` are valid.
         """
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.dim_qk))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim_qk))
+        q, k = self._projected(x)
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim_v))
-        if self.has_norms:
-            q, k = self.q_norm(q), self.k_norm(k)
         if cache is not None:
             out = self._cached(q, k, v, cache, query_count)
         elif cu_seqlens is not None:
@@ -165,6 +162,19 @@ class DenseAttention(nn.Module):
             out = fast_causal_attention(self.rope(q, positions), self.rope(k, positions), v)
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
+
+    def queries_keys(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the rotated queries `(B, S, H, D_k)` and keys `(B, S, G, D_k)` of a pass over x `(B, S, hidden)` without a cache."""
+        total = x.shape[1]
+        positions = torch.arange(total, device=x.device) if cu_seqlens is None else positions_from_cu_seqlens(cu_seqlens, total)
+        q, k = self._projected(x)
+        return self.rope(q, positions), self.rope(k, positions)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k before RoPE."""
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.dim_qk))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim_qk))
+        return (self.q_norm(q), self.k_norm(k)) if self.has_norms else (q, k)
 
     def new_cache(self, batch_size: int, max_seqlen: int | None = None, *, static: bool = False, **_: Any) -> DenseCache:
         """Return an empty cache for sequences of at most `max_seqlen` tokens; see `DenseCache`. Other options are a sparse layer's.

@@ -49,6 +49,11 @@ def _of(module: nn.Module, branch: str) -> nn.Module:
     return module[branch] if isinstance(module, nn.ModuleDict) else module
 
 
+def _positions(total: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Return int64 `(total,)`: each row's position in its own sequence."""
+    return torch.arange(total, device=device) if cu_seqlens is None else positions_from_cu_seqlens(cu_seqlens, total)
+
+
 class NativeSparseAttention(nn.Module):
     """Native Sparse Attention as a drop-in layer: x (B, S, hidden_size) -> (B, S, hidden_size) (arXiv 2502.11089).
 
@@ -185,6 +190,19 @@ class NativeSparseAttention(nn.Module):
             query_count = query_count.to(x.device, non_blocking=True)
         return self._forward_whole(x, cu_seqlens, max_seqlen, query_count)
 
+    def queries_keys(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the rotated queries `(B, S, H, D_k)` and the selected branch's keys `(B, S, G, D_k)` of x `(B, S, hidden_size)`.
+
+        Attention of the one over all of the others is the layer's own dense form.
+
+        Raises:
+            InputError: for a layer without the selected branch.
+        """
+        if "slc" not in self.config.branches:
+            raise InputError(f"branches={self.config.branches} have no selected keys (branch 'slc'); use a layer that has them")
+        tables = self.rope.tables(_positions(x.shape[1], cu_seqlens, x.device))
+        return self._queries(x, tables), rotate(self._keys(x, "slc"), tables)
+
     def _check(
         self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: NSACache | None, query_count: Tensor | None
     ) -> None:
@@ -210,7 +228,7 @@ class NativeSparseAttention(nn.Module):
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
         placed = queries_of(x, cu_seqlens, max_seqlen, None, query_count)
         total = x.shape[1]
-        positions = torch.arange(total, device=x.device) if cu_seqlens is None else positions_from_cu_seqlens(cu_seqlens, total)
+        positions = _positions(total, cu_seqlens, x.device)
         tables = self.rope.tables(positions)
         rows = self._keys_values(x, tables)
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}

@@ -2,7 +2,7 @@
 
 The choice of blocks (Eq. 11) has no gradient: compressed keys and queries learn to rank blocks only as far as the compressed branch needs
 it. For a sample of queries this loss compares the importance of blocks (Eq. 9, 10), with its gradient, with the mass that
-dense attention of the same queries over the branch's own keys puts into each block, without one.
+dense attention puts into each block, without one: attention of the same queries over the selected branch's own keys, or a teacher's.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.config import BlockGeometry
+from nsa_core.errors import InputError
 from nsa_core.varlen import compressed_lengths, cu_blocks_from_cu_seqlens, positions_from_cu_seqlens, sequence_ids
 
+NUM_SAMPLES = 256
+"""Queries of a layer whose blocks are compared in a training step."""
 CHUNK = 32
 """Queries whose scores over all keys exist at a time, without a gradient."""
 
@@ -34,18 +37,24 @@ class Rows(NamedTuple):
 class SelectionLoss:
     """Attach as `layer.selection_loss` to take the loss of a layer's training passes; read `value` after each."""
 
-    def __init__(self, num_samples: int = 256) -> None:
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         """Sample so many queries a pass."""
         self.num_samples = num_samples
         self.offset: Tensor | None = None
         """0 to 1, on the layer's device: which queries are sampled; None: 0."""
+        self.target: Tensor | None = None
+        """Mass of the next passes' `rows`, as `block_mass` returns it; None: of the layer's own dense form. Set it before each pass."""
         self.value: Tensor | None = None
         """The loss of the last pass, with its gradient."""
 
+    def rows(self, num_rows: int, device: torch.device) -> Tensor:
+        """Return int64 `(num_samples,)`: the queries that a pass over `num_rows` rows compares."""
+        return sample_rows(num_rows, self.num_samples, torch.zeros((), device=device) if self.offset is None else self.offset)
+
     def take(self, q: Tensor, k_cmp: Tensor, k: Tensor, **keywords: Any) -> Tensor:
-        """Keep and return the loss of a pass; the arguments are those of `selection_loss`, which gets sampled rows."""
-        offset = torch.zeros((), device=q.device) if self.offset is None else self.offset
-        self.value = selection_loss(q, k_cmp, k, sample_rows(q.shape[0] * q.shape[1], self.num_samples, offset), **keywords)
+        """Keep and return the loss of a pass; the arguments are those of `selection_loss`, which gets sampled rows and their target."""
+        rows = self.rows(q.shape[0] * q.shape[1], q.device)
+        self.value = selection_loss(q, k_cmp, k, rows, target=self.target, **keywords)
         return self.value
 
 
@@ -113,12 +122,13 @@ def selection_loss(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     query_count: Tensor | None = None,
+    target: Tensor | None = None,
 ) -> Tensor:
     """Return the loss, a float32 scalar: the mean over sampled queries with a choice, and over KV heads, of mass * KL(dense || importance).
 
     Both are distributions over the blocks that compete, neither initial nor local ones. `mass` is the share of dense attention that lies in
     them: a query that attends elsewhere teaches little. Dense attention is averaged over the heads of a group. Gradients flow to `q` and
-    `k_cmp` through the importance alone.
+    `k_cmp` through the importance alone, never to the target.
 
     Args:
         q: `(B, S, H, D_k)`; packed: `(1, total, H, D_k)`.
@@ -130,6 +140,10 @@ def selection_loss(
         cu_seqlens: int32 `(N + 1,)`, bounds of packed sequences.
         max_seqlen: host bound on the tokens of a sequence; None: S.
         query_count: int32 `(B,)`, valid rows of each sequence; the others teach nothing. None: all.
+        target: `(m, G, N)`, the mass of dense attention of `rows` by block, such as a teacher's; None: `block_mass` of `q` and `k`.
+
+    Raises:
+        InputError: for a target of another shape.
     """
     batch, length, num_kv_heads = k.shape[:3]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -147,14 +161,20 @@ def selection_loss(
     competes = (block >= geometry.num_initial_blocks) & (block <= (own - geometry.num_local_blocks).unsqueeze(1))
     competes = (competes & has_choice.unsqueeze(1)).unsqueeze(1)
 
-    with torch.no_grad():
-        dense = block_mass(q, k, rows, geometry=geometry, scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+    if target is None:
+        target = block_mass(q.detach(), k.detach(), rows, geometry=geometry, scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+    elif target.shape != (len(rows), num_kv_heads, num_blocks):
+        expected = (len(rows), num_kv_heads, num_blocks)
+        raise InputError(
+            f"target has shape {tuple(target.shape)} (the layout is (rows, KV heads, blocks) = {expected}); "
+            "take it by block_mass of the same rows"
+        )
     # in float32 also under autocast
     with torch.autocast(q.device.type, enabled=False):
         queries = q.flatten(0, 1)[rows].unflatten(1, (num_kv_heads, -1)).float() * scale
         importance = _importance(queries, k_cmp.flatten(0, 1).float(), sampled, block_bounds, geometry, num_blocks)
     tiny = torch.finfo(torch.float32).tiny
-    dense, importance = dense * competes, importance * competes
+    dense, importance = target.detach() * competes, importance * competes
     mass, total = dense.sum(-1, keepdim=True), importance.sum(-1, keepdim=True)
     # mass * KL = sum of dense * log((dense / mass) / (importance / total)); 0 where nothing competes
     ratio = (dense.clamp(min=tiny) / mass.clamp(min=tiny)).log() - (importance.clamp(min=tiny) / total.clamp(min=tiny)).log()
