@@ -163,6 +163,11 @@ class DenseAttention(nn.Module):
         result: Tensor = self.o_proj(out.flatten(-2))
         return result
 
+    @property
+    def num_heads(self) -> int:
+        """Return H."""
+        return self.heads
+
     def queries_keys(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the rotated queries `(B, S, H, D_k)` and keys `(B, S, G, D_k)` of a pass over x `(B, S, hidden)` without a cache."""
         total = x.shape[1]

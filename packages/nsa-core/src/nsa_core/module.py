@@ -190,6 +190,11 @@ class NativeSparseAttention(nn.Module):
             query_count = query_count.to(x.device, non_blocking=True)
         return self._forward_whole(x, cu_seqlens, max_seqlen, query_count)
 
+    @property
+    def num_heads(self) -> int:
+        """Return H."""
+        return self.config.num_heads
+
     def queries_keys(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the rotated queries `(B, S, H, D_k)` and the selected branch's keys `(B, S, G, D_k)` of x `(B, S, hidden_size)`.
 

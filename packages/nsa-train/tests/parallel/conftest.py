@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
+from nsa_train.run_dir import RunDirectory
+
 SCENARIOS = Path(__file__).parent / "scenarios.py"
-BY_WORLD_SIZE = {1: ("agree",), 2: ("agree", "spoiled", "overflown", "stopped", "resumed")}
+BY_WORLD_SIZE = {1: ("agree", "taught"), 2: ("agree", "taught", "spoiled", "overflown", "stopped", "resumed")}
 TIMEOUT_S = 240
 
 
 @pytest.fixture(scope="session")
-def ranks(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
+def ranks(tiny_recipe: Path, tiny_run: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
     """A function from a scenario and a world size to its folder and the findings of each rank.
 
     The scenarios of a world size run one after another in the same processes, which take longer to start than to run.
@@ -27,7 +29,7 @@ def ranks(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     @functools.cache
     def run_all(world_size: int) -> Path:
         folder, port = tmp_path_factory.mktemp(f"ranks-{world_size}"), _free_port()
-        command = [sys.executable, str(SCENARIOS), str(tiny_recipe), str(folder), *BY_WORLD_SIZE[world_size]]
+        command = [sys.executable, str(SCENARIOS), str(tiny_recipe), str(tiny_run.root), str(folder), *BY_WORLD_SIZE[world_size]]
         workers = [subprocess.Popen(command, env=_environment(rank, world_size, port)) for rank in range(world_size)]
         try:
             codes = [worker.wait(TIMEOUT_S) for worker in workers]

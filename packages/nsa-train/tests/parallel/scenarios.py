@@ -1,6 +1,6 @@
 """Run as a script, once per rank: the scenario named on the command line, its findings written as JSON.
 
-RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=... python scenarios.py SCENARIO RECIPE FOLDER
+RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=... python scenarios.py RECIPE TEACHER FOLDER SCENARIO...
 """
 
 import json
@@ -92,6 +92,22 @@ def agree(recipe: str, folder: Path, world: World) -> dict[str, Any]:
             found[strategy + name + "-travels"] = travels
             if world.is_main:
                 safetensors.torch.save_file(gradients, folder / f"{strategy}{name}.safetensors")
+    return found
+
+
+def taught(recipe: str, folder: Path, world: World) -> dict[str, Any]:
+    """Take one step whose choice a teacher teaches; its gradients go to files. One process takes the ranks' rows one after another."""
+    found: dict[str, Any] = {}
+    for strategy in ("single",) if world.world_size == 1 else ("ddp", "fsdp"):
+        rows = ("train.batch_size=2", "train.accumulate=2") if strategy == "single" else ("train.batch_size=4",)
+        teacher = (f"train.selection_teacher={TEACHER}", "train.selection_loss=100", "data.workers=0")
+        trainer, _ = quietly(recipe, folder / strategy, world, *FAST, *teacher, *rows, f"train.strategy={strategy}", "train.steps=2")
+        gradients: dict[str, torch.Tensor] = {}
+        keep_first_gradients(trainer, gradients)
+        trainer.run()
+        found[strategy] = [auxiliary.num_samples for auxiliary in trainer.model.selection_losses]
+        if world.is_main:
+            safetensors.torch.save_file(gradients, folder / f"{strategy}.safetensors")
     return found
 
 
@@ -293,7 +309,7 @@ def ending_of(trainer: Trainer, listener: Listener) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    recipe, folder, *scenarios = sys.argv[1:]
+    recipe, TEACHER, folder, *scenarios = sys.argv[1:]
     torch.set_num_threads(1)
     with join_world("ddp" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "single") as joined:
         for scenario in scenarios:

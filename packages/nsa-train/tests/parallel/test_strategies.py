@@ -76,3 +76,14 @@ def test_gradients_travel_once_a_step(found: dict[str, Any], strategy: str) -> N
 def test_accumulated_micro_batches_are_two_of_the_same_stream(found: dict[str, Any]) -> None:
     first, _ = found["single-accumulated"][0]
     assert first == pytest.approx(sum(found["single"][0][:2]) / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_teacher_on_every_rank_gives_the_gradients_of_one_process(ranks: Callable[..., Any], strategy: str) -> None:
+    (alone, [samples]), (folder, several) = (ranks("taught", world_size=size) for size in (1, 2))
+    # 256 queries of a layer in a step, over two passes or two ranks
+    assert samples["single"] == several[0][strategy] == several[1][strategy] == [128, 128]
+    ours, theirs = (safetensors.torch.load_file(path) for path in (folder / f"{strategy}.safetensors", alone / "single.safetensors"))
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).norm()) <= RELATIVE * float(gradient.norm()), name

@@ -17,6 +17,7 @@ from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.data.tokenizer import Ids, Tokenizer, build_tokenizer
 from nsa_train.errors import CheckpointError
 from nsa_train.host.routing import AUTO, with_backend
+from nsa_train.model.decoder import build_model, weightless
 
 HF_CONFIG = "config.json"
 
@@ -35,23 +36,24 @@ class OpenedModel(NamedTuple):
     """Training steps behind the weights; None where the folder does not say."""
 
 
-def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None) -> OpenedModel:
+def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, with_weights: bool = True) -> OpenedModel:
     """Return the model at `path`: a run, a checkpoint, or a folder with config.json of `ckpt export --format hf` or `convert`.
 
     Operations take the machine's own choice of backends, whatever the run named. A line about each checkpoint that was passed over is said.
+    Without `with_weights` the decoder is on the meta device, to look at its layers and shapes: weights are neither read nor drawn.
 
     Raises:
         ConfigError: where there is none, or the folder needs nsa-transformers, which is not installed.
         CheckpointError: where files are damaged, or the weights are not those of the configuration beside them.
     """
     if (path / HF_CONFIG).is_file():
-        return _open_folder(path)
+        return _open_folder(path, with_weights=with_weights)
     checkpoint = open_checkpoint(path)
     for line in checkpoint.refused:
         say(line)
     config = with_backend(checkpoint.config, AUTO)
     return OpenedModel(
-        decoder=load_model(evolve(checkpoint, config=config)),
+        decoder=load_model(evolve(checkpoint, config=config)) if with_weights else _without_weights(lambda: build_model(config)),
         tokenizer=build_tokenizer(config.data),
         max_position=config.model.max_position or config.train.seq_len,
         path=checkpoint.path,
@@ -59,14 +61,23 @@ def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None) ->
     )
 
 
-def _open_folder(folder: Path) -> OpenedModel:
+def _without_weights(build: Callable[[], Decoder]) -> Decoder:
+    with weightless():
+        return build().eval()
+
+
+def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     require_installed(f"the model at {str(folder)!r}")
     from transformers import AutoTokenizer
 
-    from nsa_transformers import NSAForCausalLM
+    from nsa_transformers import NSAForCausalLM, NSAModelConfig
 
     try:
-        model: Any = NSAForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: Any = (
+            NSAForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            if with_weights
+            else _without_weights(lambda: NSAForCausalLM(NSAModelConfig.from_pretrained(folder)))
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     # Transformers raises ValueError, TypeError and its own errors for files that are none of its own
     except (NSAError, OSError, ValueError, TypeError, AttributeError) as error:

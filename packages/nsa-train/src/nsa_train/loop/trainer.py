@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from nsa_core.selection_loss import NUM_SAMPLES
 from nsa_train.checkpoint.resuming import initialize, restore
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.checkpoint.snapshot import capture
 from nsa_train.checkpoint.store import Checkpoint
+from nsa_train.checkpoint.teacher import Teacher
 from nsa_train.checkpoint.writer import CheckpointWriter
 from nsa_train.data.dataset import open_dataset
 from nsa_train.data.packing import Batch
@@ -87,6 +89,10 @@ class Trainer:
         self.device, train = world.device, config.train
         seed_rng(train.seed)
         self.model = build_model(config).to(self.device)
+        self.teacher = Teacher(config, self.device) if train.selection_teacher else None
+        for auxiliary in self.model.selection_losses:
+            # of a whole step, however many passes and ranks share it
+            auxiliary.num_samples = -(-NUM_SAMPLES // (train.accumulate * world.world_size))
         self.start = resume.step if resume else 0
         # refusals come before the records, which are cut to where the run goes on; slow work comes before the directory is
         # touched, so that a run killed in it can be started again
@@ -256,7 +262,9 @@ class Trainer:
             self.model.sample_queries(step * self.config.train.accumulate + index)
             with self.strategy.accumulating(is_last=index == len(fetched.batches) - 1):
                 with self.recorder.phase("forward"):
-                    loss = self._summed_loss(self.strategy.forward, batch.to(self.device))
+                    here = batch.to(self.device)
+                    self._set_targets(here)
+                    loss = self._summed_loss(self.strategy.forward, here)
                 with self.recorder.phase("backward"):
                     scaled = loss * factor
                     torch.autograd.backward(scaled if self.scaler is None else self.scaler.scale(scaled))
@@ -268,6 +276,11 @@ class Trainer:
         *values, norm = torch.stack([*losses, gradient_norm(self.model).float()]).tolist()
         bad = [index for index, value in enumerate(values) if not abs(value) < float("inf")]
         return StepNumbers(loss=sum(values), bad_batch=bad[0] if bad else -1, grad_norm=norm)
+
+    def _set_targets(self, batch: Batch) -> None:
+        if self.teacher is not None:
+            with self._autocast():
+                self.teacher.set_targets(self.model, batch.input_ids, batch.cu_seqlens, batch.max_seqlen)
 
     def _summed_loss(self, forward: Any, batch: Batch) -> Tensor:
         with self._autocast():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_train.checkpoint.resuming import initial_checkpoint
+from nsa_train.checkpoint.teacher import open_teacher
 from nsa_train.errors import ConfigError
 from nsa_train.host.environment import missing_report
 from nsa_train.host.machine import Machine, processes_of, target_machine
@@ -40,16 +41,17 @@ def run_preflight(
     sizes = world_sizes or [processes_of(config, where)]
     counts = count_parameters(config)
     parameters = getattr(counts, config.model.attention)
-    # where hosts may leave, the fewest processes have the most to hold
-    memory = estimate_memory(config, parameters, min(sizes))
-    findings.memory_gib = memory.total_gib
     findings.passed.append(introduced(config))
     check_out_dir(findings, out_dir, resuming=resuming)
     check_init_from(findings, config, resuming=resuming)
+    frozen = check_selection_teacher(findings, config)
+    # where hosts may leave, the fewest processes have the most to hold
+    memory = estimate_memory(config, parameters, min(sizes), frozen=frozen)
+    findings.memory_gib = memory.total_gib
     check_schedule(findings, config, where, parameters, sizes)
     check_machine(findings, config, where, memory, is_asked_for=machine is not None)
     check_routes(findings, config, where)
-    fixes = MemoryFixes(config=config, parameters=parameters, world_sizes=sizes, resuming=resuming)
+    fixes = MemoryFixes(config=config, parameters=parameters, frozen=frozen, world_sizes=sizes, resuming=resuming)
     check_memory(findings, where, memory, fixes)
     check_disk(findings, config, out_dir, parameters)
     if missing := missing_report():
@@ -71,6 +73,25 @@ def check_init_from(findings: Preflight, config: RunConfig, *, resuming: bool) -
     learned, now = (data.tokenizer for data in (checkpoint.config.data, config.data))
     if learned != now:
         findings.warned.append(f"train.init_from: those weights learned the ids of data.tokenizer={learned!r}, and this run reads {now!r}")
+
+
+def check_selection_teacher(findings: Preflight, config: RunConfig) -> int:
+    """Judge that `train.selection_teacher` names a model that can teach this one; return its parameters, 0 without one."""
+    if config.train.selection_teacher is None:
+        return 0
+    try:
+        opened = open_teacher(config, with_weights=False)
+    except ConfigError as error:
+        findings.failed += str(error).splitlines()
+        return 0
+    parameters = sum(weight.numel() for weight in opened.decoder.parameters())
+    findings.passed.append(f"train.selection_teacher: {opened.path}, {parameters:,} parameters on every process")
+    if opened.max_position < config.train.seq_len:
+        findings.warned.append(
+            f"train.selection_teacher: {opened.path} is meant for {opened.max_position:,} tokens, and rows have train.seq_len="
+            f"{config.train.seq_len:,}"
+        )
+    return parameters
 
 
 def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, parameters: int, world_sizes: Sequence[int]) -> None:

@@ -15,6 +15,8 @@ from nsa_train.settings.rules import MOST_ACCUMULATED
 GIB = 2**30
 STATE_BYTES = 16
 """Per parameter: weight, gradient and Adam's two moments, float32."""
+FROZEN_BYTES = 4
+"""Per parameter of train.selection_teacher: the weight, float32; autocast's copies of frozen weights last for one product."""
 CAST_BYTES = 2
 """Per parameter: autocast's 16-bit copy."""
 LOGIT_BYTES = 12
@@ -24,6 +26,7 @@ OVERHEAD_GIB = 0.8
 KEPT_SHARE = {"none": 1.0, "selective": 0.6, "full": 0.0}
 """Share of a block's activations that stays, by train.activation_checkpointing; "full" keeps its input alone."""
 STATES, OF_ROWS, LIBRARIES = "weights, gradients and optimizer", ("activations", "logits"), "Python, torch and its libraries"
+TEACHER = "the selection teacher"
 """The names of the parts, for messages; two of them grow with the rows."""
 RECOMPUTED = tuple(KEPT_SHARE)
 """Values of train.activation_checkpointing, the fastest first."""
@@ -40,27 +43,29 @@ class MemoryEstimate:
     states_gib: float
     activations_gib: float
     logits_gib: float
+    teacher_gib: float = 0.0
 
     @property
     def total_gib(self) -> float:
         """Return the sum, with the overhead."""
-        return self.states_gib + self.activations_gib + self.logits_gib + OVERHEAD_GIB
+        return self.states_gib + self.activations_gib + self.logits_gib + self.teacher_gib + OVERHEAD_GIB
 
     @property
     def largest(self) -> tuple[str, float]:
         """Return the name of the largest part, and its GiB."""
-        sizes = (self.states_gib, self.activations_gib, self.logits_gib, OVERHEAD_GIB)
-        return max(zip((STATES, *OF_ROWS, LIBRARIES), sizes, strict=True), key=lambda part: part[1])
+        sizes = (self.states_gib, self.activations_gib, self.logits_gib, self.teacher_gib, OVERHEAD_GIB)
+        return max(zip((STATES, *OF_ROWS, TEACHER, LIBRARIES), sizes, strict=True), key=lambda part: part[1])
 
     def __str__(self) -> str:
+        teacher = f", {TEACHER} {self.teacher_gib:,.1f}" if self.teacher_gib else ""
         return (
             f"{self.total_gib:,.1f} GiB ({STATES} {self.states_gib:,.1f}, "
-            f"activations {self.activations_gib:,.1f}, logits {self.logits_gib:,.1f})"
+            f"activations {self.activations_gib:,.1f}, logits {self.logits_gib:,.1f}{teacher})"
         )
 
 
-def estimate_memory(config: RunConfig, parameters: int, processes: int) -> MemoryEstimate:
-    """Return the estimated peak of one of the `processes` of `config`, whose model has so many `parameters`."""
+def estimate_memory(config: RunConfig, parameters: int, processes: int, *, frozen: int = 0) -> MemoryEstimate:
+    """Return the estimated peak of one of the `processes` of `config`, whose model has so many `parameters`, its teacher `frozen` ones."""
     train = config.train
     state = STATE_BYTES + (0 if train.precision == "fp32" else CAST_BYTES)
     shards = processes if train.strategy == "fsdp" else 1
@@ -70,6 +75,7 @@ def estimate_memory(config: RunConfig, parameters: int, processes: int) -> Memor
         states_gib=parameters * state / shards / GIB,
         activations_gib=tokens * _bytes_per_token(config) / GIB,
         logits_gib=logits / GIB,
+        teacher_gib=frozen * FROZEN_BYTES / GIB,
     )
 
 
@@ -103,6 +109,8 @@ class MemoryFixes:
 
     config: RunConfig
     parameters: int
+    frozen: int = 0
+    """Parameters of train.selection_teacher, whole on every process."""
     world_sizes: Sequence[int]
     """How many processes there may be; the fewest have the most to hold."""
     resuming: bool
@@ -159,7 +167,7 @@ class MemoryFixes:
             return
         if largest in OF_ROWS and (seq_len := self._fitting_length(change, limit_gib)):
             yield f"--set train.seq_len={seq_len}"
-        yield "a smaller model"
+        yield "a smaller teacher" if largest == TEACHER else "a smaller model"
         if machine.device_type != "cuda":
             yield "a machine with more memory"
             yield "train.strategy=fsdp on GPUs"
@@ -187,7 +195,7 @@ class MemoryFixes:
 
     def _estimate(self, change: Mapping[str, Any], processes: int | None = None) -> MemoryEstimate:
         config = evolve(self.config, train=evolve(self.config.train, **change))
-        return estimate_memory(config, self.parameters, processes or min(self.world_sizes))
+        return estimate_memory(config, self.parameters, processes or min(self.world_sizes), frozen=self.frozen)
 
 
 def _as_options(change: Mapping[str, Any]) -> str:

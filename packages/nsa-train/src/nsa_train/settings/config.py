@@ -257,6 +257,9 @@ class TrainTable(Table):
     """Write samples of the model's text before the first step and after the last."""
     selection_loss: float = number(at_least=1e-6, at_most=1000, example=0.1, default=0.0, or_zero=True)
     """Weight of an auxiliary loss, for each NSA layer, that teaches the choice of blocks what attention over all keys would read; 0: none."""
+    selection_teacher: str | None = optional_text(example="'runs/dense'")
+    """Run, step-N directory or Hugging Face folder of a frozen model whose attention over all keys is what selection_loss teaches, in place
+    of each layer's own. As many layers and the same vocabulary; a resumed run reads it again, and may name another."""
     init_from: str | None = optional_text(example="'runs/short'")
     """Run or step-N directory whose weights a new run begins with; rows, schedule, RoPE scaling and block sizes may be others
     where the shapes of the weights allow it. A run that is resumed has its own."""
@@ -287,8 +290,13 @@ class TrainTable(Table):
     """"nvtx": ranges for a profiler; "branches": the time of each attention branch on logged steps."""
 
     def broken_pairs(self) -> list[str]:
-        """Return the conflicts of warmup_steps with steps, and processes with their strategy."""
+        """Return the conflicts of warmup_steps with steps, a teacher with its loss, and processes with their strategy."""
         found = []
+        if self.selection_teacher and not self.selection_loss:
+            found.append(
+                f"train.selection_teacher={self.selection_teacher!r} teaches nothing with train.selection_loss=0 (its weight); "
+                "use --set train.selection_loss=0.1"
+            )
         if self.warmup_steps >= self.steps:
             found.append(
                 f"train.warmup_steps={self.warmup_steps} leaves no step for the cosine of train.steps={self.steps} "

@@ -1,0 +1,116 @@
+"""A frozen model whose attention is the target of the selection loss: `train.selection_teacher`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_core.decoder import Decoder
+from nsa_core.errors import NSAError
+from nsa_core.module import NativeSparseAttention
+from nsa_core.selection_loss import block_mass
+from nsa_train.checkpoint.models import OpenedModel, open_model
+from nsa_train.data.tokenizer import build_tokenizer
+from nsa_train.errors import CheckpointError, ConfigError, DataError
+from nsa_train.model.decoder import layers_of, vocab_size_of
+from nsa_train.settings.config import Layer, RunConfig
+from nsa_train.settings.data_table import IDS
+
+PROBE = "The 3 quick foxes,\n\tnaïve & très-vite: 0.25 == x[12];".encode()
+"""A text that tokenizers of the same vocabulary turn into the same ids."""
+
+
+class Teacher:
+    """A model that sets, before each training pass of a student, what its layers' selection losses compare with.
+
+    Its layer i teaches layer i of the student: the mass of its attention over all keys, summed per selection block of the student and per
+    group of the student's heads, at the sampled queries. A dense layer's attention is its own; that of an NSA layer is taken over its
+    selected branch's keys. It computes on the student's device under the caller's autocast, records no gradient, and belongs to no module:
+    neither optimizer nor checkpoint nor count of parameters knows it. Its FLOPs are no part of MFU; its time is part of the step's.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        """Open the model that `train.selection_teacher` of the student's `config` names.
+
+        Raises:
+            ConfigError: as `open_teacher`.
+        """
+        # a model may draw weights before it reads them: the run's own numbers stay as they are
+        with torch.random.fork_rng(devices=[]):
+            self.decoder = open_teacher(config).decoder.requires_grad_(False).to(device)
+
+    @torch.no_grad()
+    def set_targets(self, student: Decoder, input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
+        """Give each NSA layer of `student` the mass of its next pass, over `input_ids` `(1, total)` packed by `cu_seqlens`.
+
+        One layer's masses, `(rows, G, N)` float32, stay; scores exist for a few rows at a time.
+        """
+        blocks: Any = list(zip(self.decoder.blocks, student.blocks, strict=True))
+        x = self.decoder.embedding(input_ids)
+        for theirs, ours in blocks:
+            layer = ours.attention
+            if isinstance(layer, NativeSparseAttention) and layer.selection_loss is not None:
+                rows = layer.selection_loss.rows(input_ids.numel(), input_ids.device)
+                q, k = theirs.attention.queries_keys(theirs.attention_norm(x), cu_seqlens=cu_seqlens)
+                layer.selection_loss.target = block_mass(
+                    q,
+                    k,
+                    rows,
+                    geometry=layer.config.geometry,
+                    num_groups=layer.config.num_kv_heads,
+                    cu_seqlens=cu_seqlens,
+                    max_seqlen=max_seqlen,
+                )
+            x = theirs(x, cu_seqlens, max_seqlen)
+
+
+def open_teacher(config: RunConfig, *, with_weights: bool = True) -> OpenedModel:
+    """Return the model that `train.selection_teacher` of `config` names; `with_weights` as for `open_model`.
+
+    Raises:
+        ConfigError: where there is none, it is damaged, or it cannot teach the model of `config`; all reasons at once.
+    """
+    path = config.train.selection_teacher or ""
+    try:
+        opened = open_model(Path(path), with_weights=with_weights)
+        problems = list(_misfits(opened, config))
+    except (CheckpointError, ConfigError, DataError, NSAError) as error:
+        raise ConfigError(f"train.selection_teacher={path!r}: {error}") from None
+    if problems:
+        raise ConfigError.of([f"train.selection_teacher={path!r} {problem}" for problem in problems])
+    return opened
+
+
+def _misfits(opened: OpenedModel, config: RunConfig) -> Iterator[str]:
+    """Give the reasons for which the model cannot teach that of `config`."""
+    model, students = config.model, layers_of(config)
+    blocks: Any = opened.decoder.blocks
+    if not any(_is_taught(layer) for layer in students):
+        yield "has nothing to teach (no layer of this model chooses blocks); use model.attention='nsa', or leave it out"
+    if len(blocks) != model.n_layers:
+        yield f"has {len(blocks)} layers, the model has {model.n_layers} (layer i teaches layer i); use a teacher of {model.n_layers} layers"
+        return
+    for index, (block, layer) in enumerate(zip(blocks, students, strict=True)):
+        if not _is_taught(layer):
+            continue
+        heads = block.attention.num_heads
+        if heads % model.n_kv_heads:
+            yield (
+                f"has {heads} heads in layer {index}, which do not divide among model.n_kv_heads={model.n_kv_heads} groups "
+                "(each group has a mass of its own); use a teacher whose heads do"
+            )
+            return
+        if isinstance(block.attention, NativeSparseAttention) and "slc" not in block.attention.config.branches:
+            yield f"has no selected keys in layer {index} (its branches are {block.attention.config.branches}); use a dense teacher"
+            return
+    rows, vocab_size = len(opened.decoder.embedding.weight), vocab_size_of(config)
+    if rows != vocab_size:
+        yield f"has a vocabulary of {rows} ids, the model has {vocab_size} (both read the same tokens); use a teacher of the same vocabulary"
+    elif config.data.source not in IDS and not torch.equal(opened.tokenizer.encode(PROBE), build_tokenizer(config.data).encode(PROBE)):
+        yield f"has another tokenizer than data.tokenizer={config.data.tokenizer!r} (its ids mean other text); use a teacher of the same vocabulary"
+
+
+def _is_taught(layer: Layer) -> bool:
+    return layer.attention == "nsa" and "slc" in layer.config.branches
