@@ -271,3 +271,31 @@ def test_preflight_counts_the_teachers_weights_as_memory_and_not_as_the_models(t
 def test_preflight_warns_of_a_teacher_of_shorter_texts(tmp_path, tiny_config, dense_run) -> None:
     found = run_preflight(tiny_config(WEIGHT, f"train.selection_teacher={dense_run}", "train.seq_len=64"), tmp_path / "run")
     assert any("is meant for 32 tokens, and rows have train.seq_len=64" in line for line in found.warned)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch 2.13 imports its own deprecated parts
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # and looks at what it warns of
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_a_compiled_or_recomputed_student_is_taught_alike(tiny_config, dense_run, recomputed) -> None:
+    plain, changed = (
+        tiny_config(WEIGHT, f"train.selection_teacher={dense_run}", f"train.activation_checkpointing={kind}") for kind in ("none", recomputed)
+    )
+    teacher, gradients = Teacher(plain, CPU), []
+    torch._dynamo.reset()
+    for config in (plain, changed):
+        torch.manual_seed(0)
+        student = build_model(config).train()
+        if config is changed:
+            # a recomputed layer keeps its loss, a side effect that breaks its graph
+            student.compile_parts(backend="aot_eager", fullgraph=recomputed == "none")
+        # a target of its own for each pass
+        for number in range(3):
+            student.zero_grad()
+            student.sample_queries(number)
+            ids = torch.randint(0, 256, (1, 80), generator=torch.Generator().manual_seed(number))
+            teacher.set_targets(student, ids, BOUNDS, 50)
+            student(ids, labels=ids.roll(-1), cu_seqlens=BOUNDS, max_seqlen=50).backward()
+        gradients.append({name: weight.grad for name, weight in student.named_parameters() if weight.grad is not None})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradient, gradients[1][name], rtol=1e-4, atol=1e-4), name
