@@ -290,3 +290,12 @@ def test_a_config_with_anything_in_one_place_is_built_or_refused_in_our_words(co
     with contextlib.suppress(ConfigError):
         made = config_from_dict(values)
         assert config_from_dict(config_to_dict(made)) == made
+
+
+def test_a_scaling_is_read_under_hugging_faces_names_too():
+    values = config_to_dict(NSAConfig(64, 4, 2, 16, 16))
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    found = config_from_dict({**values, "rope_scaling": scaling})
+    assert found.rope_scaling == RopeScaling(kind="yarn", factor=4.0, original_max_position=2048)
+    with pytest.raises(ConfigError, match=r"unknown key rope_scaling\.factors .* did you mean 'factor'"):
+        config_from_dict({**values, "rope_scaling": {"rope_type": "linear", "factors": 4.0}})

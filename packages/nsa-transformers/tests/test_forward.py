@@ -74,13 +74,6 @@ def test_a_mask_with_a_hole_is_refused(tiny_model, row, use_cache):
         tiny_model()(ids, attention_mask=mask, use_cache=use_cache)
 
 
-def test_tokens_behind_right_padding_are_refused(tiny_model, prompt):
-    model, mask = tiny_model(), torch.ones(2, 20, dtype=torch.int64)
-    mask[1, 15:] = 0
-    with pytest.raises(InputError, match="hole in row 1"):
-        model.generate(prompt, attention_mask=mask, pad_token_id=PAD, max_new_tokens=4)
-
-
 def test_a_mask_of_another_shape_is_refused(tiny_model, prompt):
     with pytest.raises(InputError, match=r"attention_mask has shape \(2, 1, 20, 20\)"):
         tiny_model()(prompt, attention_mask=torch.ones(2, 1, 20, 20), use_cache=False)

@@ -221,6 +221,52 @@ def test_an_empty_prompt_is_refused(tiny_model):
         model.generate(torch.zeros(2, 3, dtype=torch.int64), attention_mask=torch.tensor([[0, 0, 0], [0, 1, 1]]), **GREEDY)
 
 
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_a_row_without_a_batch_is_refused(model, prompt):
+    for call in (lambda: model.generate(prompt[0], **GREEDY), lambda: model(prompt[0])):
+        with pytest.raises(
+            InputError, match=r"input_ids has shape \(20,\) \(the layout is \(B, S\), .*use input_ids.unsqueeze\(0\) for one"
+        ):
+            call()
+    with pytest.raises(InputError, match=r"inputs_embeds has shape \(5, 32\) \(the layout is \(B, S, hidden_size\)"):
+        model(inputs_embeds=torch.zeros(5, 32))
+
+
+@kinds
+def test_right_padding_is_refused_and_left_padding_of_the_same_prompts_gives_the_tokens_from_scratch(model, prompt, from_scratch):
+    right = torch.arange(20) < torch.tensor([[20], [11]])
+    ids = torch.where(right, prompt, PAD)
+    message = r"attention_mask ends with padding in row 1 .*padding_side='left'"
+    with pytest.raises(InputError, match=message):
+        model.generate(ids, attention_mask=right.long(), pad_token_id=PAD, **GREEDY)
+    # Transformers finds the mask by the pads
+    with pytest.raises(InputError, match=message):
+        model.generate(ids, pad_token_id=PAD, **GREEDY)
+    moved = torch.cat([torch.full((9,), PAD), prompt[1, :11]])
+    found = model.generate(torch.stack([prompt[0], moved]), pad_token_id=PAD, **GREEDY)
+    assert torch.equal(found[0], from_scratch(model, prompt[:1], COUNT)[0])
+    assert torch.equal(found[1, 9:], from_scratch(model, prompt[1:, :11], COUNT)[0])
+
+
+@pytest.mark.parametrize("kind", ["nsa", "mixed"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_given_cache_without_room_for_drafts_is_refused_before_any_token(model, prompt, from_scratch, static):
+    ids = prompt[:1].repeat(1, 3)
+    short, fitting = (NSAModelCache(model.config, length, static=static) for length in (60 + COUNT, 60 + COUNT + 6))
+    with pytest.raises(CacheOverflowError, match=rf"tokens do not fit past_key_values .*max_cache_len={59 + COUNT + 6} or more"):
+        model.generate(ids, past_key_values=short, prompt_lookup_num_tokens=6, **GREEDY)
+    assert short.get_seq_length() == 0
+    found = model.generate(ids, past_key_values=fitting, prompt_lookup_num_tokens=6, **GREEDY)
+    assert torch.equal(found, from_scratch(model, ids, COUNT))
+
+
+def test_drafts_that_a_given_cache_cannot_take_back_are_refused_before_any_token(tiny_model, prompt):
+    model = tiny_model()
+    with pytest.raises(CacheOverflowError, match=r"65 draft tokens cannot be taken back .*use max_rollback=65 or more, or keep_raw=True"):
+        model.generate(prompt[:1], past_key_values=NSAModelCache(model.config), prompt_lookup_num_tokens=65, **GREEDY)
+    model.generate(prompt[:1], past_key_values=NSAModelCache(model.config, keep_raw=True), prompt_lookup_num_tokens=65, **GREEDY)
+
+
 def test_ids_beyond_the_vocabulary_are_refused(tiny_model, prompt):
     model = tiny_model()
     prompt[1, 4] = 50

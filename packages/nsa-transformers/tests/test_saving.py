@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from nsa_core.decoder import Decoder
+from nsa_core.decoder import EMBEDDING_STD, Decoder
 from nsa_core.errors import ConfigError, InputError
 from nsa_transformers import NSAForCausalLM, NSAModel, NSAModelConfig
 from nsa_transformers.configuration import nsa_table
@@ -68,6 +68,34 @@ def test_embeddings_are_resized_together(tiny_model, prompt):
     model.resize_token_embeddings(64)
     assert model(prompt).logits.shape[-1] == 64
     assert model.lm_head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("mean_resizing", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_rows_are_drawn_like_the_first_ones(tiny_config, tied, mean_resizing):
+    torch.manual_seed(0)
+    model = NSAForCausalLM(tiny_config(tie_word_embeddings=tied))
+    before = model.embedding.weight.clone(), model.lm_head.weight.clone()
+    model.resize_token_embeddings(1000, mean_resizing=mean_resizing)
+    for module, old in zip((model.embedding, model.lm_head), before, strict=True):
+        assert torch.equal(module.weight[:50], old)
+        # drawn like the first rows, or close to their mean
+        assert module.weight[50:].std() < 1.1 * EMBEDDING_STD
+        if not mean_resizing:
+            assert module.weight[50:].std() > 0.9 * EMBEDDING_STD
+    assert (model.lm_head.weight is model.embedding.weight) == tied
+
+
+def test_a_seed_draws_the_decoders_numbers_and_loading_draws_none(tiny_config, saved):
+    config = tiny_config()
+    torch.manual_seed(0)
+    drawn = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(0)
+    plain = Decoder(config.sizes(), [layer.build for layer in config.decoder_layers()]).state_dict()
+    assert all(torch.equal(weight, drawn.state_dict()[name]) for name, weight in plain.items())
+    model, folder = saved
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in model.state_dict().items())
 
 
 def test_shards_dtypes_and_device_maps_load(saved, prompt):
@@ -131,6 +159,10 @@ def _rewritten(folder, change):
     [
         (lambda tensors: tensors.pop("norm.weight"), "missing: norm.weight"),
         (lambda tensors: tensors.update({"blocks.9.mlp.up.weight": torch.zeros(2)}), "not of this model: blocks.9.mlp.up.weight"),
+        (
+            lambda tensors: tensors.update({"norm.weight": torch.zeros(32, dtype=torch.int8)}),
+            r"holds norm.weight I8 \(weights are floating",
+        ),
         (lambda tensors: tensors.update({"norm.weight": torch.zeros(3)}), r"of another shape: norm.weight \[3\] in place of \[32\]"),
     ],
 )

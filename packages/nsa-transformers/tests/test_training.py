@@ -89,3 +89,19 @@ def test_lora_trains_the_projections_alone_and_merges(tiny_model, tmp_path, prom
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(merged(prompt).logits, logits, rtol=1e-4, atol=1e-4)
     assert merged.generate(prompt, max_new_tokens=4, do_sample=False).shape == (2, 24)
+
+
+SEPARATE = ["q_proj", "o_proj", *(f"{name}.{branch}" for name in ("k_proj", "v_proj") for branch in ("cmp", "slc", "win"))]
+SHARED = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(("kind", "targets"), [("nsa", SEPARATE), ("shared", SHARED), ("dense", SHARED)])
+def test_the_names_of_the_tutorial_adapt_every_projection(tiny_model, prompt, kind, targets):
+    peft = pytest.importorskip("peft", reason="peft is not installed (an extra, nsa-transformers[train])")
+    base = tiny_model(kind)
+    expected = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and "_proj" in name}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    adapted = {name.removeprefix("base_model.model.") for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == expected
+    model.train()(prompt, labels=prompt).loss.backward()
+    assert all(weight.grad is not None for name, weight in model.named_parameters() if "lora_B" in name)

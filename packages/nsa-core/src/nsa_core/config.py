@@ -183,12 +183,16 @@ SCALING_ALIASES = {"rope_type": "kind", "type": "kind", "original_max_position_e
 """Hugging Face's name of a field of `RopeScaling` -> the field; a mapping may have either."""
 
 
+def scaling_fields(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `table` by the names of `RopeScaling`'s fields, in place of Hugging Face's."""
+    return {SCALING_ALIASES.get(str(key), str(key)): item for key, item in table.items()}
+
+
 def _to_rope_scaling(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    fields = {SCALING_ALIASES.get(str(key), str(key)): item for key, item in value.items()}
     try:
-        return RopeScaling(**fields)
+        return RopeScaling(**scaling_fields(value))
     except TypeError as error:
         raise ConfigError(
             f"rope_scaling={dict(value)!r} does not describe a scaling ({error}); use {{'kind': 'linear', 'factor': 2.0}}"

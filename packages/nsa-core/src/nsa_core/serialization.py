@@ -11,7 +11,7 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_unstructure_fn
 
-from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling
+from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling, scaling_fields
 from nsa_core.errors import ConfigError, NSAError
 
 MOST_NESTED = 8
@@ -37,11 +37,12 @@ def config_to_dict(config: NSAConfig) -> dict[str, Any]:
 
 
 def config_from_dict(values: Mapping[str, Any]) -> NSAConfig:
-    """Return the config that `values` describe; the inverse of `config_to_dict`.
+    """Return the config that `values` describe; the inverse of `config_to_dict`. `rope_scaling` may have Hugging Face's names.
 
     Raises:
         ConfigError: for a missing or unknown key (with a suggestion), a wrong type, or a value that breaks a rule.
     """
+    values = _by_field_names(values)
     _refuse_unknown(NSAConfig, values, "")
     try:
         return _converter().structure(values, NSAConfig)
@@ -114,6 +115,12 @@ def _without_none(unstructure: Any) -> Any:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     return dump
+
+
+def _by_field_names(values: Any) -> Any:
+    """Return `values` with our names of the fields of `rope_scaling`; what is no table stays as it is."""
+    scaling = values.get("rope_scaling") if isinstance(values, Mapping) else None
+    return {**values, "rope_scaling": scaling_fields(scaling)} if isinstance(scaling, Mapping) else values
 
 
 def _refuse_unknown(cls: type, values: object, path: str) -> None:

@@ -225,6 +225,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
         1,
         "norm.weight expected [32], found [3]",
     ),
+    "integers": (
+        lambda folder: _weights(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(32, dtype=torch.int64)})),
+        1,
+        "model.safetensors holds norm.weight I64 (weights are floating point)",
+    ),
+    "not a number": (
+        lambda folder: _weights(folder, lambda tensors: tensors["norm.weight"][3:4].fill_(torch.nan)),
+        1,
+        "hold NaN or Inf, in norm.weight (training cannot go on from them)",
+    ),
+    "infinite": (
+        lambda folder: _weights(folder, lambda tensors: tensors["embedding.weight"][:1].fill_(torch.inf)),
+        1,
+        "in embedding.weight",
+    ),
     "pickle": (_pickled, 1, "pytorch_model.bin is a pickle, which runs code when it is read"),
     "truncated": (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), 1, "is no whole safetensors file"),
     "architecture": (lambda folder: _config(folder, model_type="llama"), 2, "has model_type='llama'"),

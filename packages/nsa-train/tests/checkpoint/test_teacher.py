@@ -279,7 +279,8 @@ def test_preflight_warns_of_a_teacher_of_shorter_texts(tmp_path, tiny_config, de
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_a_compiled_or_recomputed_student_is_taught_alike(tiny_config, dense_run, recomputed) -> None:
     plain, changed = (
-        tiny_config(WEIGHT, f"train.selection_teacher={dense_run}", f"train.activation_checkpointing={kind}") for kind in ("none", recomputed)
+        tiny_config(WEIGHT, f"train.selection_teacher={dense_run}", f"train.activation_checkpointing={kind}")
+        for kind in ("none", recomputed)
     )
     teacher, gradients = Teacher(plain, CPU), []
     torch._dynamo.reset()

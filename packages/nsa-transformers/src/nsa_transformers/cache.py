@@ -149,10 +149,8 @@ class NSAModelCache(Cache):
         """
         if static and max_cache_len is None:
             raise InputError("max_cache_len=None with static=True (a static cache is allocated once, whole); use max_cache_len=4096")
-        count = config.num_hidden_layers
-        make = NSACacheLayer
-        layers = [make(max_cache_len, static=static, max_rollback=max_rollback, keep_raw=keep_raw) for _ in range(count)]
-        super().__init__(layers=layers)
+        self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw}
+        super().__init__(layers=[NSACacheLayer(max_cache_len, **self.options) for _ in range(config.num_hidden_layers)])
         self.deferred: Deferred | None = None
         """Tokens that the layers get before the next step; None where they have them all."""
 
@@ -239,6 +237,15 @@ class NSAModelCache(Cache):
         if 0 <= most < num_tokens:
             raise CacheOverflowError(
                 f"{num_tokens} tokens do not fit past_key_values (it was built with max_cache_len={most}); use max_cache_len={num_tokens} or more"
+            )
+
+    def require_rollback(self, num_tokens: int) -> None:
+        """Raise CacheOverflowError where `crop` could not take back `num_tokens` tokens."""
+        most = self.options["max_rollback"]
+        if not self.options["keep_raw"] and num_tokens > most:
+            raise CacheOverflowError(
+                f"{num_tokens} draft tokens cannot be taken back from past_key_values (it was built with max_rollback={most}); "
+                f"use max_rollback={num_tokens} or more, or keep_raw=True"
             )
 
     def advance(self, num_tokens: int) -> None:

@@ -12,7 +12,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from nsa_core.config import SCALING_ALIASES, BlockGeometry, NSAConfig
+from nsa_core.config import BlockGeometry, NSAConfig
 from nsa_core.decoder import ATTENTIONS, DecoderSizes, mlp_width
 from nsa_core.errors import ConfigError
 from nsa_core.serialization import config_from_dict, config_to_dict
@@ -171,8 +171,6 @@ class NSAModelConfig(PreTrainedConfig):
             )
         sizes = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim_qk, self.head_dim_v)
         rest = {key: value for key, value in table.items() if key not in GEOMETRY and value is not None}
-        if isinstance(scaling := rest.get("rope_scaling"), Mapping):
-            rest["rope_scaling"] = {SCALING_ALIASES.get(key, key): value for key, value in scaling.items()}
         geometry = {key: table[key] for key in GEOMETRY if key in table}
         return config_from_dict({**rest, **dict(zip(SIZES, sizes, strict=True)), "geometry": geometry})
 

@@ -40,8 +40,16 @@ class NSAPreTrainedModel(Loaded, PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs: ClassVar[Any] = {"hidden_states": NSABlock}
 
+    def post_init(self) -> None:
+        """Finish the construction; modules have drawn their own weights when they were built, and keep them."""
+        for module in self.modules():
+            module._is_hf_initialized = True
+        super().post_init()
+
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: modules draw their own weights when they are built, and a checkpoint has them all."""
+        """Draw the rows of an embedding or an output layer that replaces one of another size, as the first one was drawn."""
+        if isinstance(module, nn.Embedding | nn.Linear):
+            nn.init.normal_(module.weight, std=EMBEDDING_STD)
 
 
 class NSAModel(Decoder, NSAPreTrainedModel):
@@ -84,12 +92,14 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         when a step follows, so that states are those of a pass without it.
 
         Raises:
-            InputError: for ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of another model.
+            InputError: for a row without a batch, ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of
+                another model.
             CacheOverflowError: for more tokens than a static cache has room for; single tokens on a GPU are dropped, and
                 `past_key_values.check()` says so.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("input_ids and inputs_embeds came together or not at all (one of them holds the tokens); pass input_ids")
+        require_batch(input_ids, inputs_embeds)
         if input_ids is not None:
             self._check_ids(input_ids)
         require_positions_of_packing(kwargs, position_ids)
@@ -234,13 +244,15 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         """Return what follows the prompts; see `GenerationMixin.generate`.
 
         Raises:
-            InputError: for an empty prompt, ids beyond the vocabulary, or a `cache_implementation` that cannot hold NSA.
-            CacheOverflowError: for a prompt with continuation that a given cache has no room for.
+            InputError: for a prompt that is empty, no batch or padded on the right, ids beyond the vocabulary, or a `cache_implementation`
+                that cannot hold NSA.
+            CacheOverflowError: for a prompt with continuation and drafts that a given cache has no room for.
         """
         given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
         require_working_cache(kwargs.get("cache_implementation") or given.cache_implementation)
         ids = kwargs.get("input_ids") if inputs is None else inputs
         if isinstance(ids, Tensor):
+            require_batch(ids, kwargs.get("inputs_embeds"))
             require_known_ids(ids, self.config.vocab_size)
             mask = kwargs.get("attention_mask")
             is_empty = ids.shape[1] == 0 or (mask is not None and mask.dim() == 2 and bool((mask == 0).all(1).any()))
@@ -256,6 +268,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
         """Put a cache that fits the generation into `model_kwargs`."""
+        require_left_padding(model_kwargs.get("attention_mask"))
         given, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
         if given is not None:
             require_own_cache(given)
@@ -263,7 +276,10 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
                 raise InputError(
                     f"cache_implementation={kind!r} came with past_key_values (which is a cache already); leave one of them out"
                 )
-            given.require_room(max_cache_length)
+            drafts = generation_config.prompt_lookup_num_tokens or 0
+            # drafts are appended before it is known which of them stay
+            given.require_room(max_cache_length + drafts)
+            given.require_rollback(drafts)
             given._is_user_defined = True
             return
         if generation_config.use_cache is False:
@@ -294,6 +310,24 @@ def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor 
         raise InputError(
             "cu_seq_lens_q came without position_ids (packed sequences are found where positions start again at 0, or they would see one another); "
             "pass position_ids"
+        )
+
+
+def require_batch(ids: Tensor | None, embedded: Tensor | None) -> None:
+    """Raise InputError unless `ids` are `(B, S)` and `embedded` tokens `(B, S, hidden_size)`, where given."""
+    for name, x, layout in (("input_ids", ids, ("B", "S")), ("inputs_embeds", embedded, ("B", "S", "hidden_size"))):
+        if x is not None and x.dim() != len(layout):
+            raise InputError(
+                f"{name} has shape {tuple(x.shape)} (the layout is ({', '.join(layout)}), a row for each sequence); use {name}.unsqueeze(0) for one"
+            )
+
+
+def require_left_padding(mask: Tensor | None) -> None:
+    """Raise InputError where the last token of a prompt is padding, so that no token can follow it; waits for the mask's device."""
+    if mask is not None and mask.dim() == 2 and mask.shape[1] and bool((is_padding := mask[:, -1] == 0).any()):
+        raise InputError(
+            f"attention_mask ends with padding in row {int(is_padding.int().argmax())} (new tokens follow the last column); "
+            "pad prompts on the left, with padding_side='left'"
         )
 
 

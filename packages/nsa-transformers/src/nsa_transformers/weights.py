@@ -23,7 +23,8 @@ class Loaded:
         """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read from safetensors alone.
 
         Raises:
-            InputError: for pickled weights, a damaged file, another architecture, or tensors that are missing, extra or of another shape.
+            InputError: for pickled weights, a damaged file, another architecture, or tensors that are missing, extra, of another shape or,
+                in a folder without quantization, integers.
         """
         if kwargs.pop("use_safetensors", True) is False:
             raise InputError("use_safetensors=False asks for pickled weights (a pickle runs code when it is read); leave it out")
@@ -31,6 +32,7 @@ class Loaded:
         folder = Path(str(pretrained_model_name_or_path))
         if folder.is_dir():
             require_safetensors(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
+            require_floats(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
         parent: Any = super()
         try:
             model, info = parent.from_pretrained(
@@ -92,6 +94,27 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
                 opened.keys()
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is no whole safetensors file ({error}); copy it again") from None
+
+
+def require_floats(folder: Path, *, variant: str | None = None) -> None:
+    """Raise InputError where a file of weights in `folder` holds integers; those of a quantized model are its quantizer's matter."""
+    if _is_quantized(folder / "config.json"):
+        return
+    for file in weight_files(folder, variant=variant):
+        with safe_open(file, "pt") as opened:
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        if wrong := sorted(name for name, dtype in dtypes.items() if "F" not in dtype):
+            more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+            named = ", ".join(f"{name} {dtypes[name]}" for name in wrong[:NAMED])
+            raise InputError(f"{file} holds {named}{more} (weights are floating point); save the model in float32 or bfloat16")
+
+
+def _is_quantized(config: Path) -> bool:
+    try:
+        return "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        # reading the configuration itself reports it
+        return False
 
 
 def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:

@@ -119,7 +119,7 @@ def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = 
 
     Raises:
         ConfigError: where `out` exists, nsa-transformers is not installed, an override is one of the model, or `source` describes none.
-        CheckpointError: naming the tensors that are missing, extra or of another shape, or a file that is damaged.
+        CheckpointError: naming the tensors that are missing, extra, of another shape, integers or not finite, or a file that is damaged.
     """
     if out.exists():
         raise ConfigError(f"OUT={str(out)!r} exists already (an import never overwrites); use another name")
@@ -192,12 +192,13 @@ def imported_weights(source: Path, config: RunConfig) -> dict[str, Tensor]:
     """Return name -> weight, float32, of the folder `source`, which are those of `config`'s decoder.
 
     Raises:
-        CheckpointError: naming those that are missing, extra or of another shape.
-        InputError: naming a pickle or a damaged file.
+        CheckpointError: naming those that are missing, extra, of another shape or not finite.
+        InputError: naming a pickle, a damaged file or integers.
     """
-    from nsa_transformers.weights import require_safetensors, weight_files
+    from nsa_transformers.weights import require_floats, require_safetensors, weight_files
 
     require_safetensors(source)
+    require_floats(source)
     files = weight_files(source)
     found = {name: form for file in files for name, form in read_forms(file).items()}
     wanted = undrawn_weights(config)
@@ -209,9 +210,18 @@ def imported_weights(source: Path, config: RunConfig) -> dict[str, Tensor]:
         if not _fits(form, wanted.get(name))
     ]
     if problems:
-        more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-        raise CheckpointError(f"the weights in {source} are not those of its config.json: {'; '.join(problems[:NAMED])}{more}")
-    return {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
+        raise CheckpointError(f"the weights in {source} are not those of its config.json: {_some(problems)}")
+    tensors = {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
+    if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:
+        raise CheckpointError(
+            f"the weights in {source} hold NaN or Inf, in {_some(broken)} (training cannot go on from them); use an earlier state of the model"
+        )
+    return tensors
+
+
+def _some(problems: Sequence[str]) -> str:
+    more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+    return "; ".join(problems[:NAMED]) + more
 
 
 def _fits(form: Form, wanted: Tensor | None) -> bool:

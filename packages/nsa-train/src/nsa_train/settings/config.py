@@ -12,7 +12,7 @@ import attrs
 import cattrs
 from attrs import evolve, field, fields, frozen
 
-from nsa_core.config import SCALING_ALIASES, BlockGeometry, NSAConfig, RopeScaling, nearest_multiples
+from nsa_core.config import BlockGeometry, NSAConfig, RopeScaling, nearest_multiples, scaling_fields
 from nsa_core.errors import ConfigError as CoreConfigError
 from nsa_train.errors import ConfigError
 from nsa_train.settings.data_table import DataTable
@@ -170,7 +170,7 @@ def _as_in_core(name: str, **bounds: float) -> Any:
 def _broken_scaling(table: Mapping[str, Any]) -> list[str]:
     """Return the problems of the keys of `nsa.rope_scaling`; a scaling by 1, nsa-core's default, would be none."""
     keys = [item.name for item in fields(RopeScaling)]
-    names = [SCALING_ALIASES.get(name, name) for name in table]
+    names = list(scaling_fields(table))
     unknown = [f"nsa.rope_scaling.{name} is unknown (a scaling has {listed(keys)}); {SCALING_ADVICE}" for name in names if name not in keys]
     missing = [f"nsa.rope_scaling={dict(table)!r} has no {name}; {SCALING_ADVICE}" for name in ("kind", "factor") if name not in names]
     return unknown or missing
