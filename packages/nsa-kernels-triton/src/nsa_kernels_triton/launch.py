@@ -37,7 +37,7 @@ def optional(x: Tensor) -> Tensor | None:
 
 
 class Sequences(NamedTuple):
-    """Where rows and keys lie, as kernels take it. No value of a tensor is read on the host."""
+    """The layout of a batch for a kernel: where each sequence's queries and keys begin. No tensor's values are read on the host."""
 
     batch: int
     num_queries: int
@@ -48,16 +48,19 @@ class Sequences(NamedTuple):
     start: Tensor | None = None
     """Cached: int32 (N,), the position of each sequence's first query, counted from the first row of its keys."""
     count: Tensor | None = None  # type: ignore[assignment]
-    """Cached: int32 (N,), the queries of each sequence that count; None: all."""
+    """Cached: int32 (N,), the number of valid queries of each sequence; None: all are valid."""
     is_ring: bool = False
     """True: the key of position p lies in row p % T of its sequence, which only the portable forward kernel reads."""
 
     @classmethod
     def of(cls, queries: Queries, keys: Keys) -> "Sequences":
-        """Return where the rows of `queries` and of `keys` lie."""
+        """Return the layout of `queries` over `keys`.
+
+        `start` counts from the first stored key: where `keys.first` says that row 0 holds a later position, that position is subtracted.
+        """
         start = queries.start
         if start is not None and keys.first is not None:
-            # kernels compare positions with rows of keys, so both count from the first row
+            # kernels compare a query's position with a key's row
             start = start - keys.first
         return cls(queries.q.shape[0], queries.q.shape[1], queries.cu_seqlens, keys.cu_seqlens, start, queries.count, keys.ring)
 
@@ -68,7 +71,7 @@ class Sequences(NamedTuple):
 
     @property
     def is_cached(self) -> bool:
-        """Return True where queries stand at positions of their own among keys that were there before."""
+        """Return True where the queries follow keys of a cache."""
         return self.start is not None
 
     @property

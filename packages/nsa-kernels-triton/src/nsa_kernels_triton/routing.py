@@ -22,7 +22,7 @@ SELECTIONS = (Operation.SELECT, Operation.SLC, Operation.NSA)
 """The operations whose kernels want the shared memory of the design target."""
 
 MOST_STEP_ROWS = 16
-"""Rows of a sequence in a step that the kernels of decoding serve. More of them fill the tiles of a forward pass."""
+"""Most rows of a sequence in a step of the decode kernels. A step of more rows takes the kernels of a forward pass."""
 FIRST_WITH_FP8 = (8, 9)
 
 NOT_INSTALLED = "triton is not installed (the kernels are written in it); pip install triton"

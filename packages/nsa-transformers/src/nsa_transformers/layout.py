@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand: padding masks and packed positions, in the terms of nsa-core."""
+"""Padding masks and packed position ids of Transformers, as nsa-core takes them: moved columns with counts, and `cu_seqlens`."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,18 @@ from nsa_core.errors import InputError
 
 
 class Padding(NamedTuple):
-    """A padded batch: each row's valid columns are moved to its front, and back afterwards."""
+    """How to move the valid columns of each row to its front, and back after the pass."""
 
     order: Tensor
-    """int64 (B, S): the column that stands at each place of the moved row."""
+    """int64 (B, S): for each column of the moved batch, its column before the move."""
     back: Tensor
-    """int64 (B, S): the place that each column has in the moved row."""
+    """int64 (B, S): for each column before the move, its column in the moved batch."""
     counts: Tensor
-    """int32 (B,): valid columns."""
+    """int32 (B,): number of valid columns."""
 
 
 class Packing(NamedTuple):
-    """Sequences one after another in one row."""
+    """The bounds of sequences that lie one after another in one row."""
 
     cu_seqlens: Tensor
     """int32 (N + 1,)"""
@@ -28,7 +28,7 @@ class Packing(NamedTuple):
 
 
 def move(x: Tensor, order: Tensor) -> Tensor:
-    """Return x `(B, S, D)` with the columns of each row in `order` `(B, S)`."""
+    """Return x `(B, S, D)` with column `order[b, s]` of row b in place of column s."""
     return x.gather(1, order.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
@@ -57,7 +57,7 @@ def padding_of(mask: Tensor | None, batch_size: int, num_tokens: int, past: int)
 
 
 def padding_in_graph(mask: Tensor, num_tokens: int) -> Padding:
-    """Return the padding among the last `num_tokens` columns of `mask`, of which nothing is read on the host."""
+    """Return the padding among the last `num_tokens` columns of `mask` without a read on the host, for a compiled step."""
     is_valid = mask[:, -num_tokens:] != 0
     counts = is_valid.sum(1)
     lead = torch.where(counts > 0, is_valid.int().argmax(1), 0).unsqueeze(1)
@@ -77,12 +77,12 @@ def require_no_holes(is_valid: Tensor) -> None:
 
 
 def packing_of(positions: Tensor | None, batch_size: int, num_tokens: int) -> Packing | None:
-    """Return the sequences that `positions` `(B, S)` or `(1, S)` describe, each from 0 on; None where every row is one sequence.
+    """Return the bounds of the sequences that `positions` `(B, S)` or `(1, S)` describe; None where each row is one sequence.
 
-    Waits for the device of the positions.
+    A sequence begins at each position 0. Waits for the device of the positions.
 
     Raises:
-        InputError: for positions that start elsewhere than at 0, or skip one.
+        InputError: for positions that do not start at 0, or do not go up in steps of 1.
     """
     if positions is None:
         return None
@@ -103,7 +103,7 @@ def packing_of(positions: Tensor | None, batch_size: int, num_tokens: int) -> Pa
 
 
 def require_positions(positions: Tensor, padding: Padding | None, batch_size: int, num_tokens: int, lengths: Tensor | None) -> None:
-    """Raise InputError unless `positions` are those that the valid tokens have after `lengths` `(B,)` tokens (None: 0)."""
+    """Raise InputError unless the valid tokens' `positions` count on from `lengths` `(B,)` earlier tokens (None: from 0)."""
     rows = _rows(positions, batch_size, num_tokens)
     moved = rows if padding is None else rows.gather(1, padding.order)
     steps = torch.arange(num_tokens, device=rows.device)

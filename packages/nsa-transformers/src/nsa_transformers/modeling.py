@@ -86,10 +86,12 @@ class NSAModel(Decoder, NSAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Return `last_hidden_state` `(B, S, hidden_size)` of `input_ids` `(B, S)`, and `past_key_values` with a cache.
 
-        `attention_mask` `(B, past + S)` says which tokens are valid, next to one another. `position_ids` that start again at 0 pack
-        several sequences in a row, which do not see one another; a cache takes none. A pass with a cache records no gradient. Without
-        `past_key_values` one is begun where `use_cache` says so; by default where no gradient is recorded, and its stores are filled
-        when a step follows, so that states are those of a pass without it.
+        `attention_mask` `(B, past + S)` is 1 at valid tokens, which must be next to one another. `position_ids` that start again at 0
+        pack several sequences in a row; these do not see one another, and cannot be combined with a cache.
+
+        A pass with a cache records no gradient. `use_cache=True` without `past_key_values` makes a new cache. `use_cache=None` makes
+        one where no gradient is recorded; this cache stores the tokens and fills its keys and values only when a step follows, so that
+        the states equal those of a pass without a cache.
 
         Raises:
             InputError: for a row without a batch, ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of
@@ -123,7 +125,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
         states, is_packed = self._whole(x, attention_mask, position_ids, is_recorded=is_recorded)
         if use_cache is None and self.config.use_cache and not (has_labels or is_packed or torch.is_grad_enabled()):
-            # who evaluates never reads it: its stores are filled when a step follows
+            # an evaluation never reads the cache: its stores are filled when a step follows
             cache = NSAModelCache(self.config)
             cache.defer(x, attention_mask)
         return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
@@ -144,7 +146,10 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             )
 
     def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, *, is_recorded: bool) -> tuple[Tensor, bool]:
-        """Return the states of whole sequences, and whether they are packed. Padding is moved behind them, where causality hides it."""
+        """Return the states of whole sequences, and True where they are packed.
+
+        Padding is moved behind the valid tokens: causal attention keeps it out of their states.
+        """
         batch_size, num_tokens = x.shape[:2]
         padding = padding_of(mask, batch_size, num_tokens, 0)
         if padding is None:
@@ -161,7 +166,10 @@ class NSAModel(Decoder, NSAPreTrainedModel):
 
     @torch.no_grad()
     def _step(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache, *, is_recorded: bool = False) -> Tensor:
-        """Return the states of tokens that follow those in `cache`. On a GPU the mask and positions of a single token are not read."""
+        """Return the states of tokens that follow those in `cache`.
+
+        The mask and the positions of a single token are not read on a GPU, because the host would wait for them.
+        """
         if cache.deferred is not None:
             deferred, cache.deferred = cache.deferred, None
             self._step(deferred.x, deferred.mask, None, cache)
@@ -215,9 +223,10 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return `logits` `(B, S, vocab_size)`, of the last `logits_to_keep` tokens (0: all), and with `labels` `(B, S)` the `loss`.
+        """Return `logits` `(B, S, vocab_size)` of the last `logits_to_keep` tokens (0: all) and, with `labels` `(B, S)`, the `loss`.
 
-        Labels are the ids themselves, -100 where a token does not count; the loss shifts them. See `NSAModel.forward` for the rest.
+        `labels` are the token ids, -100 where a token does not count. The loss shifts them by one. `NSAModel.forward` describes the
+        other arguments.
         """
         require_positions_of_packing(kwargs, position_ids)
         outputs = super().forward(
@@ -289,7 +298,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             most = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
             model_kwargs["past_key_values"] = NSAModelCache(self.config, most, static=True)
             return
-        # drafts are taken back, however many they are
+        # any number of drafts may be taken back
         has_drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         model_kwargs["past_key_values"] = NSAModelCache(self.config, keep_raw=bool(has_drafts))
 

@@ -24,9 +24,9 @@ LEAST_TILES = 2
 SLICES = 4
 """Parts of a tile of keys, one for each warp."""
 SLICE_KEYS = 16
-"""Keys of a part: the fewest that a product takes."""
+"""Keys of a part: the smallest K of a tensor-core product in 16 bits."""
 BLOCK_ROWS = 16
-"""Rows (queries times heads) of a tile: the fewest that a product takes. With more, sums of outputs leave no registers."""
+"""Rows (queries times heads) of a tile: the smallest M of a tensor-core product, so that the accumulators of a step take the fewest registers."""
 MOST_IN_FLIGHT = 3
 """Tiles of a program that arrive at a time, at most."""
 CHOICE_WARPS = 8

@@ -19,23 +19,26 @@ PRODUCTS = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""The operations of torch whose results are dear enough to keep."""
+"""Matrix products and attention of torch: selective recomputation keeps their results."""
 
 
 def keeping_inputs(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return `layer(*inputs)`, of which its inputs alone are kept. A layer draws no random numbers, so none are replayed."""
+    """Return `layer(*inputs)`; only the inputs are kept for the backward pass.
+
+    The state of the random generators is not kept, because a layer draws no random numbers.
+    """
     result: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
 def keeping_products(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return `layer(*inputs)`, of which its inputs, products and attention are kept; see `keeping_inputs`."""
+    """Return `layer(*inputs)`; inputs and the results of matrix products and attention are kept. See `keeping_inputs`."""
     result: Tensor = checkpoint(layer, *inputs, context_fn=_selective_contexts, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
 RECOMPUTATIONS = {"none": None, "full": keeping_inputs, "selective": keeping_products}
-"""By the names that `train.activation_checkpointing` allows."""
+"""Value of `train.activation_checkpointing` -> the function that runs a layer."""
 
 
 def _selective_contexts() -> Any:
@@ -43,6 +46,6 @@ def _selective_contexts() -> Any:
 
 
 def _kept(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # operations from elsewhere than torch are attention kernels
+    # operations outside torch's own namespaces are attention kernels
     is_kept = operation in PRODUCTS or operation.namespace not in ("aten", "prims", "prim")
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
