@@ -268,6 +268,13 @@ def test_preflight_counts_the_teachers_weights_as_memory_and_not_as_the_models(t
     assert not [line for line in taught.warned if "selection_teacher" in line]
 
 
+def test_preflight_says_which_checkpoints_of_a_teacher_it_passed_over(tmp_path, tiny_config, dense_run) -> None:
+    shutil.copytree(dense_run, tmp_path / "teacher", symlinks=True)
+    (tmp_path / "teacher" / "checkpoints" / "latest").unlink()
+    found = run_preflight(tiny_config(WEIGHT, f"train.selection_teacher={tmp_path / 'teacher'}"), tmp_path / "run")
+    assert [line for line in found.warned if line.startswith("train.selection_teacher: ") and "step-2 is taken" in line]
+
+
 def test_preflight_warns_of_a_teacher_of_shorter_texts(tmp_path, tiny_config, dense_run) -> None:
     found = run_preflight(tiny_config(WEIGHT, f"train.selection_teacher={dense_run}", "train.seq_len=64"), tmp_path / "run")
     assert any("is meant for 32 tokens, and rows have train.seq_len=64" in line for line in found.warned)

@@ -1,6 +1,6 @@
 """A frozen model whose attention is the target of the selection loss: `train.selection_teacher`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,15 @@ class Teacher:
             x = theirs(x, cu_seqlens, max_seqlen)
 
 
-def open_teacher(config: RunConfig, *, with_weights: bool = True) -> OpenedModel:
-    """Return the model that `train.selection_teacher` of `config` names; `with_weights` as for `open_model`.
+def open_teacher(config: RunConfig, *, with_weights: bool = True, say: Callable[[str], None] = lambda line: None) -> OpenedModel:
+    """Return the model that `train.selection_teacher` of `config` names; `with_weights` and `say` as for `open_model`.
 
     Raises:
         ConfigError: where there is none, it is damaged, or it cannot teach the model of `config`; all reasons at once.
     """
     path = config.train.selection_teacher or ""
     try:
-        opened = open_model(Path(path), with_weights=with_weights)
+        opened = open_model(Path(path), with_weights=with_weights, say=say)
         problems = list(_misfits(opened, config))
     except (CheckpointError, ConfigError, DataError, NSAError) as error:
         raise ConfigError(f"train.selection_teacher={path!r}: {error}") from None

@@ -80,7 +80,7 @@ def check_selection_teacher(findings: Preflight, config: RunConfig) -> int:
     if config.train.selection_teacher is None:
         return 0
     try:
-        opened = open_teacher(config, with_weights=False)
+        opened = open_teacher(config, with_weights=False, say=lambda line: findings.warned.append(f"train.selection_teacher: {line}"))
     except ConfigError as error:
         findings.failed += str(error).splitlines()
         return 0

@@ -2,8 +2,8 @@
 
 Counted are products of matrices, two FLOPs per multiply-add, the backward pass as twice the forward. The attention counts
 the pairs of query and key that it defines: with NSA the blocks, chosen tokens and window of each query, not all of its
-past. Recomputation (activation checkpointing, kernels that redo scores) does not count, and neither does the choice of
-blocks, which reuses the compressed branch's weights.
+past. Recomputation (activation checkpointing, kernels that redo scores) does not count. Neither does the choice of
+blocks, which reuses the compressed branch's weights, nor the selection loss and its teacher.
 """
 
 from collections.abc import Iterable, Sequence
