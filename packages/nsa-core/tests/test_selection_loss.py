@@ -106,6 +106,14 @@ def test_a_target_takes_the_place_of_the_own_dense_form(lengths):
     assert float(loss) == pytest.approx(expected(q, k_cmp, lengths, mass_of(*theirs, lengths)), rel=1e-5)
 
 
+def test_a_target_gets_no_gradient():
+    q, k_cmp, k = (x.requires_grad_() for x in inputs([70]))
+    target = torch.rand(70, G, 9, requires_grad=True)
+    selection_loss(q, k_cmp, k, torch.arange(70), geometry=GEOMETRY, target=target).backward()
+    assert target.grad is k.grad is None
+    assert q.grad.any() and k_cmp.grad.any()
+
+
 def test_a_target_of_other_rows_is_refused():
     q, k_cmp, k = inputs([70])
     with pytest.raises(InputError, match=r"target has shape \(3, 2, 9\) .* = \(4, 2, 9\)\); take it by block_mass of the same rows"):
