@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nsa_train.errors import ConfigError
@@ -138,5 +138,29 @@ def check_sampling(
     ]
     if not 0 <= seed <= MOST_SEED:
         problems.append(f"--seed={seed} is not an integer from 0 to {MOST_SEED:,}; use 0")
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def check_explored(*, text: Path, outputs: Mapping[str, Path | None], tokens: int | None) -> None:
+    """Let the options of `nsa-train explore` pass, `outputs` by option; nothing is written over the text, nor one output over another.
+
+    Raises:
+        ConfigError: a line for each that breaks its rule.
+    """
+    problems, taken = [], {text.resolve(): "--text"}
+    if tokens is not None and tokens < 1:
+        problems.append(f"--tokens={tokens} is not an integer from 1 up; use 256, or leave it out for the whole text")
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        check_path(option, path)
+        if path.is_dir():
+            problems.append(f"{option}={str(path)!r} is a directory (a file is written there); use {str(path / 'explorer.html')!r}")
+        elif not path.parent.is_dir():
+            problems.append(f"{option}={str(path)!r} lies in no directory ({str(path.parent)!r} does not exist); make it, or name another")
+        if other := taken.get(path.resolve()):
+            problems.append(f"{option}={str(path)!r} is the file of {other} (it would be lost); name another file")
+        taken[path.resolve()] = option
     if problems:
         raise ConfigError.of(problems)
