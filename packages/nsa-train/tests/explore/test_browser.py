@@ -157,6 +157,13 @@ def test_a_click_pins_and_escape_unpins(opened: Callable[..., check_pages.Browse
     assert page.evaluate(HEAD).startswith("Token 5: ")
 
 
+def test_initial_and_local_blocks_have_a_colour_of_their_own(opened: Callable[..., check_pages.Browser], found: Exploration) -> None:
+    page = opened(found, "#t=101&l=0&g=0")
+    # units of 4 tokens, two to a block of 8
+    forced = page.evaluate('[...document.querySelectorAll(".block.forced")].map((block) => block.dataset.first / 8)')
+    assert forced == [0, 0.5, 11, 11.5, 12, 12.5]
+
+
 def test_layers_without_a_choice_say_so(opened: Callable[..., check_pages.Browser], found: Exploration) -> None:
     page = opened(found, "#t=50&l=3")
     assert page.evaluate(LIT) == []
@@ -180,8 +187,8 @@ def test_numbers_and_gates_are_those_of_the_records(opened: Callable[..., check_
     assert layer.gates is not None
     assert [int(row[0]) for row in rows] == [block for block in layer.block_indices[101, 1].tolist() if block >= 0]
     for block, _, _, score, mass in rows:
-        assert float(score) == pytest.approx(layer.scores[101, 1, int(block)], abs=0.02)
-        assert float(mass.removesuffix(" %")) == pytest.approx(100 * layer.dense_mass[101, 1, int(block)], abs=0.5)
+        assert float(score) == pytest.approx(layer.scores[101, 1, int(block)], abs=0.004 * float(layer.scores[101, 1].max()) + 1e-4)
+        assert float(mass.removesuffix(" %")) == pytest.approx(100 * layer.dense_mass[101, 1, int(block)], abs=0.2)
     shown = page.evaluate('[...document.querySelectorAll("#gates .meter b")].map((cell) => Number(cell.textContent))')
     np.testing.assert_allclose(shown, layer.gates[101].reshape(2, 2, 3).mean(1).flatten(), atol=0.01)
     page.evaluate('document.getElementById("heads").click()')
@@ -221,19 +228,24 @@ def test_nothing_is_wider_than_the_screen(size: tuple[int, int], opened: Callabl
     assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
 
 
+@pytest.mark.slow
 def test_4096_tokens_and_24_layers_open_and_answer_quickly(
     opened: Callable[..., check_pages.Browser], made_up: Callable[..., Exploration], record_property: Callable[[str, Any], None]
 ) -> None:
-    """At most 2 s to open and 50 ms to answer a pointer, the frame drawn; of three runs the best, as others may use the machine."""
+    """At most 2 s to open and 50 ms to answer a pointer, the frame drawn, in the median of 20; the best of three, as others may use the machine."""
     large = made_up(4096, 24, (16, 4))
-    figures = []
+    page = opened(large)
+    url, figures = page.evaluate("location.href"), []
     for _ in range(3):
+        page.open("about:blank", WIDE)
         began = time.perf_counter()
-        page = opened(large)
+        page.open(url, WIDE)
         load_s = time.perf_counter() - began
+        page.evaluate(UNPACKED)
         times = sorted(page.evaluate(POINTED))
         figures.append({"load_s": load_s, "median_ms": times[10], "worst_ms": times[-1]})
     record_property("figures", json.dumps(figures))
-    assert min(figure["load_s"] for figure in figures) < 2
-    assert min(figure["median_ms"] for figure in figures) < 50
+    assert min(figure["load_s"] for figure in figures) < 2, figures
+    assert min(figure["median_ms"] for figure in figures) < 50, figures
+    assert min(figure["worst_ms"] for figure in figures) < 100, figures
     assert page.evaluate(LIT) == lit_tokens(large.layers[0], (3500 + 997 * 19) % 4096, 0, 4096)

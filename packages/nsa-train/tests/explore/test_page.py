@@ -19,6 +19,7 @@ from nsa_train.explore.records import GATE_BINS, Exploration, LayerRecord
 SMALL = BlockGeometry(
     compression_block_size=4, compression_stride=2, selection_block_size=8, num_selected_blocks=5, num_local_blocks=2, window_size=8
 )
+ARRAYS = ("gates", "chosen", "scores-largest", "scores", "mass-largest", "mass")
 HOSTILE = ["</script><script>alert(1)</script>", "<!--", "'\"&amp;", "\u2028", "\x00\x1b", "]]>", "東", ""]
 
 
@@ -69,10 +70,12 @@ def test_the_page_holds_the_choice(found: Exploration) -> None:
 def test_the_page_holds_scores_mass_and_gates_to_a_255th(found: Exploration) -> None:
     page = page_of(found)
     for layer in found.layers:
-        for name, values, bound in (("scores", layer.scores, layer.score_bound), ("mass", layer.dense_mass, 1.0)):
+        for name, values in (("scores", layer.scores), ("mass", layer.dense_mass)):
             assert values is not None
+            largest = array_of(page, layer.index, f"{name}-largest").view("<f4").reshape(83, 2, 1)
+            np.testing.assert_array_equal(largest, values.max(-1, keepdims=True))
             roots = candidates_of(array_of(page, layer.index, name), layer) / 255
-            np.testing.assert_allclose(roots, np.sqrt(values / bound), atol=0.5 / 255 + 1e-6)
+            np.testing.assert_allclose(roots, np.sqrt(values / largest), atol=0.5 / 255 + 1e-6)
         assert layer.gates is not None
         gates = array_of(page, layer.index, "gates").reshape(layer.gates.shape) / 255
         np.testing.assert_allclose(gates, layer.gates, atol=0.5 / 255 + 1e-6)
@@ -115,6 +118,14 @@ def test_a_text_whose_tokens_choose_all_they_may_has_no_distances(made_up: Calla
     assert made_up(40, 1, (4, 2), SMALL).layers[0].distance_histogram() == []
 
 
+def test_a_token_that_sees_no_compressed_block_has_scores_of_0(found: Exploration) -> None:
+    first = found.layers[0]
+    assert first.scores is not None
+    nothing = attrs.evolve(first, scores=np.where(np.arange(83)[:, None, None] < 3, 0, first.scores).astype(np.float32))
+    page = page_of(attrs.evolve(found, layers=[nothing]))
+    assert not candidates_of(array_of(page, 0, "scores"), nothing)[:3].any()
+
+
 def test_no_text_becomes_markup(found: Exploration) -> None:
     page = page_of(attrs.evolve(found, pieces=HOSTILE * 10 + HOSTILE[:3], model="<img src=x onerror=alert(1)>", twin="</script>"))
     plain = page_of(found)
@@ -142,14 +153,14 @@ def test_dense_layers_and_layers_without_a_choice_have_a_place(found: Exploratio
     assert [layer["attention"] for layer in whole["layers"]] == ["dense", "nsa", "nsa"]
     assert [layer.get("num_blocks") for layer in whole["layers"]] == [None, 0, 11]
     assert [layer["block_indices"] is None for layer in whole["layers"]] == [True, True, False]
-    assert re.findall(r'id="(layer\d-\w+)"', page_of(mixed)) == [
+    assert re.findall(r'id="(layer\d-[\w-]+)"', page_of(mixed)) == [
         "layer1-gates",
-        *(f"layer2-{n}" for n in ("gates", "chosen", "scores", "mass")),
+        *(f"layer2-{name}" for name in ARRAYS),
     ]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 83])
 def test_the_size_of_a_page_is_known_beforehand(num_tokens: int, made_up: Callable[..., Exploration]) -> None:
     page = page_of(made_up(num_tokens, 1, (4, 2), SMALL))
-    real = sum(len(array_of(page, 0, name)) for name in ("gates", "chosen", "scores", "mass"))
+    real = sum(len(array_of(page, 0, name)) for name in ARRAYS)
     assert packed_bytes(num_tokens, num_heads=4, num_kv_heads=2, block_size=8, has_twin=True) == pytest.approx(real, rel=0.1, abs=16)

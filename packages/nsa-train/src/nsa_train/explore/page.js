@@ -26,9 +26,11 @@ async function unpacked(layer, name) {
 
 async function load(layer) {
   if (arrays[layer]) return;
-  const names = ["chosen", "scores", "mass", "gates"];
-  const found = await Promise.all(names.map((name) => unpacked(layer, name)));
-  arrays[layer] = Object.fromEntries(names.map((name, index) => [name, found[index]]));
+  const found = {};
+  // one after another, so that a pointer is answered in between
+  for (const name of ["chosen", "scores", "mass", "gates"]) found[name] = await unpacked(layer, name);
+  for (const name of ["scores", "mass"]) found[`${name}-largest`] = new Float32Array((await unpacked(layer, `${name}-largest`))?.buffer || 0);
+  arrays[layer] = found;
   drawMap();
   if (layer === state.layer) showToken();
 }
@@ -47,7 +49,7 @@ function isForced(layer, token, block) {
   return block < initial || block > ownOf(layer, token) - local;
 }
 
-// of each token there are the candidates 0 .. own alone, KV head after KV head
+// of the largest one; of each token there are the candidates 0 .. own alone, KV head after KV head
 function shareOf(layer, name, token, group, block) {
   const own = ownOf(layer, token);
   const width = widthOf(layer);
@@ -62,7 +64,7 @@ function sharesOf(layer, name, token, group) {
   return shares;
 }
 
-const boundOf = (layer, name) => (name === "scores" ? layer.score_bound : 1);
+const largestOf = (layer, name, token, group) => arrays[layer.layer][`${name}-largest`][token * layer.num_kv_heads + group];
 
 function gateOf(layer, token, head, branch) {
   return arrays[layer.layer].gates[(token * layer.num_heads + head) * 3 + BRANCHES.indexOf(branch)] / 255;
@@ -124,14 +126,13 @@ function lightBlocks(layer) {
   if (state.token === null || !layer.num_blocks || !arrays[layer.layer]) return;
   const shown = at("shown").value;
   const shares = shown === "chosen" ? [] : sharesOf(layer, shown, state.token, state.group);
-  const most = Math.max(...shares, Number.MIN_VALUE);
   for (let block = 0; block <= ownOf(layer, state.token); block++) {
     if (shown === "chosen" && !isChosen(layer, state.token, state.group, block)) continue;
     for (const part of inText(layer, block)) {
       lit.push(part);
       if (shown !== "chosen") {
         part.classList.add("shade");
-        part.style.setProperty("--share", (0.9 * Math.sqrt(shares[block] / most)).toFixed(3));
+        part.style.setProperty("--share", (0.9 * Math.sqrt(shares[block])).toFixed(3));
       } else part.classList.add(isForced(layer, state.token, block) ? "forced" : "free");
     }
   }
@@ -165,10 +166,9 @@ function drawStrip(canvas, layer, name, group) {
   const context = canvas.getContext("2d");
   const image = context.createImageData(layer.num_blocks, 1);
   const shares = name === "chosen" ? [] : sharesOf(layer, name, state.token, group);
-  const most = Math.max(...shares, Number.MIN_VALUE);
   for (let block = 0; block < layer.num_blocks; block++) {
     if (name === "chosen") put(image, block, 0, chosenColor(layer, group, block));
-    else put(image, block, 0, block < shares.length ? mixed(colors.soft, colors.shade, Math.sqrt(shares[block] / most)) : colors.paper);
+    else put(image, block, 0, block < shares.length ? mixed(colors.soft, colors.shade, Math.sqrt(shares[block])) : colors.paper);
   }
   context.putImageData(image, 0, 0);
 }
@@ -257,7 +257,7 @@ const tokensOf = (layer, block) => `${block * widthOf(layer)} to ${Math.min((blo
 function cells(layer, group, block) {
   const why = !isChosen(layer, state.token, group, block) ? "not chosen" : isForced(layer, state.token, block) ? "always" : "by score";
   const names = stripsOf(layer).filter((name) => name !== "chosen");
-  const values = names.map((name) => shareOf(layer, name, state.token, group, block) * boundOf(layer, name));
+  const values = names.map((name) => shareOf(layer, name, state.token, group, block) * largestOf(layer, name, state.token, group));
   return [block, tokensOf(layer, block), why, ...values.map((value, index) => (names[index] === "mass" ? percent(value) : value.toFixed(4)))];
 }
 
@@ -514,7 +514,10 @@ async function main() {
   drawMap();
   followLink();
   await load(state.layer);
-  for (const layer of layers) await load(layer.layer);
+  for (const layer of layers) {
+    await new Promise((done) => setTimeout(done, 4));
+    await load(layer.layer);
+  }
   document.documentElement.dataset.unpacked = "all";
 }
 

@@ -25,16 +25,19 @@ def packed_arrays(layer: LayerRecord) -> dict[str, bytes]:
     """Return name -> bytes of the arrays that a page holds of a layer; row after row of a token, a KV head, a block.
 
     `chosen` has a bit for each block, lowest first, in whole bytes for each KV head. `scores` and `mass` have the candidates of each token
-    alone, blocks 0 .. own, as 255 times the root of their share of the largest value that they can have. `gates` are 255 times a gate.
+    alone, blocks 0 .. own, as 255 times the root of their share of the largest one, which is in `scores-largest` and `mass-largest`, a
+    little-endian float32 for each token and KV head. `gates` are 255 times a gate.
     """
     found = {}
     if layer.gates is not None:
         found["gates"] = _levels(layer.gates).tobytes()
     if layer.block_indices is not None:
         found["chosen"] = np.packbits(layer.chosen(), axis=-1, bitorder="little").tobytes()
-    for name, values, bound in (("scores", layer.scores, layer.score_bound), ("mass", layer.dense_mass, 1.0)):
+    for name, values in (("scores", layer.scores), ("mass", layer.dense_mass)):
         if values is not None:
-            found[name] = _candidates(layer, _levels(np.sqrt(values / bound)))
+            largest = values.max(-1)
+            found[f"{name}-largest"] = largest.astype("<f4").tobytes()
+            found[name] = _candidates(layer, _levels(np.sqrt(values / np.maximum(largest, np.finfo(np.float32).tiny)[..., None])))
     return found
 
 
@@ -43,7 +46,7 @@ def packed_bytes(num_tokens: int, *, num_heads: int, num_kv_heads: int, block_si
     num_blocks = -(-num_tokens // block_size)
     rows = num_tokens * num_kv_heads
     # half of all pairs of a token and a block are candidates
-    return 3 * num_tokens * num_heads + rows * -(-num_blocks // 8) + (1 + has_twin) * rows * (num_blocks + 1) // 2
+    return 3 * num_tokens * num_heads + rows * -(-num_blocks // 8) + (1 + has_twin) * rows * (4 + (num_blocks + 1) // 2)
 
 
 def page_of(found: Exploration) -> str:

@@ -7,7 +7,6 @@ import numpy as np
 from attrs import asdict, field, frozen
 from numpy.typing import NDArray
 
-from nsa_core.blocks import overlap_weights
 from nsa_core.config import BRANCHES, BlockGeometry
 
 FORMAT, VERSION = "nsa-explore", 1
@@ -51,13 +50,6 @@ class LayerRecord:
     def num_blocks(self) -> int:
         """Return N, the selection blocks of the text; 0 for a layer that chooses none."""
         return 0 if self.scores is None else self.scores.shape[2]
-
-    @property
-    def score_bound(self) -> float:
-        """Return the largest value that a score can have: every head of a group puts all its weight where it counts most."""
-        if self.geometry is None or self.scores is None or self.gates is None:
-            return 0.0
-        return float(max(overlap_weights(self.geometry)) * self.gates.shape[1] // self.num_kv_heads)
 
     def own_blocks(self) -> NDArray[np.int64]:
         """Return int64 `(S,)`: the block of each token; the blocks 0 .. own are its candidates."""
@@ -122,7 +114,6 @@ def layer_facts(layer: LayerRecord) -> dict[str, Any]:
         "num_kv_heads": layer.num_kv_heads,
         "num_blocks": layer.num_blocks,
         "geometry": asdict(layer.geometry),
-        "score_bound": layer.score_bound,
         "distance_histogram": [one._asdict() for one in layer.distance_histogram()],
         "gate_histogram": layer.gate_histogram(),
     }
