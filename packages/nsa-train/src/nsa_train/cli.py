@@ -336,7 +336,7 @@ def explore(
     tokens: Annotated[int | None, Parameter(help="Look at the first tokens of the text alone, so many at most.")] = None,
 ) -> int:
     """Write a page that shows which blocks the model of CHECKPOINT chose for each token of a text, its scores and its gates."""
-    check_explored(text=text, outputs={"--out": out, "--json": json_file}, tokens=tokens)
+    check_explored({"CHECKPOINT": checkpoint, "--text": text, "--twin": twin}, {"--out": out, "--json": json_file}, tokens=tokens)
     from nsa_train.explore.command import Asked, explore_text
 
     for line in explore_text(Asked(checkpoint=checkpoint, text=text, out=out, json=json_file, twin=twin, tokens=tokens), say=warn):

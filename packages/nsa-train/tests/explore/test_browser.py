@@ -114,6 +114,24 @@ def test_a_pointer_lights_the_blocks_that_the_token_chose(opened: Callable[..., 
         assert page.evaluate(HEAD).startswith(f"Token {token}: ")
 
 
+def test_the_mouse_points_at_tokens_and_at_lines_of_the_map(opened: Callable[..., check_pages.Browser], found: Exploration) -> None:
+    page = opened(found)
+
+    def middle_of(selector: str) -> dict[str, float]:
+        box = page.evaluate(f"document.querySelector('{selector}').getBoundingClientRect().toJSON()")
+        return {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", **middle_of('.token[data-t="25"]'))
+    assert page.evaluate(LIT) == lit_tokens(found.layers[0], 25, 0, 131)
+    # its lines: layer 0 with two KV heads, a gap, layer 1 with two, ...: the fifth is the second of layer 1
+    page.evaluate('document.getElementById("map").scrollIntoView()')
+    box = page.evaluate('document.getElementById("map").getBoundingClientRect().toJSON()')
+    where = {"x": box["x"] + 9, "y": box["y"] + box["height"] * 4.5 / 15}
+    for kind in ("mousePressed", "mouseReleased"):
+        page.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **where)
+    assert page.evaluate(LIT) == lit_tokens(found.layers[1], 25, 1, 131)
+
+
 @pytest.mark.parametrize(("layer", "group"), [(0, 0), (1, 1), (2, 0), (2, 1)])
 def test_a_link_opens_a_token_a_layer_and_a_kv_head(
     layer: int, group: int, opened: Callable[..., check_pages.Browser], found: Exploration

@@ -100,8 +100,8 @@ def test_tokens_takes_the_first_ones(explore: Explore, saved: Callable[..., Path
         (["--out", "."], "--out='.' is a directory"),
         (["--out", "no/page.html"], "--out='no/page.html' lies in no directory ('no' does not exist)"),
         (["--json", "no/page.json"], "--json='no/page.json' lies in no directory"),
-        (["--text", "nowhere.txt"], "--text='nowhere.txt' cannot be read"),
-        (["--twin", "nowhere"], "nowhere"),
+        (["--text", "nowhere.txt"], "--text='nowhere.txt' does not exist; name a text file"),
+        (["--twin", "nowhere"], "--twin='nowhere' does not exist; name a run, a checkpoint or an exported folder"),
     ],
 )
 def test_options_that_will_not_do(options: list[str], message: str, explore: Explore, saved: Callable[..., Path]) -> None:
@@ -116,10 +116,10 @@ def test_an_output_never_replaces_the_text_or_another_output(
     before = text.read_bytes()
     code, said = explore(saved(), "--out", str(text))
     assert (code, text.read_bytes()) == (2, before)
-    assert "is the file of --text (it would be lost); name another file" in said
+    assert "is the path of --text (it would be lost); name another file" in said
     code, said = explore(saved(), "--json", str(tmp_path / "out/../out/page.html"))
     assert code == 2
-    assert "is the file of --out" in said
+    assert "is the path of --out" in said
 
 
 def test_an_empty_text_is_refused(explore: Explore, saved: Callable[..., Path], text: Path) -> None:
