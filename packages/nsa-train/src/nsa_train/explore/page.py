@@ -19,6 +19,8 @@ from nsa_train.explore.records import Exploration, Floats, LayerRecord, layer_ar
 DECIMALS = 5
 """Of the numbers in JSON."""
 LEVELS = 255
+SCRIPTS = ("arrays.js", "drawing.js", "panel.js", "page.js")
+"""In the order in which they build on one another."""
 
 
 def packed_arrays(layer: LayerRecord) -> dict[str, bytes]:
@@ -51,8 +53,8 @@ def packed_bytes(num_tokens: int, *, num_heads: int, num_kv_heads: int, block_si
 
 def page_of(found: Exploration) -> str:
     """Return the page, in which every text from outside is escaped."""
-    parts = files("nsa_train.explore")
-    read = {name: (parts / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    folder = files("nsa_train.explore")
+    template, style, *scripts = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS))
     facts = model_facts(found) | {"layers": [layer_facts(layer) for layer in found.layers]}
     arrays = [
         f'<script type="text/plain" id="layer{layer.index}-{name}">{_base64(content)}</script>'
@@ -60,8 +62,8 @@ def page_of(found: Exploration) -> str:
         for name, content in packed_arrays(layer).items()
     ]
     step = "" if found.step is None else f", step {found.step:,}"
-    return Template(read["html"]).substitute(
-        title=html.escape(f"{found.model}{step}"), style=read["css"], script=read["js"], facts=_in_script(facts), arrays="\n".join(arrays)
+    return Template(template).substitute(
+        title=html.escape(f"{found.model}{step}"), style=style, script="\n".join(scripts), facts=_in_script(facts), arrays="\n".join(arrays)
     )
 
 
