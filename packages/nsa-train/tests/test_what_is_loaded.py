@@ -49,6 +49,7 @@ def test_commands_that_read_files_or_refuse_their_arguments_load_no_torch(tiny_r
     refused += [[verb, nowhere] for verb in ("run", "preflight", "loader-check")]
     refused += [["run", "demo", "--set", wrong] for wrong in ("train.stepz=3", "train.steps=abc", "lr=3", "nsa.window_size=abc")]
     refused += [["run", "demo", "--nope"], ["runn"], ["run", "demo", "--resume", "--out", nowhere], ["resume", nowhere]]
+    refused += [["explore", nowhere, "--text", nowhere], ["explore", run, "--text", __file__, "--tokens", "0"]]
     words = json.dumps([*refused, *done])
     found = subprocess.run([sys.executable, "-c", ONE_AFTER_ANOTHER, words], capture_output=True, text=True, check=True)
     assert found.stdout == f"{[2] * len(refused) + [0] * len(done)} []\n"

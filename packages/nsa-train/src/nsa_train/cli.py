@@ -25,7 +25,17 @@ from nsa_train.lifecycle.outcomes import Ending, ending_by_signals, ending_of, h
 from nsa_train.loop.starting import GoingOn, as_sets, start
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig, listed
-from nsa_train.settings.options import AUTO, NEWEST, check_path, check_sampling, check_seconds, check_text, read_prompts, resume_step
+from nsa_train.settings.options import (
+    AUTO,
+    NEWEST,
+    check_explored,
+    check_path,
+    check_sampling,
+    check_seconds,
+    check_text,
+    read_prompts,
+    resume_step,
+)
 from nsa_train.settings.recipe import load_config, settled, shipped_recipes, to_toml
 
 app = App(
@@ -40,6 +50,8 @@ app.register_install_completion_command(help="Install completion of commands and
 Recipe = Annotated[str, Parameter(help=f"A shipped recipe ({listed(shipped_recipes())}) or the path of a TOML file.")]
 RunFolder = Annotated[Path, Parameter(name="DIR", help="The directory of a run, as `nsa-train run` printed it.")]
 CHECKPOINT = "The directory of a run, whose newest checkpoint counts, or of one checkpoint: checkpoints/step-N."
+JSON_TO_FILE = ("explore",)
+"""Commands whose `--json` names a file."""
 # `run_command` reads it, so that a failure is an object as well
 AsJSON = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object in place of lines, also of a failure.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
@@ -311,6 +323,28 @@ def sample(
 
 
 @app.command
+def explore(
+    checkpoint: Annotated[Path, Parameter(name="CHECKPOINT", help=f"{CHECKPOINT} Or a folder that `ckpt export --format hf` wrote.")],
+    /,
+    *,
+    text: Annotated[Path, Parameter(help="A file with the text to look at.")],
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The page to write; a file that is there is replaced.")] = Path(
+        "explorer.html"
+    ),
+    json_file: Annotated[Path | None, Parameter(name="--json", help="A file to which the same records are written as JSON.")] = None,
+    twin: Annotated[Path | None, Parameter(help="A dense model with as many layers, whose attention is shown beside the scores.")] = None,
+    tokens: Annotated[int | None, Parameter(help="Look at the first tokens of the text alone, so many at most.")] = None,
+) -> int:
+    """Write a page that shows which blocks the model of CHECKPOINT chose for each token of a text, its scores and its gates."""
+    check_explored({"CHECKPOINT": checkpoint, "--text": text, "--twin": twin}, {"--out": out, "--json": json_file}, tokens=tokens)
+    from nsa_train.explore.command import Asked, explore_text
+
+    for line in explore_text(Asked(checkpoint=checkpoint, text=text, out=out, json=json_file, twin=twin, tokens=tokens), say=warn):
+        print(line)
+    return 0
+
+
+@app.command
 def report(directory: RunFolder, /) -> int:
     """Draw curves.png and report.html of the run in DIR anew, from its records."""
     from nsa_train.telemetry.records import damaged_records
@@ -411,7 +445,7 @@ def main(tokens: Iterable[str] | None = None) -> NoReturn:
 def run_command(tokens: Iterable[str]) -> int:
     """Return the exit code of the command line `tokens`; errors that we foresee end in a message, not a traceback."""
     words = list(tokens)
-    is_json = "--json" in words and not {*app.help_flags}.intersection(words)
+    is_json = "--json" in words and words[0] not in JSON_TO_FILE and not {*app.help_flags}.intersection(words)
     ending = _run_as_json(words) if is_json else _run_app(words)[0]
     if ending.line:
         warn(ending.line)

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nsa_train.errors import ConfigError
@@ -138,5 +138,39 @@ def check_sampling(
     ]
     if not 0 <= seed <= MOST_SEED:
         problems.append(f"--seed={seed} is not an integer from 0 to {MOST_SEED:,}; use 0")
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path | None], *, tokens: int | None) -> None:
+    """Let the options of `nsa-train explore` pass; nothing is written over an input, nor one output over another.
+
+    Args:
+        inputs: argument to the path that is read; None: left out.
+        outputs: option to the file that is written; None: left out.
+        tokens: most tokens of the text; None: all.
+
+    Raises:
+        ConfigError: a line for each that breaks its rule.
+    """
+    problems = [
+        f"{name}={str(path)!r} does not exist; name a {'text file' if name == '--text' else 'run, a checkpoint or an exported folder'}"
+        for name, path in inputs.items()
+        if path is not None and not path.exists()
+    ]
+    if tokens is not None and tokens < 1:
+        problems.append(f"--tokens={tokens} is not an integer from 1 up; use 256, or leave it out for the whole text")
+    taken = {path.resolve(): name for name, path in inputs.items() if path is not None}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        check_path(option, path)
+        if other := taken.get(path.resolve()):
+            problems.append(f"{option}={str(path)!r} is the path of {other} (it would be lost); name another file")
+        elif path.is_dir():
+            problems.append(f"{option}={str(path)!r} is a directory (a file is written there); use {str(path / 'explorer.html')!r}")
+        elif not path.parent.is_dir():
+            problems.append(f"{option}={str(path)!r} lies in no directory ({str(path.parent)!r} does not exist); make it, or name another")
+        taken[path.resolve()] = option
     if problems:
         raise ConfigError.of(problems)

@@ -1,0 +1,222 @@
+"""One pass of a text through a model, in which every layer notes its choice of blocks, its scores and its gates."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from nsa_core.backends.base import BranchRequest, Capability, Keys, Operation, Queries, Reason
+from nsa_core.backends.registry import BackendRegistry
+from nsa_core.blocks import num_selection_blocks
+from nsa_core.config import BlockGeometry
+from nsa_core.decoder import Decoder
+from nsa_core.dense_attention import DenseAttention
+from nsa_core.dispatch import make_call, run
+from nsa_core.module import NativeSparseAttention
+from nsa_core.plugins.manager import load_plugins
+from nsa_core.selection import pool_importance
+from nsa_core.telemetry import LayerTelemetry
+from nsa_core.varlen import compressed_lengths
+from nsa_train.errors import TrainError
+from nsa_train.explore.records import LayerRecord
+
+SCORES = 2**24
+"""Scores that are computed at a time."""
+
+
+class Choice(NamedTuple):
+    """The choice of one layer; see `LayerRecord`."""
+
+    block_indices: Tensor
+    scores: Tensor
+
+
+class GateNote(LayerTelemetry):
+    """Keeps the gates of a pass; attach as `layer.telemetry`."""
+
+    needs_branches = False
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self.gates: Tensor | None = None
+        """float32 `(S, H, 3)`."""
+
+    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
+        """Keep the gates of the one sequence."""
+        self.gates = gates[0].float()
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Note nothing: `NotedChoice` has the blocks."""
+
+
+class NotedChoice:
+    """A backend of SELECT: the choice of an installed backend, kept with the scores that it goes by."""
+
+    name, operation, capability = "noted", Operation.SELECT, Capability()
+
+    def __init__(self, installed: BackendRegistry) -> None:
+        """Choose as `installed` does by itself."""
+        self._installed = installed
+        self.last: Choice | None = None
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return nothing: it serves every request."""
+        return ()
+
+    def preference(self, request: BranchRequest) -> int:
+        """Return that of the reference."""
+        return 0
+
+    def __call__(self, queries: Queries, cmp: Keys, lse: Tensor, /, *, geometry: BlockGeometry, scale: float) -> Tensor:
+        """Return block_indices int32 `(1, S, G, n)`."""
+        call = make_call(queries.q, geometry, scale, "auto", self._installed)
+        chosen: Tensor = run(Operation.SELECT, call, queries, cmp, lse)
+        self.last = Choice(chosen[0], block_scores(queries.q[0], cmp.k[0], geometry, scale))
+        return chosen
+
+
+def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float) -> Tensor:
+    """Return float32 `(S, G, N)`: the importance of each selection block (Eq. 9), summed over the heads of a group (Eq. 10).
+
+    Args:
+        q: `(S, H, D_k)`, rotated, of one sequence from its first token.
+        k_cmp: `(C, G, D_k)`, its compressed keys; rows after the last whole block are not read.
+        geometry: block sizes.
+        scale: of the products of q and k_cmp.
+    """
+    num_blocks = num_selection_blocks(len(q), geometry)
+    block = torch.arange(len(k_cmp))
+
+    def scored(products: Tensor, positions: Tensor) -> Tensor:
+        hidden = block >= compressed_lengths(positions + 1, geometry).unsqueeze(1)
+        # a row that sees nothing: softmax of equal products, then 0
+        products = products.masked_fill(hidden[:, None, None], torch.finfo(torch.float32).min)
+        weights = products.softmax(-1).masked_fill(hidden[:, None, None], 0.0).sum(2)
+        return pool_importance(weights, geometry, num_blocks)
+
+    return _by_rows(q, k_cmp, scale, scored)
+
+
+def block_mass(q: Tensor, k: Tensor, block_size: int, scale: float) -> Tensor:
+    """Return float32 `(S, G, N)`: the share of dense causal attention in each block of `block_size` tokens, mean over the heads of a group.
+
+    Args:
+        q: `(S, H, D_k)`, rotated, of one sequence from its first token.
+        k: `(S, G, D_k)`, its rotated keys.
+        block_size: tokens of a block, l'.
+        scale: of the products of q and k.
+    """
+    key, missing = torch.arange(len(k)), -len(k) % block_size
+
+    def massed(products: Tensor, positions: Tensor) -> Tensor:
+        weights = products.masked_fill((key > positions.unsqueeze(1))[:, None, None], -torch.inf).softmax(-1).mean(2)
+        return torch.nn.functional.pad(weights, (0, missing)).reshape(*weights.shape[:2], -1, block_size).sum(-1)
+
+    return _by_rows(q, k, scale, massed)
+
+
+def _by_rows(q: Tensor, keys: Tensor, scale: float, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return what `reduce` makes of the products `(rows, G, H/G, keys)` of some rows of q, for all rows."""
+    step = max(1, SCORES // max(1, q.shape[1] * len(keys)))
+    found = []
+    for first in range(0, len(q), step):
+        rows = slice(first, min(first + step, len(q)))
+        grouped = q[rows].float().unflatten(1, (keys.shape[1], -1))
+        products = torch.einsum("sghd,kgd->sghk", grouped, keys.float()) * scale
+        found.append(reduce(products, torch.arange(rows.start, rows.stop)))
+    return torch.cat(found)
+
+
+@contextmanager
+def noting(layer: NativeSparseAttention, choice: NotedChoice, gates: GateNote, registry: BackendRegistry) -> Iterator[None]:
+    """Let `layer` note its passes, without the backends that compute all of Eq. 5 in one."""
+    before = layer.registry, layer.telemetry
+    others = (one for one in registry.backends if one.operation not in (Operation.SELECT, Operation.NSA))
+    layer.registry, layer.telemetry = BackendRegistry((*others, choice)), gates
+    try:
+        yield
+    finally:
+        layer.registry, layer.telemetry = before
+
+
+def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None) -> list[LayerRecord]:
+    """Return the records of every layer of `decoder` for one sequence `ids` int64 `(S,)`, by one pass of each model.
+
+    Args:
+        decoder: on the CPU, in evaluation mode.
+        ids: int64 `(S,)`, at least one.
+        twin: a dense decoder with as many layers; its layer i is compared with layer i.
+
+    Raises:
+        TrainError: where a layer's numbers are not finite.
+    """
+    attentions = [block.attention for block in decoder.blocks]
+    installed = load_plugins().registry()
+    sparse = {index: layer for index, layer in enumerate(attentions) if isinstance(layer, NativeSparseAttention)}
+    notes = {index: (NotedChoice(installed), GateNote()) for index in sparse}
+    with ExitStack() as stack, torch.inference_mode():
+        for index, layer in sparse.items():
+            stack.enter_context(noting(layer, *notes[index], installed))
+        decoder.hidden(decoder.embedding(ids[None]))
+    records = {index: _record(index, layer, *notes[index]) for index, layer in sparse.items()}
+    if twin is not None:
+        masses = twin_masses(twin, ids, {index: one.geometry for index, one in records.items() if one.scores is not None and one.geometry})
+        records |= {index: _with_mass(records[index], mass) for index, mass in masses.items()}
+    return [records.get(index, LayerRecord(index=index)) for index in range(len(attentions))]
+
+
+def twin_masses(twin: Decoder, ids: Tensor, geometries: dict[int, BlockGeometry]) -> dict[int, Tensor]:
+    """Return by layer the mass `(S, G, N)` that dense attention of `twin` puts into the blocks of that layer's geometry."""
+    found: dict[int, Tensor] = {}
+
+    def hooked(index: int, geometry: BlockGeometry) -> Any:
+        def note(layer: DenseAttention, inputs: tuple[Tensor, ...]) -> None:
+            q, k = _rotated(layer, inputs[0])
+            found[index] = block_mass(q, k, geometry.selection_block_size, layer.dim_qk**-0.5)
+
+        return note
+
+    with ExitStack() as stack, torch.inference_mode():
+        for index, geometry in geometries.items():
+            layer: Any = twin.blocks[index]
+            stack.callback(layer.attention.register_forward_pre_hook(hooked(index, geometry)).remove)
+        twin.hidden(twin.embedding(ids[None]))
+    return found
+
+
+def _rotated(layer: DenseAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q `(S, H, D_k)` and k `(S, G, D_k)` of a dense layer's input `(1, S, hidden)`."""
+    q = layer.q_proj(x).unflatten(-1, (layer.heads, layer.dim_qk))
+    k = layer.k_proj(x).unflatten(-1, (layer.kv_heads, layer.dim_qk))
+    if layer.has_norms:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    positions = torch.arange(x.shape[1])
+    return layer.rope(q, positions)[0], layer.rope(k, positions)[0]
+
+
+def _record(index: int, layer: NativeSparseAttention, choice: NotedChoice, note: GateNote) -> LayerRecord:
+    assert note.gates is not None
+    return LayerRecord(
+        index=index,
+        geometry=layer.config.geometry,
+        branches=tuple(layer.config.branches),
+        num_kv_heads=layer.config.num_kv_heads,
+        gates=_finite(note.gates, index, "gates"),
+        block_indices=None if choice.last is None else choice.last.block_indices.numpy(),
+        scores=None if choice.last is None else _finite(choice.last.scores, index, "scores"),
+    )
+
+
+def _with_mass(record: LayerRecord, mass: Tensor) -> LayerRecord:
+    return evolve(record, dense_mass=_finite(mass, record.index, "dense attention"))
+
+
+def _finite(values: Tensor, index: int, name: str) -> Any:
+    if not bool(values.isfinite().all()):
+        raise TrainError(f"{name} of layer {index} are not finite (a model that diverged computes nothing); explore an earlier checkpoint")
+    return np.ascontiguousarray(values.numpy())

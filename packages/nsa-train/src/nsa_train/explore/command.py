@@ -1,0 +1,170 @@
+"""`nsa-train explore`: opens the model and the text, refuses what does not fit, and writes the page and the JSON."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from nsa_core.dense_attention import DenseAttention
+from nsa_core.module import NativeSparseAttention
+from nsa_train.checkpoint.models import OpenedModel, open_model
+from nsa_train.errors import ConfigError
+from nsa_train.explore.collect import collect_layers
+from nsa_train.explore.page import packed_bytes, page_of, write_json
+from nsa_train.explore.records import Exploration
+from nsa_train.explore.text import pieces_of, read_text, token_ids
+from nsa_train.files import written_whole
+
+MOST_PACKED = 192 * 2**20
+"""Bytes of a page's arrays before they are deflated: a browser holds all of them."""
+Say = Callable[[str], None]
+
+
+@frozen(kw_only=True)
+class Asked:
+    """The arguments of the command."""
+
+    checkpoint: Path
+    text: Path
+    out: Path
+    json: Path | None = None
+    twin: Path | None = None
+    tokens: int | None = None
+    """Most tokens; None: all of the text."""
+
+
+def explore_text(asked: Asked, *, say: Say) -> list[str]:
+    """Write the page of a text, and its JSON where that is asked for; return a line about each file.
+
+    Nothing is written unless everything could be. A line about each checkpoint that was passed over is said.
+
+    Raises:
+        ConfigError: for a text, a model or a twin that will not do.
+        CheckpointError: where a model is damaged.
+        TrainError: where a model's numbers are not finite.
+    """
+    content = read_text(asked.text)
+    opened = open_model(asked.checkpoint, say=say)
+    _require_sparse(opened, asked)
+    ids = _checked_ids(content, opened, asked)
+    twin = None
+    if asked.twin is not None:
+        twin = open_model(asked.twin, say=say)
+        _require_twin(twin, opened, asked, content, len(ids))
+    _require_room(opened, asked, len(ids))
+    layers = collect_layers(opened.decoder, ids, twin=None if twin is None else twin.decoder)
+    found = Exploration(
+        model=_name_of(asked.checkpoint, opened),
+        step=opened.step,
+        twin=None if asked.twin is None or twin is None else _name_of(asked.twin, twin),
+        token_ids=ids.tolist(),
+        pieces=pieces_of(ids.tolist(), opened.tokenizer),
+        layers=layers,
+    )
+    return _written(found, asked)
+
+
+def _written(found: Exploration, asked: Asked) -> list[str]:
+    """Write the files, both or none, and return a line about each."""
+    page = page_of(found)
+    with ExitStack() as stack:
+        if asked.json is not None:
+            with stack.enter_context(written_whole(asked.json)).open("w", encoding="utf-8") as file:
+                write_json(found, file)
+        stack.enter_context(written_whole(asked.out)).write_text(page, encoding="utf-8")
+    sizes = f"{len(found.token_ids):,} tokens, {len(found.layers)} layers"
+    return [f"{path} ({sizes}, {path.stat().st_size / 2**20:.1f} MiB)" for path in (asked.out, asked.json) if path is not None]
+
+
+def _name_of(path: Path, opened: OpenedModel) -> str:
+    """Return the name of a run or folder: of a checkpoint, that of the run in whose checkpoints/ it lies."""
+    is_step = opened.step is not None and opened.path.resolve() == path.resolve()
+    return path.resolve().parents[1].name if is_step else path.resolve().name
+
+
+def _require_sparse(opened: OpenedModel, asked: Asked) -> None:
+    if not opened.decoder.sparse_layers:
+        raise ConfigError(
+            f"CHECKPOINT={str(asked.checkpoint)!r} has {len(opened.decoder.blocks)} dense layers and none of NSA (only those choose blocks); "
+            "name an NSA model, and this one as --twin"
+        )
+
+
+def _checked_ids(content: bytes, opened: OpenedModel, asked: Asked) -> Tensor:
+    """Return the ids of the tokens to look at."""
+    most = opened.max_position
+    if asked.tokens is not None and asked.tokens > most:
+        raise ConfigError(f"--tokens={asked.tokens:,} is above the {most:,} tokens that the model is meant for; use --tokens {most}")
+    ids = token_ids(content, opened.tokenizer, asked.text)
+    if asked.tokens is None and len(ids) > most:
+        raise ConfigError(
+            f"--text={str(asked.text)!r} has {len(ids):,} tokens (the model is meant for {most:,} at most); use --tokens {most} for the first ones"
+        )
+    return ids[: asked.tokens]
+
+
+def _require_twin(twin: OpenedModel, opened: OpenedModel, asked: Asked, content: bytes, num_tokens: int) -> None:
+    """Raise ConfigError, a line for each difference, where `twin` is no dense twin of the model."""
+    sizes = {"layers": _num_layers, "ids in the vocabulary": _vocab_size, "KV heads": _kv_heads}
+    problems = [
+        f"--twin={str(asked.twin)!r} has {size(twin)} {name}, CHECKPOINT has {size(opened)} (they are compared one by one)"
+        for name, size in sizes.items()
+        if size(twin) != size(opened)
+    ]
+    sparse = twin.decoder.sparse_layers
+    if sparse:
+        problems.append(f"--twin={str(asked.twin)!r} has {len(sparse)} NSA layers (attention over all keys is what is shown)")
+    if twin.max_position < num_tokens:
+        problems.append(f"--twin={str(asked.twin)!r} is meant for {twin.max_position:,} tokens, the text has {num_tokens:,}")
+    if not problems and not _reads_alike(twin, opened, asked, content, num_tokens):
+        problems.append(f"--twin={str(asked.twin)!r} has another tokenizer (the text becomes other tokens)")
+    if problems:
+        advice = "; name the dense twin of the same recipe (model.attention='dense'), or leave --twin out"
+        raise ConfigError.of([problem + advice for problem in problems])
+
+
+def _reads_alike(twin: OpenedModel, opened: OpenedModel, asked: Asked, content: bytes, num_tokens: int) -> bool:
+    here, there = (token_ids(content, model.tokenizer, asked.text)[:num_tokens] for model in (opened, twin))
+    return torch.equal(here, there)
+
+
+def _num_layers(opened: OpenedModel) -> int:
+    return len(opened.decoder.blocks)
+
+
+def _vocab_size(opened: OpenedModel) -> int:
+    return opened.decoder.embedding.num_embeddings
+
+
+def _kv_heads(opened: OpenedModel) -> int:
+    attention = opened.decoder.blocks[0].attention
+    assert isinstance(attention, NativeSparseAttention | DenseAttention)
+    return attention.config.num_kv_heads if isinstance(attention, NativeSparseAttention) else attention.kv_heads
+
+
+def _require_room(opened: OpenedModel, asked: Asked, num_tokens: int) -> None:
+    """Raise ConfigError where the page would hold more than a browser should."""
+
+    def needed(count: int) -> int:
+        return sum(
+            packed_bytes(
+                count,
+                num_heads=layer.config.num_heads,
+                num_kv_heads=layer.config.num_kv_heads,
+                block_size=layer.config.geometry.selection_block_size,
+                has_twin=asked.twin is not None,
+            )
+            for layer in opened.decoder.sparse_layers
+        )
+
+    if needed(num_tokens) > MOST_PACKED:
+        fitting = num_tokens
+        while needed(fitting) > MOST_PACKED:
+            fitting = fitting * 3 // 4
+        raise ConfigError(
+            f"--text={str(asked.text)!r}: {num_tokens:,} tokens would make a page of {needed(num_tokens) / 2**20:,.0f} MiB "
+            f"(at most {MOST_PACKED / 2**20:.0f}; it grows with their square); use --tokens {fitting}"
+        )

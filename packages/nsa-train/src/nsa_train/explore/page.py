@@ -1,0 +1,97 @@
+"""The explorer's files: one HTML page that needs no other file and no network, and the same records as JSON.
+
+The page holds each array as bytes, deflated, in base64, one script element for each layer and name; its script unpacks a layer when it
+shows it. Scores, mass and gates take a byte each there, JSON has their numbers.
+"""
+
+import base64
+import html
+import json
+import zlib
+from importlib.resources import files
+from string import Template
+from typing import TextIO
+
+import numpy as np
+
+from nsa_train.explore.records import Exploration, Floats, LayerRecord, layer_arrays, layer_facts, model_facts
+
+DECIMALS = 5
+"""Of the numbers in JSON."""
+LEVELS = 255
+SCRIPTS = ("arrays.js", "drawing.js", "panel.js", "page.js")
+"""In the order in which they build on one another."""
+
+
+def packed_arrays(layer: LayerRecord) -> dict[str, bytes]:
+    """Return name -> bytes of the arrays that a page holds of a layer; row after row of a token, a KV head, a block.
+
+    `chosen` has a bit for each block, lowest first, in whole bytes for each KV head. `scores` and `mass` have the candidates of each token
+    alone, blocks 0 .. own, as 255 times the root of their share of the largest one, which is in `scores-largest` and `mass-largest`, a
+    little-endian float32 for each token and KV head. `gates` are 255 times a gate.
+    """
+    found = {}
+    if layer.gates is not None:
+        found["gates"] = _levels(layer.gates).tobytes()
+    if layer.block_indices is not None:
+        found["chosen"] = np.packbits(layer.chosen(), axis=-1, bitorder="little").tobytes()
+    for name, values in (("scores", layer.scores), ("mass", layer.dense_mass)):
+        if values is not None:
+            largest = values.max(-1)
+            found[f"{name}-largest"] = largest.astype("<f4").tobytes()
+            found[name] = _candidates(layer, _levels(np.sqrt(values / np.maximum(largest, np.finfo(np.float32).tiny)[..., None])))
+    return found
+
+
+def packed_bytes(num_tokens: int, *, num_heads: int, num_kv_heads: int, block_size: int, has_twin: bool) -> int:
+    """Return the bytes of a choosing layer's packed arrays, before they are deflated."""
+    num_blocks = -(-num_tokens // block_size)
+    rows = num_tokens * num_kv_heads
+    # half of all pairs of a token and a block are candidates
+    return 3 * num_tokens * num_heads + rows * -(-num_blocks // 8) + (1 + has_twin) * rows * (4 + (num_blocks + 1) // 2)
+
+
+def page_of(found: Exploration) -> str:
+    """Return the page, in which every text from outside is escaped."""
+    folder = files("nsa_train.explore")
+    template, style, *scripts = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS))
+    facts = model_facts(found) | {"layers": [layer_facts(layer) for layer in found.layers]}
+    arrays = [
+        f'<script type="text/plain" id="layer{layer.index}-{name}">{_base64(content)}</script>'
+        for layer in found.layers
+        for name, content in packed_arrays(layer).items()
+    ]
+    step = "" if found.step is None else f", step {found.step:,}"
+    return Template(template).substitute(
+        title=html.escape(f"{found.model}{step}"), style=style, script="\n".join(scripts), facts=_in_script(facts), arrays="\n".join(arrays)
+    )
+
+
+def write_json(found: Exploration, file: TextIO) -> None:
+    """Write the records as one JSON object, layer after layer, so that no more than one layer's numbers are held as lists."""
+    file.write(json.dumps(model_facts(found))[:-1] + ', "layers": [')
+    for number, layer in enumerate(found.layers):
+        file.write(("" if number == 0 else ",") + "\n" + json.dumps(layer_facts(layer))[:-1])
+        file.writelines(f', "{name}": {json.dumps(values, separators=(",", ":"))}' for name, values in layer_arrays(layer, DECIMALS))
+        file.write("}")
+    file.write("]}\n")
+
+
+def _levels(shares: Floats) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+    """Return 255 times each share, rounded; a share that rounding took above 1 is 1."""
+    return np.rint(np.clip(shares, 0, 1) * LEVELS).astype(np.uint8)
+
+
+def _candidates(layer: LayerRecord, levels: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> bytes:
+    """Return of levels `(S, G, N)` those of blocks 0 .. own of each token, one after another."""
+    is_candidate = np.arange(levels.shape[2]) <= layer.own_blocks()[:, None]
+    return levels[np.broadcast_to(is_candidate[:, None], levels.shape)].tobytes()
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content)).decode()
+
+
+def _in_script(value: object) -> str:
+    """Return JSON that can stand in a script element: no end of one, no comment, and no separator that old JavaScript takes for a new line."""
+    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
