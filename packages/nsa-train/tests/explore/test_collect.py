@@ -13,8 +13,9 @@ from nsa_core.decoder import Decoder, DecoderSizes
 from nsa_core.dense_attention import DenseAttention
 from nsa_core.module import NativeSparseAttention
 from nsa_core.reference import naive
+from nsa_core.selection_loss import block_mass
 from nsa_train.errors import TrainError
-from nsa_train.explore.collect import block_mass, collect_layers
+from nsa_train.explore.collect import collect_layers
 
 GEOMETRY = BlockGeometry(
     compression_block_size=4, compression_stride=2, selection_block_size=4, num_selected_blocks=4, num_local_blocks=2, window_size=8
@@ -112,18 +113,6 @@ def test_layers_that_choose_nothing_have_gates_alone() -> None:
     assert records[1].gates[..., 2].all()
 
 
-def test_dense_mass_is_the_softmax_over_all_keys_before() -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(11, 4, 8, dtype=torch.float64), torch.randn(11, 2, 8, dtype=torch.float64)
-    found = block_mass(q, k, 4, 0.5)
-    for token in range(11):
-        for group in range(2):
-            heads = [0.5 * k[: token + 1, group] @ q[token, head] for head in (2 * group, 2 * group + 1)]
-            weights = torch.stack([head.softmax(0) for head in heads]).mean(0)
-            expected = [float(weights[4 * block : 4 * block + 4].sum()) for block in range(3)]
-            assert found[token, group].tolist() == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize("keywords", [{}, {"qk_norm": True}], ids=["plain", "qk_norm"])
 def test_the_twin_is_read_where_it_attends(keywords: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_core import dense_attention
@@ -137,7 +126,8 @@ def test_the_twin_is_read_where_it_attends(keywords: dict[str, bool], monkeypatc
     )
     records = collect_layers(decoder_of(CONFIG, CONFIG), torch.arange(25), twin=decoder_of(None, None))
     for record, (q, k) in zip(records, seen, strict=True):
-        np.testing.assert_array_equal(record.dense_mass, block_mass(q[0], k[0], 4, 8**-0.5).numpy())
+        expected = block_mass(q, k, torch.arange(25), geometry=GEOMETRY)
+        np.testing.assert_array_equal(record.dense_mass, expected.numpy())
         assert record.dense_mass is not None
         np.testing.assert_allclose(record.dense_mass.sum(-1), 1, atol=1e-5)
 

@@ -1,6 +1,6 @@
 """One pass of a text through a model, in which every layer notes its choice of blocks, its scores and its gates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from nsa_core.dispatch import make_call, run
 from nsa_core.module import NativeSparseAttention
 from nsa_core.plugins.manager import load_plugins
 from nsa_core.selection import pool_importance
+from nsa_core.selection_loss import block_mass
 from nsa_core.telemetry import LayerTelemetry
 from nsa_core.varlen import compressed_lengths
 from nsa_train.errors import TrainError
@@ -89,46 +90,16 @@ def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float
         geometry: block sizes.
         scale: of the products of q and k_cmp.
     """
-    num_blocks = num_selection_blocks(len(q), geometry)
-    block = torch.arange(len(k_cmp))
-
-    def scored(products: Tensor, positions: Tensor) -> Tensor:
-        hidden = block >= compressed_lengths(positions + 1, geometry).unsqueeze(1)
-        # a row that sees nothing: softmax of equal products, then 0
-        products = products.masked_fill(hidden[:, None, None], torch.finfo(torch.float32).min)
-        weights = products.softmax(-1).masked_fill(hidden[:, None, None], 0.0).sum(2)
-        return pool_importance(weights, geometry, num_blocks)
-
-    return _by_rows(q, k_cmp, scale, scored)
-
-
-def block_mass(q: Tensor, k: Tensor, block_size: int, scale: float) -> Tensor:
-    """Return float32 `(S, G, N)`: the share of dense causal attention in each block of `block_size` tokens, mean over the heads of a group.
-
-    Args:
-        q: `(S, H, D_k)`, rotated, of one sequence from its first token.
-        k: `(S, G, D_k)`, its rotated keys.
-        block_size: tokens of a block, l'.
-        scale: of the products of q and k.
-    """
-    key, missing = torch.arange(len(k)), -len(k) % block_size
-
-    def massed(products: Tensor, positions: Tensor) -> Tensor:
-        weights = products.masked_fill((key > positions.unsqueeze(1))[:, None, None], -torch.inf).softmax(-1).mean(2)
-        return torch.nn.functional.pad(weights, (0, missing)).reshape(*weights.shape[:2], -1, block_size).sum(-1)
-
-    return _by_rows(q, k, scale, massed)
-
-
-def _by_rows(q: Tensor, keys: Tensor, scale: float, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return what `reduce` makes of the products `(rows, G, H/G, keys)` of some rows of q, for all rows."""
-    step = max(1, SCORES // max(1, q.shape[1] * len(keys)))
+    num_blocks, block = num_selection_blocks(len(q), geometry), torch.arange(len(k_cmp))
+    step = max(1, SCORES // max(1, q.shape[1] * len(k_cmp)))
     found = []
     for first in range(0, len(q), step):
-        rows = slice(first, min(first + step, len(q)))
-        grouped = q[rows].float().unflatten(1, (keys.shape[1], -1))
-        products = torch.einsum("sghd,kgd->sghk", grouped, keys.float()) * scale
-        found.append(reduce(products, torch.arange(rows.start, rows.stop)))
+        rows = q[first : first + step].float().unflatten(1, (k_cmp.shape[1], -1))
+        products = torch.einsum("sghd,kgd->sghk", rows, k_cmp.float()) * scale
+        hidden = (block >= compressed_lengths(torch.arange(first, first + len(rows)) + 1, geometry).unsqueeze(1))[:, None, None]
+        # a row that sees nothing: softmax of equal products, then 0
+        weights = products.masked_fill(hidden, torch.finfo(torch.float32).min).softmax(-1).masked_fill(hidden, 0.0).sum(2)
+        found.append(pool_importance(weights, geometry, num_blocks))
     return torch.cat(found)
 
 
@@ -176,8 +147,8 @@ def twin_masses(twin: Decoder, ids: Tensor, geometries: dict[int, BlockGeometry]
 
     def hooked(index: int, geometry: BlockGeometry) -> Any:
         def note(layer: DenseAttention, inputs: tuple[Tensor, ...]) -> None:
-            q, k = _rotated(layer, inputs[0])
-            found[index] = block_mass(q, k, geometry.selection_block_size, layer.dim_qk**-0.5)
+            q, k = layer.queries_keys(inputs[0])
+            found[index] = block_mass(q, k, torch.arange(q.shape[1]), geometry=geometry)
 
         return note
 
@@ -187,16 +158,6 @@ def twin_masses(twin: Decoder, ids: Tensor, geometries: dict[int, BlockGeometry]
             stack.callback(layer.attention.register_forward_pre_hook(hooked(index, geometry)).remove)
         twin.hidden(twin.embedding(ids[None]))
     return found
-
-
-def _rotated(layer: DenseAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q `(S, H, D_k)` and k `(S, G, D_k)` of a dense layer's input `(1, S, hidden)`."""
-    q = layer.q_proj(x).unflatten(-1, (layer.heads, layer.dim_qk))
-    k = layer.k_proj(x).unflatten(-1, (layer.kv_heads, layer.dim_qk))
-    if layer.has_norms:
-        q, k = layer.q_norm(q), layer.k_norm(k)
-    positions = torch.arange(x.shape[1])
-    return layer.rope(q, positions)[0], layer.rope(k, positions)[0]
 
 
 def _record(index: int, layer: NativeSparseAttention, choice: NotedChoice, note: GateNote) -> LayerRecord:
