@@ -25,6 +25,7 @@ from nsa_core import (
 )
 from nsa_core.compression import block_windows
 from nsa_core.config import BRANCHES
+from nsa_core.dense_attention import DenseAttention
 from nsa_core.gating import gates_from_logits
 from nsa_core.module import HeadNorm
 from nsa_core.varlen import pack, unpack
@@ -169,6 +170,13 @@ def test_with_norms_the_scale_of_queries_and_keys_does_not_matter(random_layer, 
         scaled = layer(x)
     # but for eps, which is 1e-6 of a mean square near 1
     torch.testing.assert_close(scaled, before, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", [NativeSparseAttention, DenseAttention])
+def test_all_norms_of_heads_have_the_epsilon_of_the_config(attention):
+    layer = attention(attrs.evolve(CONFIG, qk_norm=True, qk_norm_eps=1e-3))
+    epsilons = [norm.eps for norm in layer.modules() if isinstance(norm, HeadNorm)]
+    assert set(epsilons) == {1e-3}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

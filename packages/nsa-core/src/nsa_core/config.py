@@ -285,6 +285,8 @@ class NSAConfig:
     compressed branch reads phi of them."""
     qk_norm: bool = field(default=False, validator=_flag)
     """RMSNorm of every head of q and k before RoPE, with one weight for q and one per K projection; phi reads normalised keys."""
+    qk_norm_eps: float = field(default=1e-6, validator=_number_above_zero)
+    """Added to the mean square of a head before its root is taken, where `qk_norm` is on."""
     qkv_bias: bool = field(default=False, validator=_flag)
     """Biases of the projections of q, k and v, as in Qwen2; the output projection has none."""
 

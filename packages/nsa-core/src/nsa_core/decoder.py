@@ -4,10 +4,13 @@ Training and inference build on it. Attention is passed in, one module a layer; 
 every checkpoint and every export.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from nsa_core.dense_attention import DenseAttention
 from nsa_core.module import NativeSparseAttention
@@ -164,3 +167,20 @@ class Decoder(nn.Module):
         """Return the NSA layers, first to last, without those that are dense."""
         attentions = [cast(Block, block).attention for block in self.blocks]
         return [attention for attention in attentions if isinstance(attention, NativeSparseAttention)]
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draw no numbers for new weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Let models be made on the meta device. Nothing is drawn there, for which torch would load its compiler, some seconds long."""
+    with torch.device("meta"), _Undrawn():
+        yield

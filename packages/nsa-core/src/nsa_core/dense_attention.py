@@ -134,7 +134,7 @@ class DenseAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.dim_v, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.heads * self.dim_v, config.hidden_size, bias=False)
         if config.qk_norm:
-            self.q_norm, self.k_norm = HeadNorm(self.dim_qk), HeadNorm(self.dim_qk)
+            self.q_norm, self.k_norm = (HeadNorm(self.dim_qk, config.qk_norm_eps) for _ in range(2))
         self.has_norms = config.qk_norm
         self.rope = RotaryEmbedding(self.dim_qk, theta=config.rope_theta, scaling=config.rope_scaling)
 

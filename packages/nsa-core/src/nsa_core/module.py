@@ -23,9 +23,6 @@ from nsa_core.selection_loss import SelectionLoss
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
 
-QK_NORM_EPS = 1e-6
-"""Added to the mean square of a head before its root is taken."""
-
 
 def split_heads(projected: Tensor, head_dim: int) -> Tensor:
     """Return `(B, S, heads, head_dim)` of `(B, S, heads * head_dim)`: all heads, or this rank's share of them."""
@@ -35,8 +32,8 @@ def split_heads(projected: Tensor, head_dim: int) -> Tensor:
 class HeadNorm(nn.RMSNorm):
     """RMSNorm of each head of x (..., D), computed in at least float32, in x's dtype."""
 
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(head_dim, eps=QK_NORM_EPS)
+    def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
+        super().__init__(head_dim, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / sqrt(mean(x^2) + eps) * weight."""
@@ -98,8 +95,8 @@ class NativeSparseAttention(nn.Module):
         self.k_proj = by_branch(lambda: nn.Linear(hidden, kv_heads * dim_qk, bias=config.qkv_bias), with_keys)
         self.v_proj = by_branch(lambda: nn.Linear(hidden, kv_heads * dim_v, bias=config.qkv_bias), config.branches)
         if config.qk_norm:
-            self.q_norm = HeadNorm(dim_qk)
-            self.k_norm = by_branch(lambda: HeadNorm(dim_qk), with_keys)
+            self.q_norm = HeadNorm(dim_qk, config.qk_norm_eps)
+            self.k_norm = by_branch(lambda: HeadNorm(dim_qk, config.qk_norm_eps), with_keys)
 
     @property
     def _only_chooses(self) -> bool:

@@ -1,17 +1,15 @@
 """The decoder of a run: nsa-core's, with a loss, recomputation and compilation."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from nsa_core import decoder
-from nsa_core.decoder import ATTENTIONS, Block, DecoderSizes, mlp_width
+from nsa_core.decoder import ATTENTIONS, Block, DecoderSizes, mlp_width, weightless
 from nsa_core.selection_loss import SelectionLoss
 from nsa_train.data.packing import IGNORED
 from nsa_train.data.tokenizer import num_ids_of
@@ -142,23 +140,6 @@ def layers_of(config: RunConfig) -> list[Layer]:
     """Return the layers of `config`'s decoder, first to last."""
     pattern = config.pattern()
     return [*pattern] * (config.model.n_layers // len(pattern))
-
-
-class _Undrawn(TorchFunctionMode):
-    """Draw no numbers for new weights."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def weightless() -> Iterator[None]:
-    """Let models be made on the meta device. Nothing is drawn there, for which torch would load its compiler, some seconds long."""
-    with torch.device("meta"), _Undrawn():
-        yield
 
 
 def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:

@@ -209,6 +209,8 @@ class NSATable(Table):
     """"shared": one K and V for all branches, under the names of the dense twin's; the twin has one as it is."""
     qk_norm: bool = flag(default=_DEFAULTS["qk_norm"])
     """RMSNorm of every head of q and k before RoPE; the dense twin has it too."""
+    qk_norm_eps: float = _as_in_core("qk_norm_eps", at_least=1e-12, at_most=1)
+    """Added to the mean square of a head; the dense twin has it too."""
     qkv_bias: bool = flag(default=_DEFAULTS["qkv_bias"])
     """Biases of the projections of q, k and v; the dense twin has them too."""
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from nsa_core import BlockGeometry, NSAConfig
 from nsa_core.blocks import causal_pairs, compressed_pairs, num_compressed_blocks, selected_pairs, window_pairs
-from nsa_train.model.decoder import build_model, weightless
+from nsa_core.decoder import weightless
+from nsa_train.model.decoder import build_model
 from nsa_train.settings.config import Layer, RunConfig
 
 FORWARD_AND_BACKWARD = 3
