@@ -430,6 +430,32 @@ def import_(
     return 0
 
 
+@app.command
+@ending_by_signals()
+def convert(
+    source: Annotated[Path, Parameter(name="SOURCE", help="A folder with config.json and safetensors of Llama, Qwen2, Qwen3 or Mistral.")],
+    /,
+    *,
+    out: Annotated[Path, Parameter(help="The folder to write, which must not exist.")],
+    kv: Annotated[str, Parameter(help="shared: one K and V for all branches, the source's; separate: a copy for each.")] = "shared",
+    gates: Annotated[
+        str,
+        Parameter(help="open: all branches count alike; selected: the selected one alone, so that short texts give the source's logits."),
+    ] = "open",
+    nsa: Annotated[
+        list[str] | None, Parameter(name="--nsa", negative="", help="key=value of table nsa; the value is TOML. Repeatable.")
+    ] = None,
+    layers: Annotated[str | None, Parameter(help='A pattern as in model.layers: \'["dense", {branches = ["win"]}]\'.')] = None,
+) -> int:
+    """Make a model of NSA of the dense checkpoint SOURCE, verify it layer by layer, and write a recipe that trains it."""
+    check_path("--out", out)
+    from nsa_train.checkpoint.converting import convert as convert_checkpoint
+
+    for line in convert_checkpoint(source, out, kv=kv, gates=gates, nsa=nsa or (), layers=layers, say=warn):
+        print(line)
+    return 0
+
+
 def main(tokens: Iterable[str] | None = None) -> NoReturn:
     """Run the command line `tokens` (default: this process's) and exit with its code."""
     if isinstance(sys.stdout, TextIOWrapper):

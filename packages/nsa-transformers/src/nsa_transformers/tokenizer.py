@@ -1,10 +1,11 @@
 """Tokenizers of nsa-train's checkpoints as `tokenizer.json`: bytes, byte-pair encoding, and ids without text."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nsa_core.errors import InputError
 
@@ -51,6 +52,11 @@ def id_tokenizer(num_ids: int, *, separator: int, pad: int, max_length: int | No
     tokenizer = Tokenizer(models.WordLevel({**names, END_OF_TEXT: separator, PAD: pad}, unk_token=END_OF_TEXT))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return wrapped(tokenizer, separator=separator, pad=pad, max_length=max_length)
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """Return the tokenizer of the model in `folder`; none of its code is run."""
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None) -> PreTrainedTokenizerFast:

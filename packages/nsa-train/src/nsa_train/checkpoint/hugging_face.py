@@ -1,37 +1,41 @@
 """Checkpoints of nsa-train as folders that Hugging Face Transformers loads through nsa-transformers, and back. Needs nsa-train[hf]."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from nsa_core.errors import InputError
+from nsa_train.checkpoint.folders import (
+    HF_CONFIG,
+    ends_with,
+    folder_config,
+    folder_weights,
+    model_tables,
+    require_folder_weights,
+    require_installed,
+)
 from nsa_train.checkpoint.layout import MODEL
 from nsa_train.checkpoint.publish import whole
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.checkpoint.snapshot import capture
 from nsa_train.checkpoint.store import Checkpoint
-from nsa_train.checkpoint.tensors import Form, read_forms, write_tensors
+from nsa_train.checkpoint.tensors import write_tensors
 from nsa_train.checkpoint.writer import CheckpointWriter
 from nsa_train.data.stream import merge_states, open_training_stream
 from nsa_train.data.tokenizer import GPT2_VOCAB_SIZE, build_tokenizer, ranks_of
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.files import MOST_TOKENIZER, read_regular
-from nsa_train.model.decoder import build_model, undrawn_weights
+from nsa_train.model.decoder import build_model
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig, structure, unstructure
 from nsa_train.settings.data_table import IDS, DataTable
 from nsa_train.settings.recipe import load_config, to_toml
 
-MODEL_TYPE = "nsa_core"
 OF_MODEL = ("model.", "nsa.")
 """Keys that an import takes from config.json."""
-LONGEST = 2**31 - 1
-NAMED = 3
 
 
 def write_folder(folder: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
@@ -126,7 +130,7 @@ def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = 
     require_installed("ckpt import")
     try:
         config = imported_config(source, recipe, overrides)
-        tensors = imported_weights(source, config)
+        tensors = folder_weights(source, require_folder_weights(source, config, of="its config.json"))
     except InputError as error:
         raise CheckpointError(str(error)) from None
     whole(out, lambda aside: _write_run(aside, config, tensors))
@@ -139,93 +143,19 @@ def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunC
     Raises:
         ConfigError: where an override is one of the model, config.json describes none, or its ids are those of another tokenizer.
     """
-    from huggingface_hub.errors import StrictDataclassError
-
-    from nsa_transformers import NSAModelConfig
-    from nsa_transformers.weights import require_architecture
-
     if theirs := [line for line in overrides if line.startswith(OF_MODEL)]:
-        raise ConfigError(f"--set {theirs[0]} is a key of the model (an import takes those from {source / 'config.json'}); leave it out")
-    found = _content(source / "config.json")
-    if found.get("model_type") != MODEL_TYPE:
-        raise ConfigError(
-            f"{source / 'config.json'} has model_type={found.get('model_type')!r} (the architecture that can be imported is {MODEL_TYPE!r}); "
-            "name a folder that `ckpt export --format hf` or NSAForCausalLM.save_pretrained wrote"
-        )
-    try:
-        config = NSAModelConfig(**{key: value for key, value in found.items() if key not in ("model_type", "transformers_version")})
-    except (StrictDataclassError, AttributeError, TypeError) as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(
-            f"{source / 'config.json'} describes no model ({said}); name a folder that `ckpt export --format hf` wrote"
-        ) from None
-    require_architecture(config)
+        raise ConfigError(f"--set {theirs[0]} is a key of the model (an import takes those from {source / HF_CONFIG}); leave it out")
+    config = folder_config(source)
     tables = unstructure(load_config(recipe, overrides))
     tables["train"].pop("init_from", None)
-    tables["model"] = {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "head_dim_qk": config.head_dim_qk,
-        "head_dim_v": config.head_dim_v,
-        "attention": config.attention,
-        "layers": config.layers or [],
-        "vocab_size": config.vocab_size,
-        "intermediate_size": config.intermediate_size,
-        "tie_embeddings": config.tie_word_embeddings,
-        "max_position": min(config.max_position_embeddings, LONGEST),
-        **({} if config.rms_norm_eps is None else {"norm_eps": config.rms_norm_eps}),
-    }
-    tables["nsa"] = dict(config.nsa or {})
-    run = structure(tables)
+    run = structure({**tables, **model_tables(config)})
     separator, _pad = special_ids(run.data)
-    if config.eos_token_id not in (None, separator):
+    if not ends_with(config, separator):
         raise ConfigError(
-            f"{source / 'config.json'} has eos_token_id={config.eos_token_id}, data.tokenizer={run.data.tokenizer!r} ends documents with {separator} "
+            f"{source / HF_CONFIG} has eos_token_id={config.eos_token_id}, data.tokenizer={run.data.tokenizer!r} ends documents with {separator} "
             "(the ids would mean other text); name the tokenizer that the model was trained with: --recipe, or --set data.tokenizer=..."
         )
     return run
-
-
-def imported_weights(source: Path, config: RunConfig) -> dict[str, Tensor]:
-    """Return name -> weight, float32, of the folder `source`, which are those of `config`'s decoder.
-
-    Raises:
-        CheckpointError: naming those that are missing, extra, of another shape or not finite.
-        InputError: naming a pickle, a damaged file or integers.
-    """
-    from nsa_transformers.weights import require_floats, require_safetensors, weight_files
-
-    require_safetensors(source)
-    require_floats(source)
-    files = weight_files(source)
-    found = {name: form for file in files for name, form in read_forms(file).items()}
-    wanted = undrawn_weights(config)
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not of this model" for name in sorted(found) if name not in wanted]
-    problems += [
-        f"{name} expected {list(wanted[name].shape)}, found {list(form.shape)}"
-        for name, form in found.items()
-        if not _fits(form, wanted.get(name))
-    ]
-    if problems:
-        raise CheckpointError(f"the weights in {source} are not those of its config.json: {_some(problems)}")
-    tensors = {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
-    if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:
-        raise CheckpointError(
-            f"the weights in {source} hold NaN or Inf, in {_some(broken)} (training cannot go on from them); use an earlier state of the model"
-        )
-    return tensors
-
-
-def _some(problems: Sequence[str]) -> str:
-    more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
-    return "; ".join(problems[:NAMED]) + more
-
-
-def _fits(form: Form, wanted: Tensor | None) -> bool:
-    return wanted is None or form.shape == tuple(wanted.shape)
 
 
 def _write_run(folder: Path, config: RunConfig, tensors: dict[str, Tensor]) -> None:
@@ -255,24 +185,6 @@ def _write_run(folder: Path, config: RunConfig, tensors: dict[str, Tensor]) -> N
     paths.config.write_text(to_toml(config), encoding="utf-8")
     with CheckpointWriter(paths.checkpoints) as writer:
         writer.save(0, snapshot)
-
-
-def require_installed(what: str) -> None:
-    """Raise ConfigError where nsa-transformers is not installed; `what` needs it."""
-    try:
-        import nsa_transformers  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{what} needs nsa-transformers, which is not installed ({error}); install the extra nsa-train[hf]") from None
-
-
-def _content(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"SOURCE: {path} cannot be read ({error!r:.120}); name a folder that holds config.json and safetensors") from None
-    return found
 
 
 def _listed(value: Any) -> Any:

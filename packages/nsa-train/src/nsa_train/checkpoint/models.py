@@ -9,17 +9,15 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from nsa_core.decoder import Decoder
+from nsa_core.decoder import Decoder, weightless
 from nsa_core.errors import NSAError
-from nsa_train.checkpoint.hugging_face import require_installed
+from nsa_train.checkpoint.folders import is_folder, require_installed
 from nsa_train.checkpoint.resuming import load_model
 from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.data.tokenizer import Ids, Tokenizer, build_tokenizer
 from nsa_train.errors import CheckpointError
 from nsa_train.host.routing import AUTO, with_backend
-from nsa_train.model.decoder import build_model, weightless
-
-HF_CONFIG = "config.json"
+from nsa_train.model.decoder import build_model
 
 
 class OpenedModel(NamedTuple):
@@ -46,7 +44,7 @@ def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, wi
         ConfigError: where there is none, or the folder needs nsa-transformers, which is not installed.
         CheckpointError: where files are damaged, or the weights are not those of the configuration beside them.
     """
-    if (path / HF_CONFIG).is_file():
+    if is_folder(path):
         return _open_folder(path, with_weights=with_weights)
     checkpoint = open_checkpoint(path)
     for line in checkpoint.refused:
@@ -68,9 +66,8 @@ def _without_weights(build: Callable[[], Decoder]) -> Decoder:
 
 def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     require_installed(f"the model at {str(folder)!r}")
-    from transformers import AutoTokenizer
-
     from nsa_transformers import NSAForCausalLM, NSAModelConfig
+    from nsa_transformers.tokenizer import tokenizer_of
 
     try:
         model: Any = (
@@ -78,7 +75,7 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
             if with_weights
             else _without_weights(lambda: NSAForCausalLM(NSAModelConfig.from_pretrained(folder)))
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = tokenizer_of(folder)
     # Transformers raises ValueError, TypeError and its own errors for files that are none of its own
     except (NSAError, OSError, ValueError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())

@@ -14,7 +14,7 @@ from nsa_train.checkpoint.layout import CONFIG, MODEL, OPTIMIZER, RNG, STATE
 from nsa_train.checkpoint.manifest import OTHERS
 from nsa_train.checkpoint.rng import from_json, require_rng, restore_rng, seed_fresh_rng, to_json
 from nsa_train.checkpoint.schema import NUM_GROUPS, unresumable
-from nsa_train.checkpoint.store import Checkpoint, Judge, anything, latest_valid, open_checkpoint, valid_at
+from nsa_train.checkpoint.store import Checkpoint, Judge, anything, latest_valid, valid_at
 from nsa_train.checkpoint.tensors import load_model_tensors, load_optimizer_tensors, read_tensors, require_forms, require_moments
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import Decoder, build_model, undrawn_weights
@@ -139,41 +139,6 @@ def load_model(checkpoint: Checkpoint) -> Decoder:
     # no collective: a single process may look at a checkpoint while the others do something else
     model.load_state_dict(read_tensors(checkpoint.path / MODEL))
     return model.eval()
-
-
-def initial_checkpoint(config: RunConfig) -> Checkpoint:
-    """Return the verified checkpoint that `train.init_from` names, whose weights fit the decoder of `config`; nothing is allocated.
-
-    Raises:
-        ConfigError: when there is none, it is damaged, or its weights are others.
-    """
-    try:
-        checkpoint = open_checkpoint(Path(config.train.init_from or ""))
-        _require_sharing(checkpoint, config)
-        advice = f"use the sizes of {checkpoint.path / CONFIG}"
-        require_forms(checkpoint.path / MODEL, undrawn_weights(config), of="this recipe", advice=advice)
-    except (CheckpointError, ConfigError) as error:
-        raise ConfigError(f"train.init_from={config.train.init_from!r}: {error}") from None
-    return checkpoint
-
-
-def _require_sharing(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Raise ConfigError where NSA layers share K and V in `config` and not in `checkpoint`, or the other way round."""
-    saved, now = checkpoint.config.nsa.kv, config.nsa.kv
-    are_sparse = all(any(layer.attention == "nsa" for layer in run.pattern()) for run in (checkpoint.config, config))
-    if saved != now and are_sparse:
-        raise ConfigError(f"its weights are those of nsa.kv={toml_value(saved)} ({NO_CONVERSION}); use --set nsa.kv={toml_value(saved)}")
-
-
-def initialize(model: nn.Module, config: RunConfig) -> None:
-    """Give `model` the weights that `train.init_from` names. A collective; rank 0 alone reads the files.
-
-    Raises:
-        ConfigError: on all ranks, as `initial_checkpoint`.
-    """
-    folder = here().on_main(lambda: initial_checkpoint(config).path)
-    # the other ranks read no file
-    load_model_tensors(model, (folder or Path()) / MODEL)
 
 
 def _require_rates(checkpoint: Checkpoint, *, groups: int) -> None:

@@ -1,7 +1,7 @@
 """Weights and optimizer state as whole tensors under names that no wrapper changes, and back into sharded or plain ones."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -158,9 +158,18 @@ def load_model_tensors(model: nn.Module, path: Path) -> None:
     Raises:
         CheckpointError: on all ranks, when names, shapes or dtypes differ; the weights are then untouched.
     """
+    fill_weights(model, lambda targets: read_weights(path, targets))
+
+
+def fill_weights(model: nn.Module, read: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+    """Fill the weights of `model` with what `read` returns, given them by name; rank 0 alone calls it. A collective.
+
+    Raises:
+        TrainError: on all ranks, where `read` raises one; the weights are then untouched.
+    """
     targets = model_tensors(model)
     world = here()
-    found = world.on_main(lambda: read_weights(path, targets)) or {}
+    found = world.on_main(lambda: read(targets)) or {}
     with torch.no_grad():
         for name, target in targets.items():
             whole = found.get(name, torch.empty(target.shape, dtype=target.dtype))

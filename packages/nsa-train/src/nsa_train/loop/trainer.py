@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nsa_core.selection_loss import NUM_SAMPLES
-from nsa_train.checkpoint.resuming import initialize, restore
+from nsa_train.checkpoint.initial import initialize
+from nsa_train.checkpoint.resuming import restore
 from nsa_train.checkpoint.rng import seed_rng
 from nsa_train.checkpoint.snapshot import capture
 from nsa_train.checkpoint.store import Checkpoint

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_train.checkpoint.resuming import initial_checkpoint
+from nsa_train.checkpoint.initial import initial_weights
 from nsa_train.checkpoint.teacher import open_teacher
 from nsa_train.errors import ConfigError
 from nsa_train.host.environment import missing_report
@@ -65,14 +65,13 @@ def check_init_from(findings: Preflight, config: RunConfig, *, resuming: bool) -
     if config.train.init_from is None or resuming:
         return
     try:
-        checkpoint = initial_checkpoint(config)
+        weights = initial_weights(config)
     except ConfigError as error:
         findings.failed.append(str(error))
         return
-    findings.passed.append(f"train.init_from: the weights of {checkpoint.path} after {checkpoint.step} steps")
-    learned, now = (data.tokenizer for data in (checkpoint.config.data, config.data))
-    if learned != now:
-        findings.warned.append(f"train.init_from: those weights learned the ids of data.tokenizer={learned!r}, and this run reads {now!r}")
+    steps = "" if weights.step is None else f" after {weights.step} steps"
+    findings.passed.append(f"train.init_from: the weights of {weights.path}{steps}")
+    findings.warned += [f"train.init_from: {note}" for note in weights.notes]
 
 
 def check_selection_teacher(findings: Preflight, config: RunConfig) -> int:

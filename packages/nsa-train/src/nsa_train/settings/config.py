@@ -263,8 +263,8 @@ class TrainTable(Table):
     """Run, step-N directory or Hugging Face folder of a frozen model whose attention over all keys is what selection_loss teaches, in place
     of each layer's own. As many layers and the same vocabulary; a resumed run reads it again, and may name another."""
     init_from: str | None = optional_text(example="'runs/short'")
-    """Run or step-N directory whose weights a new run begins with; rows, schedule, RoPE scaling and block sizes may be others
-    where the shapes of the weights allow it. A run that is resumed has its own."""
+    """Run, step-N directory or Hugging Face folder (`convert`, `ckpt export --format hf`) whose weights a new run begins with; rows,
+    schedule, RoPE scaling and block sizes may be others where the shapes of the weights allow it. A run that is resumed has its own."""
     seed: int = integer(at_least=0, at_most=MOST_SEED, example=0, default=0)
     precision: str = one_of("fp32", "bf16", "fp16", default="fp32")
     """"bf16", "fp16": autocast; the weights stay float32. fp16 scales its loss."""

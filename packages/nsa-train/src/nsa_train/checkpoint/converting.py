@@ -1,0 +1,136 @@
+"""`nsa-train convert`: a dense checkpoint of Transformers as a folder that a run begins with. Needs nsa-train[hf]."""
+
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa_core.errors import InputError
+from nsa_train.checkpoint.folders import model_tables, require_installed
+from nsa_train.checkpoint.publish import whole
+from nsa_train.data.tokenizer import open_bpe
+from nsa_train.errors import CheckpointError, ConfigError, DataError
+from nsa_train.settings.config import RunConfig, structure
+from nsa_train.settings.recipe import parse_value, to_toml
+
+RECIPE = "recipe.toml"
+TOKENIZER = "tokenizer.json"
+SPARE_BYTES = 64 * 2**20
+"""Bytes of the folder's other files, at most: tokenizer, headers and index."""
+TRAINING = {"steps": 1000, "batch_size": 8, "lr": 2e-5, "warmup_steps": 50, "save_every": 500, "precision": "bf16"}
+"""Keys of `train` to begin with; the recipe is there to be changed."""
+LONGEST_ROW = 4096
+
+
+def convert(
+    source: Path,
+    out: Path,
+    *,
+    kv: str = "shared",
+    gates: str = "open",
+    nsa: Sequence[str] = (),
+    layers: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[str]:
+    """Write the dense checkpoint in `source` to `out` as a model of NSA, and return lines about it.
+
+    `nsa`: `key=value` each, the value as of `--set`. `layers`: the pattern, as of `--set model.layers`. `say` takes lines of progress.
+
+    Raises:
+        ConfigError: where `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
+        CheckpointError: where files are damaged, or tensors are missing, extra or of another shape; nothing is left behind.
+    """
+    if out.exists():
+        raise ConfigError(f"--out={str(out)!r} exists already (a conversion never overwrites); use another name")
+    require_installed("convert")
+    from nsa_transformers.conversion import ConversionOptions, plan_conversion, write_converted
+
+    pattern: Any = None if layers is None else _parsed("--layers", layers)
+    options = ConversionOptions(kv=kv, gates=gates, nsa=dict(map(_pair, nsa)), layers=pattern)  # type: ignore[arg-type]
+    try:
+        conversion = plan_conversion(source, options)
+        recipe = recipe_of(conversion.config, source, out)
+        _require_room(out, conversion.nbytes)
+
+        found: list[Any] = []
+
+        def write(aside: Path) -> None:
+            found.append(write_converted(conversion, aside, say))
+            (aside / RECIPE).write_text(to_toml(recipe), encoding="utf-8")
+
+        whole(out, write)
+    except InputError as error:
+        raise CheckpointError(str(error)) from None
+    return _summary(found[0], recipe, out)
+
+
+def recipe_of(config: Any, source: Path, out: Path) -> RunConfig:
+    """Return a recipe whose model is that of an `NSAModelConfig`, for text in the tokenizer of `source`, which is copied to `out`.
+
+    Raises:
+        ConfigError: where nsa-train has no such model.
+    """
+    data: dict[str, Any] = {"source": "text"}
+    if _is_usable(source / TOKENIZER, config):
+        data |= {"tokenizer": "gpt2", "tokenizer_path": str((out / TOKENIZER).absolute())}
+    train = {**TRAINING, "seq_len": min(config.max_position_embeddings, LONGEST_ROW)}
+    return structure({**model_tables(config), "data": data, "train": train})
+
+
+def _is_usable(path: Path, config: Any) -> bool:
+    """Return whether a run can read text with the tokenizer.json at `path`, and the model has a row for each of its ids."""
+    if not path.is_file():
+        return False
+    try:
+        return open_bpe(str(path)).vocab_size <= int(config.vocab_size)
+    except DataError:
+        return False
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--nsa {text!r} is not of the form key=value; use --nsa window_size=512")
+    return key.strip(), _parsed("--nsa", value.strip())
+
+
+def _parsed(option: str, text: str) -> Any:
+    try:
+        return parse_value(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}={text!r:.80} holds {error}; use fewer brackets") from None
+
+
+def _require_room(out: Path, needed: int) -> None:
+    folder = next(parent for parent in out.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE_BYTES:
+        raise ConfigError(
+            f"--out={str(out)!r} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there; name a folder on another disk"
+        )
+
+
+def _summary(written: Any, recipe: RunConfig, out: Path) -> list[str]:
+    """Return what is printed about a conversion: sizes, differences, and the command that trains the model."""
+    from nsa_transformers.conversion.verifying import TOLERANCE
+
+    conversion, found = written
+    config, options = conversion.config, conversion.options
+    kinds = [layer.attention for layer in config.decoder_layers()]
+    loss = (
+        f"{found.converted_loss:.4f} in place of {found.source_loss:.4f}, a difference of {found.converted_loss - found.source_loss:+.4f}"
+    )
+    lines = [
+        f"{out}: {conversion.num_parameters:,} parameters in {len(kinds)} layers, {kinds.count('nsa')} of them sparse; "
+        f"kv {options.kv}, gates {options.gates}",
+        f"layers: the largest difference is {found.layers:.1e} of the largest output (at most {TOLERANCE:.0e})",
+        f"logits at S = {found.num_tokens}: the largest difference is {found.logits:.1e} of the largest logit",
+        f"loss at S = {found.num_tokens}, random ids: {loss}",
+    ]
+    if recipe.data.tokenizer_path is None:
+        lines.append(
+            "tokenizer: nsa-train reads none here (a byte-level tokenizer.json with <|endoftext|>); set data.tokenizer in recipe.toml"
+        )
+    command = ["nsa-train", "run", str(out / RECIPE), "--set", f"train.init_from={out}", "--set", "data.path=FILE"]
+    return [*lines, f"train it: {shlex.join(command)}"]

@@ -1,0 +1,149 @@
+"""Folders that Transformers loads through nsa-transformers: what is in them, for runs. Needs nsa-train[hf]."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from nsa_train.checkpoint.tensors import Form, read_forms
+from nsa_train.errors import CheckpointError, ConfigError
+from nsa_train.model.decoder import undrawn_weights
+from nsa_train.settings.config import RunConfig
+
+HF_CONFIG = "config.json"
+MODEL_TYPE = "nsa_core"
+LONGEST = 2**31 - 1
+NAMED = 3
+"""Most tensors that a message names."""
+
+
+def is_folder(path: Path) -> bool:
+    """Return True where `path` holds a config.json: it is no run and no checkpoint."""
+    return (path / HF_CONFIG).is_file()
+
+
+def folder_config(folder: Path) -> Any:
+    """Return the `NSAModelConfig` of `folder`.
+
+    Raises:
+        ConfigError: where nsa-transformers is not installed, or config.json describes no model of it.
+        InputError: where it names another architecture.
+    """
+    require_installed(f"the model at {str(folder)!r}")
+    from huggingface_hub.errors import StrictDataclassError
+
+    from nsa_transformers import NSAModelConfig
+    from nsa_transformers.weights import require_architecture
+
+    path = folder / HF_CONFIG
+    found = _content(path)
+    if found.get("model_type") != MODEL_TYPE:
+        raise ConfigError(
+            f"{path} has model_type={found.get('model_type')!r} (a run takes {MODEL_TYPE!r}); name a folder that `ckpt export --format hf`, "
+            "`convert` or NSAForCausalLM.save_pretrained wrote"
+        )
+    try:
+        config = NSAModelConfig(**{key: value for key, value in found.items() if key not in ("model_type", "transformers_version")})
+    except (StrictDataclassError, AttributeError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{path} describes no model ({said}); name a folder that `ckpt export --format hf` wrote") from None
+    require_architecture(config)
+    return config
+
+
+def model_tables(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the tables `model` and `nsa` of a recipe for the model of an `NSAModelConfig`."""
+    model = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "head_dim_qk": config.head_dim_qk,
+        "head_dim_v": config.head_dim_v,
+        "attention": config.attention,
+        "layers": config.layers or [],
+        "vocab_size": config.vocab_size,
+        "intermediate_size": config.intermediate_size,
+        "tie_embeddings": config.tie_word_embeddings,
+        "max_position": min(config.max_position_embeddings, LONGEST),
+        **({} if config.rms_norm_eps is None else {"norm_eps": config.rms_norm_eps}),
+    }
+    return {"model": model, "nsa": dict(config.nsa or {})}
+
+
+def ends_with(config: Any, separator: int) -> bool:
+    """Return False where the model of an `NSAModelConfig` ends its texts with other ids than `separator`."""
+    ends = config.eos_token_id
+    return ends is None or separator in (ends if isinstance(ends, list | tuple) else [ends])
+
+
+def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[Path]:
+    """Return the files of the weights in `folder`, which are those of `config`'s decoder; their headers alone are read.
+
+    `of`: what describes the decoder, for the message.
+
+    Raises:
+        CheckpointError: naming those that are missing, extra or of another shape.
+        InputError: naming a pickle, a damaged file or integers.
+    """
+    from nsa_transformers.weights import require_floats, require_safetensors, weight_files
+
+    require_safetensors(folder)
+    require_floats(folder)
+    files = weight_files(folder)
+    found = {name: form for file in files for name, form in read_forms(file).items()}
+    wanted = undrawn_weights(config)
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not of this model" for name in sorted(found) if name not in wanted]
+    problems += [
+        f"{name} expected {list(wanted[name].shape)}, found {list(form.shape)}"
+        for name, form in found.items()
+        if not _fits(form, wanted.get(name))
+    ]
+    if problems:
+        raise CheckpointError(f"the weights in {folder} are not those of {of}: {_some(problems)}")
+    return files
+
+
+def folder_weights(folder: Path, files: list[Path]) -> dict[str, Tensor]:
+    """Return name -> weight, float32, of the safetensors `files` of `folder`.
+
+    Raises:
+        CheckpointError: naming those that are not finite.
+    """
+    tensors = {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
+    if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:
+        raise CheckpointError(
+            f"the weights in {folder} hold NaN or Inf, in {_some(broken)} (training cannot go on from them); use an earlier state of the model"
+        )
+    return tensors
+
+
+def _some(problems: Sequence[str]) -> str:
+    more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+    return "; ".join(problems[:NAMED]) + more
+
+
+def _fits(form: Form, wanted: Tensor | None) -> bool:
+    return wanted is None or form.shape == tuple(wanted.shape)
+
+
+def require_installed(what: str) -> None:
+    """Raise ConfigError where nsa-transformers is not installed; `what` needs it."""
+    try:
+        import nsa_transformers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{what} needs nsa-transformers, which is not installed ({error}); install the extra nsa-train[hf]") from None
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error!r:.120}); name a folder that holds config.json and safetensors") from None
+    return found

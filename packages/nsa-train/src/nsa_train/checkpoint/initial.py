@@ -1,0 +1,110 @@
+"""The weights that `train.init_from` names: of a run, of one of its checkpoints, or of a folder that Transformers loads."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from nsa_core.errors import NSAError
+from nsa_core.serialization import toml_value
+from nsa_train.checkpoint.folders import ends_with, folder_config, folder_weights, is_folder, model_tables, require_folder_weights
+from nsa_train.checkpoint.hugging_face import special_ids
+from nsa_train.checkpoint.layout import CONFIG, MODEL
+from nsa_train.checkpoint.resuming import NO_CONVERSION
+from nsa_train.checkpoint.store import open_checkpoint
+from nsa_train.checkpoint.tensors import fill_weights, read_tensors, require_forms
+from nsa_train.errors import CheckpointError, ConfigError
+from nsa_train.model.decoder import undrawn_weights
+from nsa_train.settings.config import RunConfig, unstructure
+
+LEARNED_WITH = (
+    *("model.n_heads", "model.n_kv_heads", "model.head_dim_qk", "model.norm_eps"),
+    *("nsa.rope_theta", "nsa.rope_scaling", "nsa.qk_norm_eps"),
+)
+"""Keys that change no shape, and without which the weights compute something else."""
+THIS_RECIPE = "this recipe"
+
+
+class InitialWeights(NamedTuple):
+    """Weights that fit a run, verified and not read yet."""
+
+    path: Path
+    """The checkpoint or folder that holds them."""
+    step: int | None
+    """Training steps behind them; None where the folder does not say."""
+    notes: list[str]
+    """What differs between their model and the run's, a line each."""
+    read: Callable[[], dict[str, Tensor]]
+    """Returns name -> weight, float32."""
+
+
+def initial_weights(config: RunConfig) -> InitialWeights:
+    """Return the weights that `train.init_from` names, which fit the decoder of `config`; nothing is allocated.
+
+    Raises:
+        ConfigError: when there are none, they are damaged, or they are those of another decoder.
+    """
+    path = Path(config.train.init_from or "")
+    try:
+        return _of_folder(path, config) if is_folder(path) else _of_checkpoint(path, config)
+    except (CheckpointError, ConfigError, NSAError) as error:
+        raise ConfigError(f"train.init_from={config.train.init_from!r}: {error}") from None
+
+
+def initialize(model: nn.Module, config: RunConfig) -> None:
+    """Give `model` the weights that `train.init_from` names. A collective; rank 0 alone reads the files.
+
+    Raises:
+        ConfigError: on all ranks, as `initial_weights`.
+    """
+    fill_weights(model, lambda targets: initial_weights(config).read())
+
+
+def _of_checkpoint(path: Path, config: RunConfig) -> InitialWeights:
+    checkpoint = open_checkpoint(path)
+    learned = unstructure(checkpoint.config)
+    _require_sharing(_sparse_kv(learned), config)
+    advice = f"use the sizes of {checkpoint.path / CONFIG}"
+    require_forms(checkpoint.path / MODEL, undrawn_weights(config), of=THIS_RECIPE, advice=advice)
+    notes, tokenizer = _differing(learned, config), checkpoint.config.data.tokenizer
+    if tokenizer != config.data.tokenizer:
+        notes.append(f"those weights learned the ids of data.tokenizer={tokenizer!r}, and this run reads {config.data.tokenizer!r}")
+    return InitialWeights(checkpoint.path, checkpoint.step, notes, lambda: read_tensors(checkpoint.path / MODEL))
+
+
+def _of_folder(folder: Path, config: RunConfig) -> InitialWeights:
+    found = folder_config(folder)
+    learned = model_tables(found)
+    _require_sharing(_sparse_kv(learned), config)
+    files = require_folder_weights(folder, config, of=THIS_RECIPE)
+    notes, separator = _differing(learned, config), special_ids(config.data)[0]
+    if not ends_with(found, separator):
+        notes.append(f"those weights end texts with id {found.eos_token_id}, and this run with {separator}")
+    return InitialWeights(folder, None, notes, lambda: folder_weights(folder, files))
+
+
+def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> list[str]:
+    """Return a line for each key of LEARNED_WITH that the run has another value of."""
+    now, lines = unstructure(config), []
+    for key in LEARNED_WITH:
+        table, _, name = key.partition(".")
+        before, after = learned[table].get(name), now[table].get(name)
+        if before != after:
+            lines.append(f"those weights learned with {key}={toml_value(before)}, and this run has {toml_value(after)}")
+    return lines
+
+
+def _sparse_kv(tables: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return `nsa.kv` of tables of a recipe; None where all layers are dense."""
+    model = tables["model"]
+    entries = model.get("layers") or [model["attention"]]
+    kinds = [entry.get("attention", "nsa") if isinstance(entry, Mapping) else entry for entry in entries]
+    return tables["nsa"].get("kv", "separate") if "nsa" in kinds else None
+
+
+def _require_sharing(saved: str | None, config: RunConfig) -> None:
+    """Raise ConfigError where NSA layers share K and V in `config` and not in the saved model, or the other way round."""
+    now = _sparse_kv(unstructure(config))
+    if None not in (saved, now) and saved != now:
+        raise ConfigError(f"its weights are those of nsa.kv={toml_value(saved)} ({NO_CONVERSION}); use --set nsa.kv={toml_value(saved)}")

@@ -1,0 +1,162 @@
+"""The tensors of a converted model: their names, and where each comes from."""
+
+import re
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa_core.compression import build_compressor
+from nsa_core.config import NSAConfig
+from nsa_core.decoder import Block, weightless
+from nsa_core.errors import InputError
+from nsa_core.gating import GateMLP
+from nsa_transformers.configuration import NSAModelConfig
+from nsa_transformers.conversion.options import ConversionOptions, Gates, gate_logits
+from nsa_transformers.conversion.sources import Source, open_source
+from nsa_transformers.conversion.tensor_files import DTYPES, Planned, Stored
+from nsa_transformers.conversion.translation import converted_config
+
+OF_MODEL = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+"""Name of a tensor outside the layers -> the source's."""
+OF_LAYER = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+"""Module of a layer -> the source's."""
+COPIED = re.compile(r"attention\.([qkvo]_proj|[qk]_norm)(?:\.(?:cmp|slc|win))?\.(weight|bias)")
+"""Names of attention's tensors that the source has; a branch's K and V are copies of its one K and V."""
+IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Buffers that old checkpoints hold, and that Transformers computes."""
+NAMED = 3
+"""Most tensors that a message names."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Conversion(NamedTuple):
+    """A conversion that was judged, and not begun."""
+
+    source: Source
+    options: ConversionOptions
+    config: NSAModelConfig
+    planned: list[Planned]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.planned)
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the numbers in all tensors."""
+        return sum(torch.Size(tensor.shape).numel() for tensor in self.planned)
+
+
+def plan_conversion(folder: Path, options: ConversionOptions) -> Conversion:
+    """Return the conversion of the dense checkpoint in `folder`. Headers of files are read, and nothing is written.
+
+    Raises:
+        ConfigError: where the checkpoint or an option is refused.
+        InputError: for files that are damaged, and tensors that are missing, extra, of another shape or of another dtype.
+    """
+    source = open_source(folder)
+    _require_dtypes(source)
+    code = source.tensors[EMBEDDING].code if EMBEDDING in source.tensors else "F32"
+    config = converted_config(source, options, str(DTYPES[code]).removeprefix("torch."))
+    forms = tensor_shapes(config)
+    _require_tensors(source, {source_name(name): shape for name, shape in forms.items() if source_name(name)})
+    made = lru_cache(maxsize=1)(partial(made_tensors, config, options.gates))
+    planned = [_planned(name, shape, source, DTYPES[code], made) for name, shape in forms.items()]
+    return Conversion(source, options, config, planned)
+
+
+def tensor_shapes(config: NSAModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors of a model of `config`, in the order in which they are computed; nothing is allocated."""
+    rows = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": rows}
+    with weightless():
+        for place, layer in enumerate(config.decoder_layers()):
+            block = Block(config.sizes(), layer.build)
+            shapes |= {f"blocks.{place}.{name}": tuple(weight.shape) for name, weight in block.state_dict().items()}
+    shapes["norm.weight"] = (config.hidden_size,)
+    return shapes if config.tie_word_embeddings else {**shapes, "lm_head.weight": rows}
+
+
+def source_name(name: str) -> str:
+    """Return the source's name of the tensor `name`; empty for one that is made."""
+    if name in OF_MODEL:
+        return OF_MODEL[name]
+    _blocks, place, rest = name.split(".", 2)
+    if found := COPIED.fullmatch(rest):
+        return f"model.layers.{place}.self_attn.{found[1]}.{found[2]}"
+    module, _, kind = rest.rpartition(".")
+    return f"model.layers.{place}.{OF_LAYER[module]}.{kind}" if module in OF_LAYER else ""
+
+
+def made_tensors(config: NSAModelConfig, gates: Gates, place: int) -> dict[str, Tensor]:
+    """Return name -> tensor of the gate and phi of layer `place`, float32: freshly drawn, seeded by `place`.
+
+    phi starts at the mean. The gate's last bias opens branches as `gates` says, and its last weight is 0.
+    """
+    layer: NSAConfig = config.decoder_layers()[place].config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(place)
+        modules = nn.ModuleDict({"gate": GateMLP(layer.hidden_size, layer.num_heads, layer.gate_hidden_size)})
+        for name, head_dim in (("compress_k", layer.head_dim_qk), ("compress_v", layer.head_dim_v)):
+            modules[name] = build_compressor(layer.compressor, layer.num_kv_heads, head_dim, layer.geometry)
+    tensors = modules.state_dict()
+    tensors["gate.down.bias"] = gate_logits(layer, gates).repeat(layer.num_heads)
+    return {f"blocks.{place}.attention.{name}": value for name, value in tensors.items()}
+
+
+def _planned(name: str, shape: tuple[int, ...], source: Source, dtype: torch.dtype, made: Callable[[int], dict[str, Tensor]]) -> Planned:
+    if copied := source_name(name):
+        stored = source.tensors[copied]
+        return Planned(name, stored.dtype, shape, stored)
+    place = int(name.split(".")[1])
+    return Planned(name, dtype, shape, lambda: made(place)[name])
+
+
+def _require_dtypes(source: Source) -> None:
+    for name, tensor in source.tensors.items():
+        if tensor.code not in DTYPES:
+            raise InputError(f"{name} in {tensor.file} is {tensor.code} (the rule: one of {', '.join(DTYPES)}); save it in bfloat16")
+
+
+def _require_tensors(source: Source, wanted: dict[str, tuple[int, ...]]) -> None:
+    """Raise InputError unless the source has the tensors `wanted`, and no others."""
+    found = {name: tensor for name, tensor in source.tensors.items() if not IGNORED.fullmatch(name)}
+    if source.config.tie_word_embeddings and HEAD in found and EMBEDDING in found:
+        _require_equal(found.pop(HEAD), found[EMBEDDING])
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not of this model" for name in sorted(found) if name not in wanted]
+    problems += [
+        f"{name} expected {list(shape)}, found {list(found[name].shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+        raise InputError(
+            f"the weights in {source.folder} are not those of its config.json: {'; '.join(problems[:NAMED])}{more}; use the files of one checkpoint"
+        )
+
+
+def _require_equal(head: Stored, embedding: Stored) -> None:
+    """Raise InputError where an output layer that is tied differs from the embedding."""
+    is_alike = (head.code, head.shape) == (embedding.code, embedding.shape)
+    if not is_alike or any(one != other for one, other in zip(head.pieces(), embedding.pieces(), strict=True)):
+        raise InputError(
+            f"{HEAD} in {head.file} differs from the embedding (tie_word_embeddings=true would lose it); "
+            "set tie_word_embeddings to false in config.json"
+        )

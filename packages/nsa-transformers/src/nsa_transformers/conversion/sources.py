@@ -1,0 +1,134 @@
+"""Dense checkpoints of Transformers that can be converted: config.json, weights, and the layers that they describe."""
+
+import copy
+import importlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+from nsa_core.errors import ConfigError
+from nsa_transformers.conversion.tensor_files import Stored, stored_tensors
+from nsa_transformers.weights import require_safetensors, weight_files
+
+MOST_JSON = 16 * 2**20
+"""Bytes of a JSON file of a checkpoint; a larger one is not read."""
+
+
+class Architecture(NamedTuple):
+    """A family of dense models."""
+
+    prefix: str
+    """Of its classes in Transformers."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def model_class(self) -> str:
+        """Return the name of the model with its output layer."""
+        return f"{self.prefix}ForCausalLM"
+
+
+ARCHITECTURES = {
+    "llama": Architecture("Llama"),
+    "mistral": Architecture("Mistral"),
+    "qwen2": Architecture("Qwen2", qkv_bias=True),
+    "qwen3": Architecture("Qwen3", qk_norm=True),
+}
+"""model_type -> its architecture."""
+
+
+class Source(NamedTuple):
+    """A dense checkpoint whose headers were read."""
+
+    folder: Path
+    architecture: Architecture
+    config: Any
+    """The configuration of Transformers, defaults included."""
+    tensors: dict[str, Stored]
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Return the sliding window of each layer, the query's own token included; None: full attention.
+
+        Raises:
+            ConfigError: for a layer of another kind.
+        """
+        count, window = self.config.num_hidden_layers, getattr(self.config, "sliding_window", None)
+        if self.config.model_type == "mistral":
+            return [window] * count
+        kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * count
+        if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+            raise ConfigError(
+                f"layer_types names {unknown[0]!r} (layers of full and of sliding attention are converted); use another model"
+            )
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+
+    def part(self, name: str) -> Any:
+        """Return the class `name` of the family, without its prefix: `DecoderLayer`, `RotaryEmbedding`."""
+        kind = self.config.model_type
+        module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        return getattr(module, f"{self.architecture.prefix}{name}")
+
+
+def open_source(folder: Path) -> Source:
+    """Return the dense checkpoint in `folder`. No weight is read, and none of its code is run.
+
+    Raises:
+        ConfigError: where it is no folder, or of an architecture that is not converted.
+        InputError: for pickled weights, and files that are missing or damaged.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"SOURCE={str(folder)!r} is no folder (nothing is downloaded); name one that holds config.json and safetensors")
+    content = read_json(folder / "config.json")
+    architecture = _architecture_of(content, folder)
+    config = _config_of(content, architecture, folder)
+    require_safetensors(folder)
+    return Source(folder, architecture, config, stored_tensors(weight_files(folder)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(MOST_JSON))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error!r:.120}); use the files of one checkpoint") from None
+    return found
+
+
+def _architecture_of(content: dict[str, Any], folder: Path) -> Architecture:
+    kind, named = content.get("model_type"), content.get("architectures")
+    found = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    known = ", ".join(architecture.model_class for architecture in ARCHITECTURES.values())
+    if found is None:
+        raise ConfigError(
+            f"{folder / 'config.json'} has model_type={kind!r} (the architectures that are converted: {known}); use one of them"
+        )
+    if named and named != [found.model_class]:
+        raise ConfigError(
+            f"{folder / 'config.json'} has architectures={named} (the rule: {[found.model_class]}); use a model with its output layer"
+        )
+    if content.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{folder / 'config.json'} has a quantization_config (weights in float32, float16 and bfloat16 are converted); use those"
+        )
+    return found
+
+
+def _config_of(content: dict[str, Any], architecture: Architecture, folder: Path) -> Any:
+    # with remote code gone, what is left are values; from_dict changes those that it is given
+    values = {key: value for key, value in copy.deepcopy(content).items() if key != "auto_map"}
+    try:
+        return getattr(transformers, f"{architecture.prefix}Config").from_dict(values)
+    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{folder / 'config.json'} describes no {architecture.model_class} ({said:.200}); copy it again") from None

@@ -1,0 +1,176 @@
+"""Tensors of safetensors files, read and written piece by piece.
+
+safetensors maps a whole file into memory, and every page that was read counts as the process's own. Plain reads keep one piece.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from nsa_core.errors import InputError
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes that are converted, by their names in safetensors."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+PIECE_BYTES = 16 * 2**20
+"""Bytes that are read at a time."""
+SHARD_BYTES = 4 * 10**9
+"""Most bytes of tensors in a file, unless one tensor alone has more."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    code: str
+    """Its dtype's name in safetensors."""
+    shape: tuple[int, ...]
+    start: int
+    """Position of its first byte in the file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return its dtype."""
+        return DTYPES[self.code]
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def pieces(self) -> Iterator[bytes]:
+        """Return its bytes, a piece at a time."""
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            left = self.nbytes
+            while left:
+                piece = file.read(min(left, PIECE_BYTES))
+                if not piece:
+                    raise InputError(f"{self.file} ended while it was read ({left} bytes are missing); copy it again")
+                left -= len(piece)
+                yield piece
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Return `count` rows from row `first` on, or fewer at the end: `(rows, ...)`, in its own dtype."""
+        count = min(count, self.shape[0] - first)
+        found = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
+        with self.file.open("rb") as file:
+            file.seek(self.start + first * (self.nbytes // self.shape[0]))
+            if file.readinto(_bytes_of(found)) != found.nbytes:
+                raise InputError(f"{self.file} ended while it was read; copy it again")
+        return found
+
+
+def stored_tensors(files: Sequence[Path]) -> dict[str, Stored]:
+    """Return name -> tensor of safetensors `files`; their headers alone are read.
+
+    Raises:
+        InputError: for a file that is missing or damaged, or a name that two files have.
+    """
+    found: dict[str, Stored] = {}
+    for file in files:
+        own = _tensors_of(file)
+        if twice := sorted(own.keys() & found):
+            raise InputError(
+                f"{file} and {found[twice[0]].file.name} both hold {twice[0]} (a tensor has one file); use the files of one save"
+            )
+        found |= own
+    return found
+
+
+def _tensors_of(file: Path) -> dict[str, Stored]:
+    try:
+        # it checks that the tensors fill the file, without a gap
+        with safe_open(file, "pt") as checked:
+            checked.keys()
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{file} is no whole safetensors file ({error}); copy it again") from None
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]) for name, entry in header.items()
+    }
+
+
+class Planned(NamedTuple):
+    """A tensor to write."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    source: Stored | Callable[[], Tensor]
+    """The tensor that is copied, or a function that makes it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def write_shards(
+    folder: Path, planned: Sequence[Planned], *, shard_bytes: int = SHARD_BYTES, say: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Write `planned` into `folder` as model.safetensors, or as shards of at most `shard_bytes` with their index.
+
+    `say` takes the bytes of each tensor, once they are written.
+    """
+    shards = _shards_of(planned, shard_bytes)
+    names = [f"model-{place:05}-of-{len(shards):05}.safetensors" for place in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SAFE_WEIGHTS_NAME]
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(_header(shard))
+            for tensor in shard:
+                _write_tensor(file, tensor)
+                say(tensor.nbytes)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in planned)},
+            "weight_map": {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards_of(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planned]]:
+    shards: list[list[Planned]] = [[]]
+    held = 0
+    for tensor in planned:
+        if shards[-1] and held + tensor.nbytes > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += tensor.nbytes
+    return shards
+
+
+def _header(shard: Sequence[Planned]) -> bytes:
+    """Return the first bytes of a file of `shard`: the length of the header, and the header, padded to 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for tensor in shard:
+        end = place + tensor.nbytes
+        entries[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(file: BinaryIO, tensor: Planned) -> None:
+    if isinstance(tensor.source, Stored):
+        file.writelines(tensor.source.pieces())
+    else:
+        file.write(_bytes_of(tensor.source().detach().to(tensor.dtype).contiguous()))
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a contiguous tensor on the CPU, which share its memory."""
+    return tensor.flatten().view(torch.uint8).numpy()

@@ -1,0 +1,177 @@
+"""Comparison of a converted model with its source, layer by layer, both read from their files."""
+
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nsa_core.decoder import Block, weightless
+from nsa_core.errors import InputError
+from nsa_transformers.configuration import Layer
+from nsa_transformers.conversion.options import dense_branch, gate_logits
+from nsa_transformers.conversion.planning import EMBEDDING, HEAD, Conversion
+from nsa_transformers.conversion.sources import Source
+from nsa_transformers.conversion.streaming import row_pieces, streamed, whole
+from nsa_transformers.conversion.tensor_files import Stored
+from nsa_transformers.conversion.tensor_files import stored_tensors as stored_in
+from nsa_transformers.weights import weight_files
+
+TOKENS = 256
+"""Rows that go through each layer, and tokens that go through both models."""
+TOLERANCE = 1e-4
+"""Largest difference of a layer's outputs, as a share of the largest output."""
+
+
+class Difference(NamedTuple):
+    """How a converted model differs from its source, in float32."""
+
+    layers: float
+    """Largest difference of a layer's outputs with its dense branch alone open, as a share of the largest output."""
+    logits: float
+    """Largest difference of the logits, as a share of the largest logit."""
+    source_loss: float
+    """Mean loss of the source, in nats per token, on uniformly drawn ids."""
+    converted_loss: float
+    num_tokens: int
+    """Tokens of a sequence: 256, or fewer where the dense branches cover no more."""
+
+
+def covered_tokens(layer: Layer, window: int | None) -> float:
+    """Return the longest sequence on which `layer`, its dense branch open, equals the source's layer with the sliding `window`."""
+    if layer.attention == "dense":
+        return inf
+    geometry = layer.config.geometry
+    if dense_branch(layer.config) == "slc":
+        return geometry.num_selected_blocks * geometry.selection_block_size
+    return inf if window == geometry.window_size else geometry.window_size
+
+
+def comparable_tokens(conversion: Conversion) -> int:
+    """Return the tokens of the sequences that are compared, at most min(w, n * l') of every layer whose branches are all open."""
+    longest: float = TOKENS
+    for layer, window in zip(conversion.config.decoder_layers(), conversion.source.windows, strict=True):
+        longest = min(longest, covered_tokens(layer, window))
+        if conversion.options.gates == "open" and layer.attention == "nsa" and window is None and "win" in layer.config.branches:
+            longest = min(longest, layer.config.geometry.window_size)
+    return int(longest)
+
+
+@torch.no_grad()
+def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = lambda line: None) -> Difference:
+    """Return how the weights in `folder` differ from their source. Of each model a part of one layer is in memory.
+
+    Two batches go through the layers at once: uniformly drawn ids, each model with its own states, and rows drawn anew for every
+    layer, the same for both, with the dense branch alone open.
+
+    Raises:
+        InputError: where a layer's outputs differ by more than 1e-4 of the largest.
+    """
+    source, layers = conversion.source, conversion.config.decoder_layers()
+    num_tokens = comparable_tokens(conversion)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(source.config.vocab_size, (-(-TOKENS // num_tokens), num_tokens), generator=generator)
+    tensors = stored_in(weight_files(folder))
+    theirs, ours = (_embedded(stored, ids) for stored in (source.tensors[EMBEDDING], tensors["embedding.weight"]))
+    largest = 0.0
+    for place, layer in enumerate(layers):
+        rows = torch.randn(theirs.shape, generator=generator)
+        expected = _source_layer(source, place, num_tokens)(torch.cat([theirs, rows]))
+        found = _converted_layer(conversion, layer, _below(f"blocks.{place}.", tensors), len(ids))(torch.cat([ours, rows]))
+        theirs, ours = expected[: len(ids)], found[: len(ids)]
+        difference = _relative(expected[len(ids) :], found[len(ids) :])
+        # not so where it is no number
+        if not difference <= TOLERANCE:
+            raise InputError(
+                f"layer {place} differs from the source's by {difference:.1e} of the largest output (at most {TOLERANCE:.0e}); "
+                "the source holds numbers that are not finite, or too large for float32"
+            )
+        largest = max(largest, difference)
+        say(f"verified layer {place + 1} of {len(layers)}")
+    norms = (source.tensors["model.norm.weight"], tensors["norm.weight"])
+    theirs, ours = (
+        nn.functional.rms_norm(x, x.shape[-1:], whole(norm), source.config.rms_norm_eps)
+        for x, norm in zip((theirs, ours), norms, strict=True)
+    )
+    is_tied = source.config.tie_word_embeddings
+    heads = (source.tensors[EMBEDDING if is_tied else HEAD], tensors["embedding.weight" if is_tied else "lm_head.weight"])
+    return Difference(largest, *_compared_logits((theirs, ours), heads, ids), num_tokens)
+
+
+def _below(prefix: str, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _embedded(table: Stored, ids: Tensor) -> Tensor:
+    rows = [table.rows(index, 1) for index in ids.flatten().tolist()]
+    return torch.cat(rows).float().view(*ids.shape, -1)
+
+
+def _source_layer(source: Source, place: int, num_tokens: int) -> Callable[[Tensor], Tensor]:
+    """Return Transformers' own layer `place`, with a causal mask of its window, as a function of states `(B, num_tokens, hidden)`."""
+    source.config._attn_implementation = "eager"
+    with weightless():
+        module: Any = source.part("DecoderLayer")(source.config, place)
+    layer: Any = streamed(module, _below(f"model.layers.{place}.", source.tensors))
+    positions = torch.arange(num_tokens)
+    distance = positions[:, None] - positions
+    is_visible = (distance >= 0) & (distance < (source.windows[place] or num_tokens))
+    mask = torch.zeros(num_tokens, num_tokens).masked_fill(~is_visible, -inf)[None, None]
+
+    def run(x: Tensor) -> Tensor:
+        tables = source.part("RotaryEmbedding")(source.config)(x, positions[None])
+        out = layer(x, attention_mask=mask, position_ids=positions[None], position_embeddings=tables)
+        states: Tensor = out[0] if isinstance(out, tuple) else out
+        return states
+
+    return run
+
+
+def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, Stored], num_own: int) -> nn.Module:
+    """Return a layer of the converted model, which opens the dense branch alone for the sequences from `num_own` on."""
+    with weightless():
+        module = Block(conversion.config.sizes(), layer.build)
+    block: Any = streamed(module, tensors)
+    if layer.attention == "nsa":
+        logits = gate_logits(layer.config, "selected")
+
+        def open_dense(gate: nn.Module, inputs: Any, found: Tensor) -> Tensor:
+            return torch.cat([found[:num_own], logits.expand_as(found[num_own:])])
+
+        block.attention.gate.register_forward_hook(open_dense)
+    return block  # type: ignore[no-any-return]
+
+
+def _relative(expected: Tensor, found: Tensor) -> float:
+    return float((expected - found).abs().max() / expected.abs().max())
+
+
+def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored], ids: Tensor) -> tuple[float, float, float]:
+    """Return the largest difference of logits as a share of the largest, and both mean losses; some columns of logits exist at a time."""
+    difference, largest = 0.0, 0.0
+    sums = [torch.full(ids.shape, -inf) for _ in states]
+    hits = [torch.zeros(ids[:, 1:].shape) for _ in states]
+    first = 0
+    for weights in zip(*map(row_pieces, heads), strict=True):
+        pair = [nn.functional.linear(x, weight) for x, weight in zip(states, weights, strict=True)]
+        difference = max(difference, float((pair[0] - pair[1]).abs().max()))
+        largest = max(largest, float(pair[0].abs().max()))
+        for place, logits in enumerate(pair):
+            sums[place] = torch.logaddexp(sums[place], logits.logsumexp(-1))
+            hits[place] += _logits_of(logits[:, :-1], ids[:, 1:] - first)
+        first += len(weights[0])
+    losses = _losses(sums, hits)
+    return difference / largest, losses[0], losses[1]
+
+
+def _logits_of(logits: Tensor, columns: Tensor) -> Tensor:
+    """Return the logit at each of `columns`; 0 where it is none of these."""
+    is_here = (columns >= 0) & (columns < logits.shape[-1])
+    found = logits.gather(-1, columns.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    return torch.where(is_here, found, 0)
+
+
+def _losses(sums: Sequence[Tensor], hits: Sequence[Tensor]) -> list[float]:
+    return [float((total[:, :-1] - hit).mean()) for total, hit in zip(sums, hits, strict=True)]

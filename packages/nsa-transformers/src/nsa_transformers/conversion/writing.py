@@ -1,0 +1,71 @@
+"""The folder of a converted model, which loads once it is whole: config.json is written last."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from nsa_transformers.configuration import generation_config
+from nsa_transformers.conversion.planning import Conversion
+from nsa_transformers.conversion.sources import read_json
+from nsa_transformers.conversion.tensor_files import write_shards
+from nsa_transformers.conversion.verifying import Difference, compare
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a tokenizer; they are copied as they are, and code beside them is not."""
+GENERATION = "generation_config.json"
+SHARES = 10
+"""Lines about the progress of writing."""
+
+
+class Converted(NamedTuple):
+    """The outcome of a conversion."""
+
+    conversion: Conversion
+    difference: Difference
+
+
+def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], None] = lambda line: None) -> Converted:
+    """Write the converted model to `folder`, which is made, and compare it with its source; `say` takes lines of progress.
+
+    Raises:
+        InputError: where a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
+    """
+    source = conversion.source.folder
+    folder.mkdir(parents=True)
+    write_shards(folder, conversion.planned, shard_bytes=conversion.options.shard_bytes, say=_progress(conversion.nbytes, say))
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (source / GENERATION).is_file():
+        read_json(source / GENERATION)
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
+    else:
+        generation_config(conversion.config).save_pretrained(folder)
+    difference = compare(conversion, folder, say)
+    conversion.config.save_pretrained(folder)
+    return Converted(conversion, difference)
+
+
+def _progress(total: int, say: Callable[[str], None]) -> Callable[[int], None]:
+    """Return a function that takes bytes that were written, and says each further tenth of `total`."""
+    written, said = 0, 0
+
+    def note(num_bytes: int) -> None:
+        nonlocal written, said
+        written += num_bytes
+        if written * SHARES // total > said:
+            said = written * SHARES // total
+            say(f"written {100 * written / total:.0f} % of {total / 1e6:,.1f} MB")
+
+    return note
