@@ -31,8 +31,11 @@ class Loaded:
         wants_info = kwargs.pop("output_loading_info", False)
         folder = Path(str(pretrained_model_name_or_path))
         if folder.is_dir():
-            require_safetensors(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
-            require_floats(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
+            inner = folder / kwargs.get("subfolder", "")
+            require_safetensors(inner, variant=kwargs.get("variant"))
+            require_floats(inner, variant=kwargs.get("variant"))
+            if kwargs.get("config") is None:
+                require_config(inner)
         parent: Any = super()
         try:
             model, info = parent.from_pretrained(
@@ -77,6 +80,12 @@ def require_whole(info: Any, where: str) -> None:
 
 def _with_shapes(name: str, found: Any, expected: Any) -> str:
     return f"{name} {list(found)} in place of {list(expected)}"
+
+
+def require_config(folder: Path) -> None:
+    """Raise InputError where `folder` has no configuration, of a model or of an adapter; Transformers would take its defaults."""
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise InputError(f"{folder} has no config.json (it is written last: the folder is not whole); write it again")
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:

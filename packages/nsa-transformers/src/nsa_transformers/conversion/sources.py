@@ -39,6 +39,14 @@ ARCHITECTURES = {
 }
 """model_type -> its architecture."""
 
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
+}
+"""Kind of RoPE -> its numbers under Transformers' names."""
+
 
 class Source(NamedTuple):
     """A dense checkpoint whose headers were read."""
@@ -121,7 +129,18 @@ def _architecture_of(content: dict[str, Any], folder: Path) -> Architecture:
         raise ConfigError(
             f"{folder / 'config.json'} has a quantization_config (weights in float32, float16 and bfloat16 are converted); use those"
         )
+    _refuse_rope(content)
     return found
+
+
+def _refuse_rope(content: dict[str, Any]) -> None:
+    """Raise ConfigError for another kind of RoPE, before Transformers asks for that kind's own numbers."""
+    rope = content.get("rope_parameters") or content.get("rope_scaling")
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
+    if kind not in tuple(ROPE_KEYS):
+        raise ConfigError(
+            f"rope_type={kind!r} is not converted (the rule: one of {', '.join(map(repr, ROPE_KEYS))}); use a model of one of those"
+        )
 
 
 def _config_of(content: dict[str, Any], architecture: Architecture, folder: Path) -> Any:

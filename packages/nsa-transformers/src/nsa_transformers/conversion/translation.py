@@ -7,15 +7,8 @@ from typing import Any
 from nsa_core.errors import ConfigError
 from nsa_transformers.configuration import NSAModelConfig, nsa_table
 from nsa_transformers.conversion.options import ConversionOptions, dense_branch
-from nsa_transformers.conversion.sources import Source
+from nsa_transformers.conversion.sources import ROPE_KEYS, Source
 
-ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
-}
-"""Kind of RoPE -> its numbers under Transformers' names."""
 OPEN_WINDOW = "its layers see a sliding window (the rule: such a layer becomes a window of the same size)"
 
 
@@ -70,11 +63,7 @@ def _refuse_parts(source: Source) -> None:
 def _rope(theirs: Any) -> dict[str, Any]:
     """Return `rope_theta` and, where positions are scaled, `rope_scaling` of a configuration of Transformers."""
     rope = theirs.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind not in ROPE_KEYS:
-        raise ConfigError(
-            f"rope_type={kind!r} is not converted (the rule: one of {', '.join(map(repr, ROPE_KEYS))}); use a model of one of those"
-        )
+    kind = rope["rope_type"]
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(
             f"partial_rotary_factor={rope['partial_rotary_factor']} is not converted (RoPE turns whole heads); use a model with 1.0"

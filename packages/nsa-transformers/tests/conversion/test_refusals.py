@@ -1,0 +1,176 @@
+"""Bad input: each kind has an error of its own, and nothing is written."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from nsa_core.errors import ConfigError, InputError
+from nsa_transformers.conversion import ConversionOptions, plan_conversion
+
+
+def edit_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def edit_weights(folder, change):
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def refusal(folder, kind=ConfigError, **options):
+    with pytest.raises(kind) as found:
+        plan_conversion(folder, ConversionOptions(**options))
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' (the architectures that are converted: LlamaForCausalLM, MistralForCausalLM, "),
+        ({"model_type": None}, "model_type=None"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures=['LlamaForSequenceClassification'] (the rule: "),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not converted"),
+        ({"attention_bias": True}, "attention_bias=True gives o_proj a bias"),
+        ({"mlp_bias": True}, "mlp_bias=True gives the MLP biases"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config"),
+        ({"hidden_size": "wide"}, "describes no LlamaForCausalLM"),
+        ({"num_attention_heads": 0}, "describes no LlamaForCausalLM"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+    ],
+)
+def test_configurations_that_are_not_converted_are_refused(dense, values, message):
+    folder = dense().folder
+    edit_config(folder, **values)
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nsa": {"compression_block_size": 30}}, "compression_stride=16 does not divide compression_block_size=30"),
+        (
+            {"nsa": {"windowsize": 30}},
+            "unknown key nsa.windowsize (the rule: a size of blocks or a field of NSAConfig); did you mean 'window_size'?",
+        ),
+        ({"nsa": {"rope_theta": 5.0}}, "--nsa rope_theta=5.0 is decided by the source's config.json; leave it out"),
+        ({"nsa": {"kv": "shared"}}, "--nsa kv=shared is an option of its own; use --kv shared"),
+        ({"kv": "both"}, "--kv='both' is unknown (the rule: one of 'shared', 'separate'); use 'shared'"),
+        ({"gates": "shut"}, "--gates='shut' is unknown (the rule: one of 'open', 'selected'); use 'open'"),
+        ({"layers": "nsa"}, "--layers='nsa' is no list"),
+        (
+            {"layers": ["nsa", "dense", "nsa"]},
+            "--layers has 3 entries, the model 2 layers (the pattern is repeated, whole); use 1 or 2 entries",
+        ),
+        ({"layers": ["sparse"]}, "layers[0]='sparse' is no layer"),
+        ({"layers": [{"window": 3}]}, "layers[0]={'window': 3} is no layer"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(dense, options, message):
+    folder = dense().folder
+    with pytest.raises(ConfigError) as found:
+        plan_conversion(folder, ConversionOptions(**options))
+    assert message in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda tensors: tensors.pop("model.embed_tokens.weight"), "model.embed_tokens.weight is missing"),
+        (lambda tensors: tensors.update({"score.weight": torch.zeros(2)}), "score.weight is not of this model"),
+        (
+            lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 32)}),
+            "model.layers.1.mlp.up_proj.weight expected [48, 32], found [3, 32]",
+        ),
+        (lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(32)}), "o_proj.bias is not of this model"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "model.norm.weight in "),
+    ],
+    ids=["missing", "no embedding", "extra", "misshaped", "a bias", "integers"],
+)
+def test_tensors_of_another_model_are_refused(dense, change, message):
+    folder = dense().folder
+    edit_weights(folder, change)
+    assert message in refusal(folder, InputError)
+
+
+def test_many_problems_are_counted(dense):
+    folder = dense().folder
+    edit_weights(folder, lambda tensors: [tensors.pop(name) for name in list(tensors)[:5]])
+    assert "; and 2 more; use the files of one checkpoint" in refusal(folder, InputError)
+
+
+def test_buffers_of_old_checkpoints_are_left_out(dense, convert):
+    folder = dense().folder
+    edit_weights(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    assert convert(folder).found.difference.layers < 1e-4
+
+
+def test_a_tied_output_layer_may_be_there_twice_if_it_is_equal(dense, convert):
+    folder = dense(tie_word_embeddings=True).folder
+    edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert convert(folder).found.difference.layers < 1e-4
+    edit_weights(folder, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    assert "differs from the embedding (tie_word_embeddings=true would lose it)" in refusal(folder, InputError)
+
+
+def test_pickles_are_refused_and_not_opened(dense, tmp_path):
+    folder = dense().folder
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    assert "pytorch_model.bin is a pickle, which runs code when it is read" in refusal(folder, InputError)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("damage", ["shortened", "gone", "no header"])
+def test_damaged_shards_are_refused(dense, damage):
+    folder = dense(shards="20kB").folder
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.unlink()
+    if damage != "gone":
+        shard.write_bytes(content[:-1] if damage == "shortened" else b"\xff" * 100)
+    assert shard.name in refusal(folder, InputError)
+
+
+def test_an_index_that_names_files_elsewhere_is_refused(dense):
+    folder = dense(shards="20kB").folder
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "../model.safetensors")
+    path.write_text(json.dumps(index))
+    assert "names files elsewhere" in refusal(folder, InputError)
+
+
+def test_a_tensor_in_two_shards_is_refused(dense):
+    folder = dense(shards="20kB").folder
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    twice = safetensors.torch.load_file(first) | safetensors.torch.load_file(second)
+    safetensors.torch.save_file(twice, second, metadata={"format": "pt"})
+    assert "both hold" in refusal(folder, InputError)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", None])
+def test_a_folder_without_a_configuration_is_refused(dense, content):
+    folder = dense().folder
+    (folder / "config.json").unlink()
+    if content:
+        (folder / "config.json").write_text(content)
+    assert "config.json cannot be read" in refusal(folder)
+
+
+def test_a_source_that_is_no_folder_is_refused(tmp_path):
+    assert "is no folder (nothing is downloaded)" in refusal(tmp_path / "meta-llama")
+
+
+def test_numbers_that_are_not_finite_are_found(dense, convert, tmp_path):
+    folder = dense().folder
+    edit_weights(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan")))
+    with pytest.raises(InputError, match="layer 1 differs from the source's by nan"):
+        convert(folder)
+    # nothing loads it
+    assert not (tmp_path / "converted" / "config.json").exists()
