@@ -1,8 +1,10 @@
 """`nsa-train convert`: a dense checkpoint of Transformers as a folder that a run begins with. Needs nsa-train[hf]."""
 
+import json
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ def convert(
 ) -> list[str]:
     """Write the dense checkpoint in `source` to `out` as a model of NSA, and return lines about it.
 
-    `nsa`: `key=value` each, the value as of `--set`. `layers`: the pattern, as of `--set model.layers`. `say` takes lines of progress.
+    `nsa`: `key=value` each. `layers`: the pattern, as of `--set model.layers`. Values are TOML or JSON. `say` takes lines of progress.
 
     Raises:
         ConfigError: where `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
@@ -96,6 +98,9 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def _parsed(option: str, text: str) -> Any:
+    """Return the value that `text` spells in JSON or in TOML, or `text` itself."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
     try:
         return parse_value(text)
     except ValueError as error:
