@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from nsa_train.settings.recipe import load_config
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (an extra, nsa-train[hf])")
 pytest.importorskip("nsa_transformers", reason="nsa-transformers is not installed (an extra, nsa-train[hf])")
 
+PAGE = Path(__file__).resolve().parents[4] / "docs/how-to/convert-a-dense-model.md"
 SEPARATOR = 256
 SMALL = ["--nsa", "window_size=64", "--nsa", "gate_hidden_size=8"]
 
@@ -221,3 +223,23 @@ def test_what_the_weights_learned_with_is_compared(dense: Callable[..., Path], t
         "train.init_from: those weights learned with nsa.rope_theta=500.0, and this run has 10000.0",
         "train.init_from: those weights end texts with id 3, and this run with 256",
     ]
+
+
+def test_the_page_runs(
+    dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dense(max_position_embeddings=64).rename("llama")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    mistral = transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=16)
+    transformers.MistralForCausalLM(mistral).save_pretrained("mistral")
+    commands = re.findall(r"^nsa-train (convert .*)$", PAGE.read_text(), re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        assert run_command(shlex.split(command)) == 0
+    # the line that the page gives is the one that is printed
+    assert "nsa-train run sparse/recipe.toml --set train.init_from=sparse --set data.path=FILE\n" in capsys.readouterr().out
+    [block] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(block, str(PAGE), "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1] == "True"
