@@ -1,7 +1,7 @@
 """The tensors of a converted model: their names, and where each comes from."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -71,7 +71,8 @@ def plan_conversion(folder: Path, options: ConversionOptions) -> Conversion:
     """
     source = open_source(folder)
     _require_dtypes(source)
-    code = source.tensors[EMBEDDING].code if EMBEDDING in source.tensors else "F32"
+    _require_sizes(source)
+    code = source.tensors[EMBEDDING].code
     config = converted_config(source, options, str(DTYPES[code]).removeprefix("torch."))
     forms = tensor_shapes(config)
     _require_tensors(source, {source_name(name): shape for name, shape in forms.items() if source_name(name)})
@@ -133,18 +134,39 @@ def _require_dtypes(source: Source) -> None:
             raise InputError(f"{name} in {tensor.file} is {tensor.code} (the rule: one of {', '.join(DTYPES)}); save it in bfloat16")
 
 
+def _require_sizes(source: Source) -> None:
+    """Raise InputError where config.json has other sizes than the tensors: a stranger may have chosen them, and modules are made of them."""
+    theirs = source.config
+    last, hidden = f"model.layers.{theirs.num_hidden_layers - 1}", theirs.hidden_size
+    wanted = {
+        EMBEDDING: (theirs.vocab_size, hidden),
+        f"{last}.self_attn.q_proj.weight": (theirs.num_attention_heads * source.head_dim, hidden),
+        f"{last}.self_attn.k_proj.weight": (theirs.num_key_value_heads * source.head_dim, hidden),
+        f"{last}.mlp.down_proj.weight": (hidden, theirs.intermediate_size),
+    }
+    _refuse(source, _misfits(source.tensors, wanted))
+
+
 def _require_tensors(source: Source, wanted: dict[str, tuple[int, ...]]) -> None:
     """Raise InputError unless the source has the tensors `wanted`, and no others."""
     found = {name: tensor for name, tensor in source.tensors.items() if not IGNORED.fullmatch(name)}
-    if source.config.tie_word_embeddings and HEAD in found and EMBEDDING in found:
+    if source.config.tie_word_embeddings and HEAD in found:
         _require_equal(found.pop(HEAD), found[EMBEDDING])
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not of this model" for name in sorted(found) if name not in wanted]
-    problems += [
+    _refuse(source, _misfits(found, wanted) + [f"{name} is not of this model" for name in sorted(found) if name not in wanted])
+
+
+def _misfits(found: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a line for each tensor of `wanted` that is missing or has another shape."""
+    missing = [f"{name} is missing" for name in wanted if name not in found]
+    return missing + [
         f"{name} expected {list(shape)}, found {list(found[name].shape)}"
         for name, shape in wanted.items()
         if name in found and found[name].shape != shape
     ]
+
+
+def _refuse(source: Source, problems: list[str]) -> None:
+    """Raise InputError where there are `problems`; the first few are named."""
     if problems:
         more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise InputError(

@@ -74,6 +74,12 @@ class Source(NamedTuple):
             )
         return [window if kind == "sliding_attention" else None for kind in kinds]
 
+    @property
+    def head_dim(self) -> int:
+        """Return the dimensions of a head of q, k and v."""
+        own = getattr(self.config, "head_dim", None)
+        return int(own or self.config.hidden_size // self.config.num_attention_heads)
+
     def part(self, name: str) -> Any:
         """Return the class `name` of the family, without its prefix: `DecoderLayer`, `RotaryEmbedding`."""
         kind = self.config.model_type

@@ -20,7 +20,6 @@ def converted_config(source: Source, options: ConversionOptions, dtype: str) -> 
     """
     theirs = source.config
     _refuse_parts(source)
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     table = {**options.nsa, **_rope(theirs), "kv": options.kv, "qkv_bias": source.architecture.qkv_bias}
     if source.architecture.qk_norm:
         table |= {"qk_norm": True, "qk_norm_eps": theirs.rms_norm_eps}
@@ -33,8 +32,8 @@ def converted_config(source: Source, options: ConversionOptions, dtype: str) -> 
         "num_hidden_layers": theirs.num_hidden_layers,
         "num_attention_heads": theirs.num_attention_heads,
         "num_key_value_heads": theirs.num_key_value_heads,
-        "head_dim_qk": head_dim,
-        "head_dim_v": head_dim,
+        "head_dim_qk": source.head_dim,
+        "head_dim_v": source.head_dim,
         "max_position_embeddings": theirs.max_position_embeddings,
         "rms_norm_eps": theirs.rms_norm_eps,
         "tie_word_embeddings": theirs.tie_word_embeddings,
