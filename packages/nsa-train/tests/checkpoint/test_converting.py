@@ -144,6 +144,14 @@ def test_a_bad_option_ends_with_2_and_writes_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(("window", "num_losses"), [(1, 0), (2, 1)])
+def test_sequences_of_one_token_have_no_loss(
+    dense: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], window: int, num_losses: int
+) -> None:
+    assert run_command(["convert", str(dense()), "--out", str(tmp_path / "out"), "--nsa", f"window_size={window}"]) == 0
+    assert capsys.readouterr().out.count(f"loss at S = {window}, random ids: ") == num_losses
+
+
 def test_a_folder_that_exists_is_not_overwritten(dense: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     source = dense()
     assert run_command(["convert", str(source), "--out", str(source)]) == 2

@@ -184,6 +184,14 @@ def test_a_source_that_is_no_folder_is_refused(tmp_path):
     assert "is no folder (nothing is downloaded)" in refusal(tmp_path / "meta-llama")
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+def test_logits_that_are_not_finite_are_found(dense, convert, name):
+    folder = dense().folder
+    edit_weights(folder, lambda tensors: tensors[name][7].fill_(float("nan")))
+    with pytest.raises(InputError, match="the logits are not finite"):
+        convert(folder)
+
+
 def test_numbers_that_are_not_finite_are_found(dense, convert, tmp_path):
     folder = dense().folder
     edit_weights(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan")))

@@ -131,8 +131,9 @@ def _summary(written: Any, recipe: RunConfig, out: Path) -> list[str]:
         f"kv {options.kv}, gates {options.gates}",
         f"layers: the largest difference is {found.layers:.1e} of the largest output (at most {TOLERANCE:.0e})",
         f"logits at S = {found.num_tokens}: the largest difference is {found.logits:.1e} of the largest logit",
-        f"loss at S = {found.num_tokens}, random ids: {loss}",
     ]
+    if found.num_tokens > 1:
+        lines.append(f"loss at S = {found.num_tokens}, random ids: {loss}")
     if recipe.data.tokenizer_path is None:
         lines.append(
             "tokenizer: nsa-train reads none here (a byte-level tokenizer.json with <|endoftext|>); set data.tokenizer in recipe.toml"

@@ -67,7 +67,7 @@ def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = l
     layer, the same for both, with the dense branch alone open.
 
     Raises:
-        InputError: where a layer's outputs differ by more than 1e-4 of the largest.
+        InputError: where a layer's outputs differ by more than 1e-4 of the largest, or logits are not finite.
     """
     source, layers = conversion.source, conversion.config.decoder_layers()
     num_tokens = comparable_tokens(conversion)
@@ -81,14 +81,7 @@ def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = l
         expected = _source_layer(source, place, num_tokens)(torch.cat([theirs, rows]))
         found = _converted_layer(conversion, layer, _below(f"blocks.{place}.", tensors), len(ids))(torch.cat([ours, rows]))
         theirs, ours = expected[: len(ids)], found[: len(ids)]
-        difference = _relative(expected[len(ids) :], found[len(ids) :])
-        # not so where it is no number
-        if not difference <= TOLERANCE:
-            raise InputError(
-                f"layer {place} differs from the source's by {difference:.1e} of the largest output (at most {TOLERANCE:.0e}); "
-                "the source holds numbers that are not finite, or too large for float32"
-            )
-        largest = max(largest, difference)
+        largest = max(largest, _checked_difference(place, expected[len(ids) :], found[len(ids) :]))
         say(f"verified layer {place + 1} of {len(layers)}")
     norms = (source.tensors["model.norm.weight"], tensors["norm.weight"])
     theirs, ours = (
@@ -144,8 +137,16 @@ def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, St
     return block  # type: ignore[no-any-return]
 
 
-def _relative(expected: Tensor, found: Tensor) -> float:
-    return float((expected - found).abs().max() / expected.abs().max())
+def _checked_difference(place: int, expected: Tensor, found: Tensor) -> float:
+    """Return the largest difference of outputs of layer `place`, as a share of the largest."""
+    difference = float((expected - found).abs().max() / expected.abs().max())
+    # not so where it is no number
+    if not difference <= TOLERANCE:
+        raise InputError(
+            f"layer {place} differs from the source's by {difference:.1e} of the largest output (at most {TOLERANCE:.0e}); "
+            "the source holds numbers that are not finite, or too large for float32"
+        )
+    return difference
 
 
 def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored], ids: Tensor) -> tuple[float, float, float]:
@@ -162,6 +163,8 @@ def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored]
             sums[place] = torch.logaddexp(sums[place], logits.logsumexp(-1))
             hits[place] += _logits_of(logits[:, :-1], ids[:, 1:] - first)
         first += len(weights[0])
+    if not all(bool(total.isfinite().all()) for total in sums):
+        raise InputError("the logits are not finite (the source's embedding, norm or output layer is not); use another checkpoint")
     losses = _losses(sums, hits)
     return difference / largest, losses[0], losses[1]
 
