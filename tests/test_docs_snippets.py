@@ -224,7 +224,7 @@ def test_reference_lists_every_public_name_of_nsa_core():
 @pytest.mark.parametrize("package", ["nsa-train", "nsa-bench"])
 def test_pages_name_commands_that_exist(package):
     commands = set(importlib.import_module(f"{package.replace('-', '_')}.cli").app)
-    named = {found for page in PAGES for found in re.findall(rf"^(?:.*\s)?{package} ([a-z][a-z-]*)", code_of(page), re.MULTILINE)}
+    named = {found for page in PAGES for found in re.findall(rf"^(?:.*\s)?{package} ([a-z][a-z0-9-]*)", code_of(page), re.MULTILINE)}
     assert named - commands == set()
 
 
