@@ -141,7 +141,7 @@ def test_a_missing_package_is_a_reason_with_its_fix(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     decision = chosen()
     assert decision.chosen == "sdpa"
-    assert "pip install cuda-core 'cuda-bindings==13.*'" in str(decision)
+    assert "pip install --upgrade cuda-core 'cuda-bindings==13.*'" in str(decision)
 
 
 def test_a_missing_nvrtc_is_a_reason_with_its_fix(nvrtc, monkeypatch, fresh_jit):

@@ -110,7 +110,7 @@ def nvrtc_version() -> tuple[int, int]:
     except ImportError as error:
         raise KernelBuildError(
             f"CUDA C++ is compiled through cuda-core and cuda-bindings, which do not import here ({error}); "
-            "pip install cuda-core 'cuda-bindings==13.*', or 12.* with torch for CUDA 12"
+            "pip install --upgrade cuda-core 'cuda-bindings==13.*', or 12.* with torch for CUDA 12"
         ) from error
     try:
         status, major, minor = nvrtc.nvrtcVersion()
