@@ -12,6 +12,7 @@ from nsa_core.testing.conformance import check_backend
 from nsa_core.testing.inputs import Shape, make_inputs
 from nsa_kernels_cuda import jit, routing
 from nsa_kernels_cuda.choice import op
+from nsa_kernels_cuda.flash_attention.backend import flash_attention_backends
 from nsa_kernels_cuda.plugin import CudaChoice
 
 pytestmark = [pytest.mark.hardware(capability=(8, 0)), pytest.mark.filterwarnings("ignore:.*against policy.*")]
@@ -143,6 +144,15 @@ def test_the_driver_loads_the_cached_cubin():
     assert jit.why_unavailable(op.SOURCE, "choose_float32", capability) == ""
     request = BranchRequest(operation="choose", device_type="cuda", compute_capability=capability)
     assert routing.reasons_against(request) == ()
+
+
+@pytest.mark.parametrize("backend", flash_attention_backends(), ids=lambda backend: f"{backend.operation} {backend.name}")
+def test_flash_attention_conforms_to_the_oracle_where_it_is_installed(backend):
+    if not backend.provider.is_installed:
+        pytest.skip(f"{backend.provider.name} is not installed")
+    report = check_backend(backend, device="cuda")
+    print(report)
+    assert report.passed
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import json, sys
 
 def has_compiler():
     # cuda.bindings may be torch's own import
-    return "cuda.core" in sys.modules
+    return bool({"cuda.core", "flash_attn"} & set(sys.modules))
 
 found = {}
 import nsa_kernels_cuda.plugin
@@ -51,9 +51,11 @@ def test_the_entry_point_leads_to_the_plug_in():
     assert found.load() is plugin
 
 
-def test_it_offers_the_choice():
+def test_it_offers_the_choice_and_flash_attention():
     [loaded] = [each for each in load_plugins().loaded if each.name == "cuda"]
-    assert [(backend.name, backend.operation) for backend in loaded.backends] == [("cuda", Operation.CHOOSE)]
+    names = [(backend.operation, backend.name) for backend in loaded.backends]
+    flash = ["flash_attn", "flash_attn[fa4]", "flash_attn[fa2]", "flash_attn[torch]"]
+    assert names == [(Operation.CHOOSE, "cuda"), *((operation, name) for operation in (Operation.CMP, Operation.WIN) for name in flash)]
     assert all(isinstance(backend, BranchBackend) for backend in loaded.backends)
     assert "cuda" not in {broken.name for broken in default_plugins().broken}
 

@@ -1,14 +1,15 @@
-"""The CUDA C++ kernels as backends of nsa_core; found by entry point, loads no compiler until a request for a GPU is routed."""
+"""The CUDA C++ kernels and FlashAttention as backends of nsa_core; found by entry point, loads neither a compiler nor flash_attn."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from attrs import frozen
 
-from nsa_core import BranchRequest, Capability, Operation, Reason
+from nsa_core import BranchBackend, BranchRequest, Capability, Operation, Reason
 from nsa_core.plugins import hookimpl
 from nsa_kernels_cuda import routing
 from nsa_kernels_cuda.choice import op
+from nsa_kernels_cuda.flash_attention.backend import flash_attention_backends
 
 
 @frozen(kw_only=True)
@@ -37,6 +38,6 @@ class CudaChoice:
 
 
 @hookimpl
-def nsa_branch_backends() -> Sequence[CudaChoice]:
-    """Return the backend of the one operation that has a kernel."""
-    return [CudaChoice()]
+def nsa_branch_backends() -> Sequence[BranchBackend]:
+    """Return the kernels of this package, and the adapters to FlashAttention."""
+    return [CudaChoice(), *flash_attention_backends()]
