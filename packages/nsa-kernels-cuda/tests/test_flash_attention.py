@@ -1,5 +1,7 @@
 """The arithmetic of the adapters, over a provider in plain torch, and what routing says of them. No library of FlashAttention runs here."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,3 +184,83 @@ def test_torch_has_the_functions_that_its_provider_calls():
         "rng_state", "unused",
     ]  # fmt: skip
     assert {"scale", "window_size_left", "window_size_right"} <= set(names)
+
+
+def released_2(plain: PlainTorch) -> dict[str, Any]:
+    """Return the functions of `flash_attn.flash_attn_interface` 2.8 in plain torch: the parameters and layouts that were released."""
+
+    def window_of(causal, left, right):
+        assert causal
+        assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
+        return None if left < 0 else left + 1
+
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
+    ):
+        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+        window = window_of(causal, window_size_left, window_size_right)
+        found = plain.forward(q, k, v, scale=softmax_scale, window=window)
+        return found.out, found.lse.transpose(1, 2).contiguous(), torch.empty(0), torch.empty(2)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, softcap, alibi_slopes, deterministic) == (0.0, 0.0, None, False)
+        assert softmax_lse.is_contiguous()
+        assert all(x.is_contiguous() for x in (dq, dk, dv))
+        result = BranchOutput(out, softmax_lse.transpose(1, 2))
+        window = window_of(causal, window_size_left, window_size_right)
+        found = plain.backward(ResultGradients(dout, None), q, k, v, result, scale=softmax_scale, window=window)
+        for given, gradient in zip((dq, dk, dv), found, strict=True):
+            given.copy_(gradient)
+
+    return {"_flash_attn_forward": _flash_attn_forward, "_flash_attn_backward": _flash_attn_backward}
+
+
+def released_4(plain: PlainTorch) -> dict[str, Any]:
+    """Return the functions of `flash_attn.cute.interface` 4.0.0b36 in plain torch, with the parameters that the adapter gives."""
+
+    def window_of(causal, left, right):
+        assert causal
+        assert (left is None) == (right is None)
+        return None if left is None else left + 1
+
+    def _flash_attn_fwd(q, k, v, *, softmax_scale, causal, window_size_left, window_size_right, return_lse):
+        assert return_lse
+        found = plain.forward(q, k, v, scale=softmax_scale, window=window_of(causal, window_size_left, window_size_right))
+        return found.out, found.lse.transpose(1, 2), None, None, None
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, *, softmax_scale, causal, window_size_left, window_size_right, deterministic, dlse
+    ):  # fmt: skip
+        assert not deterministic
+        result = BranchOutput(out, lse.transpose(1, 2))
+        given = ResultGradients(dout, None if dlse is None else dlse.transpose(1, 2))
+        window = window_of(causal, window_size_left, window_size_right)
+        return tuple(plain.backward(given, q, k, v, result, scale=softmax_scale, window=window))
+
+    return {"_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd}
+
+
+LIBRARIES = {
+    "fa2": (providers.FlashAttention2(), "flash_attn.flash_attn_interface", released_2),
+    "fa4": (providers.FlashAttention4(), "flash_attn.cute.interface", released_4),
+}
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("provider", "module", "functions"), LIBRARIES.values(), ids=LIBRARIES)
+def test_a_library_is_called_by_its_released_signature(monkeypatch, provider, module, functions, window):
+    plain, generator = PlainTorch(), torch.Generator().manual_seed(0)
+    names = module.split(".")
+    for depth in range(1, len(names)):
+        monkeypatch.setitem(sys.modules, ".".join(names[:depth]), SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**functions(plain)))
+    q, k, v, dout = (torch.randn(2, 9, heads, 8, generator=generator) for heads in (4, 2, 2, 4))
+    expected = plain.forward(q, k, v, scale=0.5, window=window)
+    found = provider.forward(q, k, v, scale=0.5, window=window)
+    torch.testing.assert_close(found, expected)
+    grads = ResultGradients(dout, found.lse.cos() if provider.takes_lse_gradient else None)
+    gradients = provider.backward(grads, q, k, v, found, scale=0.5, window=window)
+    torch.testing.assert_close(gradients, plain.backward(grads, q, k, v, expected, scale=0.5, window=window))
