@@ -1,15 +1,18 @@
 """The choice among scores as they may come: equal ones, zeros, steep ones, and whatever lies beyond what a query sees."""
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nsa_core import BlockGeometry, Operation
+from nsa_core import BlockGeometry, Operation, compressed_attention, select_blocks
 from nsa_core.reference.choose import choose
-from nsa_kernels_triton.choice import kernels
+from nsa_core.testing.inputs import Shape, make_inputs
+from nsa_kernels_triton.choice import kernels, op
 from nsa_kernels_triton.launch import next_power_of_2
 from nsa_kernels_triton.plugin import TritonBackend
 
@@ -100,3 +103,34 @@ def test_the_operation_chooses_as_the_reference_does(kind: str, num_blocks: int,
     factor = torch.tensor([0.5, 1.0, 2.0, 0.25], device=DEVICE).expand(len(own), -1) if has_factor else None
     found = TritonBackend(operation=Operation.CHOOSE)(scores, factor, positions, 2, geometry=geometry)
     assert torch.equal(found, choose(scores, factor, positions, 2, geometry=geometry))
+
+
+@pytest.mark.filterwarnings("ignore:.*against policy.*")
+@pytest.mark.parametrize("lengths", [None, (50, 33, 60)], ids=["dense", "packed"])
+def test_a_backend_that_routing_prefers_chooses_from_the_same_scores(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...] | None
+) -> None:
+    # l = d: as on 9.0, importance comes in one piece
+    geometry = BlockGeometry(8, 8, BLOCK_SIZE, num_selected_blocks=2, num_initial_blocks=1, num_local_blocks=1)
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim_qk": 8, "head_dim_v": 8}
+    shape = Shape(geometry=geometry, num_queries=0 if lengths else 100, lengths=lengths, **sizes)
+    inputs = make_inputs(shape, torch.float32, DEVICE)
+    placement = {"geometry": geometry, "cu_seqlens": inputs.cu_seqlens, "max_seqlen": max(lengths) if lengths else None}
+    lse = compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, backend="sdpa", **placement).lse
+    select = partial(select_blocks, inputs.q, inputs.k_cmp, lse, backend="triton", **placement)
+    expected = select()
+    calls = []
+
+    def reference(*operands: Any, geometry: BlockGeometry) -> Tensor:
+        calls.append(operands[0].shape)
+        return choose(*operands, geometry=geometry)
+
+    monkeypatch.setattr(op, "other_choice", lambda *_: reference)
+    # ten rows at a time
+    monkeypatch.setattr(op, "SCORE_BYTES", 10 * 4 * 2 * 16)
+    assert torch.equal(select(), expected)
+    assert set(calls) == {(10, 2, 16), *([(3, 2, 16)] if lengths else [])}
+
+
+def test_without_a_gpu_no_other_backend_is_asked_for() -> None:
+    assert op.other_choice(torch.empty(1, 8, 4, 8), 2, 16, BlockGeometry()) is None

@@ -5,13 +5,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from nsa_core import blocks
-from nsa_core.backends.base import Keys, Operation, Queries
+from nsa_core import blocks, default_registry
+from nsa_core.backends.base import BranchBackend, BranchRequest, Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
 from nsa_core.reference.rows import rows_of
 from nsa_core.reference.select import max_tokens
+from nsa_kernels_triton import routing
 from nsa_kernels_triton.choice import kernels
+from nsa_kernels_triton.device import capability_of
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.implementations import Config, kernel_for
 from nsa_kernels_triton.launch import Sequences, cdiv, next_power_of_2
@@ -57,9 +59,6 @@ def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, sc
     total = q.shape[0] * q.shape[1]
     if not chosen.numel():
         return chosen
-    positions = None
-    if sequences.is_packed or sequences.is_cached:
-        positions = rows_of(queries).positions.to(torch.int32).contiguous()
     num_blocks = max(1, blocks.num_selection_blocks(max_tokens(queries, cmp, geometry), geometry))
     has_choice = num_blocks > geometry.num_selected_blocks
     # the kernels read and write several elements of a row at a time
@@ -70,15 +69,43 @@ def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, sc
     pieces = 2 if reaches else 1
     chunk = min(total, max(1, SCORE_BYTES // (4 * pieces * num_groups * num_blocks))) if has_choice else total
     scores = q.new_empty((pieces, chunk if has_choice else 1, num_groups, num_blocks), dtype=torch.float32)
+    other = other_choice(q, num_groups, num_blocks, geometry) if has_choice and not reaches else None
+    positions = None
+    if sequences.is_packed or sequences.is_cached or other is not None:
+        positions = rows_of(queries).positions.to(torch.int32).contiguous()
     for first in range(0, total, chunk):
         last = min(first + chunk, total)
         if has_choice and not k_cmp.shape[1]:
             scores.zero_()
         elif has_choice:
             _score(q, k_cmp, lse, scores, first, last, geometry, scale, sequences, tiles)
-        searched = _searched(first, last, q.shape[1], num_blocks, geometry, positions) if has_choice else 1
-        _choose(scores, positions, chosen, first, last - first, searched, geometry, reaches=reaches, num_queries=q.shape[1])
+        if other is not None and positions is not None:
+            of_chunk = scores[0, : last - first], None, positions.view(-1)[first:last], num_groups
+            chosen.view(total, num_groups, -1)[first:last] = other(*of_chunk, geometry=geometry)
+        else:
+            searched = _searched(first, last, q.shape[1], num_blocks, geometry, positions) if has_choice else 1
+            _choose(scores, positions, chosen, first, last - first, searched, geometry, reaches=reaches, num_queries=q.shape[1])
     return chosen
+
+
+def other_choice(q: Tensor, num_groups: int, num_blocks: int, geometry: BlockGeometry) -> BranchBackend | None:
+    """Return the backend of CHOOSE that is preferred to the kernel here; None where it is this one, and in the interpreter."""
+    if not q.is_cuda:
+        return None
+    request = BranchRequest(
+        operation=Operation.CHOOSE,
+        geometry=geometry,
+        device_type="cuda",
+        compute_capability=capability_of(q),
+        dtype=q.dtype,
+        kv_dtype=q.dtype,
+        num_queries=q.shape[0] * q.shape[1],
+        num_keys=num_blocks * geometry.selection_block_size,
+        num_heads=num_groups,
+        num_kv_heads=num_groups,
+    )
+    found = default_registry().resolve(request)
+    return found if found.preference(request) > routing.preference(request) else None
 
 
 def _choose(

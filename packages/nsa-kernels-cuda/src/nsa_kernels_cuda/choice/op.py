@@ -1,0 +1,88 @@
+"""The operation CHOOSE by the kernels of `csrc/choose.cu`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nsa_core.backends.ops import geometry_of
+from nsa_core.config import BlockGeometry
+from nsa_core.errors import InputError
+from nsa_kernels_cuda import jit, launch
+from nsa_kernels_cuda.launch import Launch
+
+SOURCE = jit.CSRC / "choose.cu"
+KERNELS = {torch.float32: "choose_float32", torch.bfloat16: "choose_bfloat16", torch.float16: "choose_float16"}
+"""The kernel for each dtype of scores."""
+
+WARP_SIZE = 32
+MOST_WARPS = 4
+"""Warps, and so rows, of a block where their scores fit."""
+SHARED_BYTES = 48 * 1024
+"""Shared memory of a block on every GPU, without asking for more."""
+PIECE = 4 * WARP_SIZE
+"""Blocks that a warp reads at a time; rows are staged in whole pieces."""
+MOST_SURVIVORS = 128
+"""Scores that a warp ranks among one another, as in the source."""
+LIST_BYTES = MOST_SURVIVORS * 8 + WARP_SIZE * 4
+"""Shared memory of a warp's survivors and of its result."""
+MOST_BLOCKS = (SHARED_BYTES - LIST_BYTES) // (4 * PIECE) * PIECE
+"""Blocks of a row, at most: one warp's shared memory holds its scores in float32."""
+
+
+def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, *, geometry: BlockGeometry) -> Tensor:
+    """Return int32 block_indices `(rows, G, n)`; see `nsa_core.backends.base.ChooseBackend`.
+
+    Scores are float32, bfloat16 or float16. They are multiplied, and added over the heads of a group in ascending order, in float32.
+
+    Raises:
+        InputError: for scores of another dtype.
+    """
+    found: Tensor = _choose(scores, factor, positions, num_kv_heads, list(geometry.as_tuple()))
+    return found
+
+
+@torch.library.custom_op("nsa_cuda::choose", mutates_args=(), device_types="cuda")
+def _choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, geometry: Sequence[int]) -> Tensor:
+    sizes = geometry_of(*geometry)
+    chosen = scores.new_empty(scores.shape[0], num_kv_heads, sizes.num_selected_blocks, dtype=torch.int32)
+    if chosen.numel():
+        launch.run(SOURCE, kernel_of(scores.dtype), launch_of(scores, factor, positions, chosen, sizes), scores.device)
+    return chosen
+
+
+@_choose.register_fake
+def _(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, geometry: Sequence[int]) -> Tensor:
+    return scores.new_empty(scores.shape[0], num_kv_heads, geometry_of(*geometry).num_selected_blocks, dtype=torch.int32)
+
+
+def kernel_of(dtype: torch.dtype) -> str:
+    """Return the kernel for scores of `dtype`.
+
+    Raises:
+        InputError: where there is none.
+    """
+    if dtype not in KERNELS:
+        raise InputError(f"scores of {dtype} (the kernels read {', '.join(map(str, KERNELS))}); convert them, or use backend 'sdpa'")
+    return KERNELS[dtype]
+
+
+def launch_of(scores: Tensor, factor: Tensor | None, positions: Tensor, chosen: Tensor, geometry: BlockGeometry) -> Launch:
+    """Return the launch that writes the choice of `scores` (rows, heads, N) to `chosen` (rows, G, n)."""
+    scores, positions = scores.contiguous(), positions.to(torch.int32).contiguous()
+    factor = None if factor is None else factor.float().contiguous()
+    num_rows, num_heads, num_blocks = scores.shape
+    num_groups = chosen.shape[1]
+    warp_bytes = LIST_BYTES + -(-num_blocks // PIECE) * PIECE * 4
+    num_warps = max(1, min(MOST_WARPS, SHARED_BYTES // warp_bytes))
+    is_aligned = num_blocks % 4 == 0 and scores.data_ptr() % (4 * scores.element_size()) == 0
+    numbers = (
+        num_rows, num_heads, num_groups, num_blocks, int(is_aligned),
+        geometry.selection_block_size, geometry.num_selected_blocks, geometry.num_initial_blocks, geometry.num_local_blocks, warp_bytes,
+    )  # fmt: skip
+    return Launch(
+        grid=(-(-num_rows // num_warps), num_groups),
+        num_threads=num_warps * WARP_SIZE,
+        shared_bytes=num_warps * warp_bytes,
+        arguments=(scores, factor, positions, chosen, *numbers),
+    )

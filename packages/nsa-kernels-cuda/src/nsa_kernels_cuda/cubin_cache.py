@@ -1,0 +1,65 @@
+"""Compiled kernels on disk. An entry is used only if it is whole and was written for the key that is asked for."""
+
+import hashlib
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+MAGIC = b"nsa-kernels-cuda cubin 1\n"
+"""First bytes of an entry; the number is that of the format."""
+KEY_SIZE = hashlib.sha256().digest_size
+ABANDONED_AFTER_S = 3600
+"""Age of a temporary file whose process has ended before it could rename it."""
+
+
+def default_folder() -> Path:
+    """Return `nsa_kernels_cuda` in torch's cache, `~/.cache/torch` unless torch is set up otherwise."""
+    return Path(torch.hub.get_dir()).parent / "nsa_kernels_cuda"
+
+
+def read(folder: Path, key: bytes) -> bytes | None:
+    """Return the cubin of `key`, a SHA-256; None where there is no entry, or one that is damaged or of another key."""
+    try:
+        entry = _path(folder, key).read_bytes()
+    except OSError:
+        return None
+    head = MAGIC + key
+    start = len(head) + KEY_SIZE
+    cubin = entry[start:]
+    return cubin if entry[:start] == head + hashlib.sha256(cubin).digest() else None
+
+
+def write(folder: Path, key: bytes, cubin: bytes) -> None:
+    """Store the cubin of `key`. Processes that store one key at once replace each other's entry as a whole.
+
+    Raises:
+        OSError: where the folder cannot be made or written.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _remove_abandoned(folder)
+    descriptor, name = tempfile.mkstemp(suffix=".tmp", dir=folder)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(MAGIC + key + hashlib.sha256(cubin).digest() + cubin)
+        temporary.replace(_path(folder, key))
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _path(folder: Path, key: bytes) -> Path:
+    return folder / f"{key.hex()}.cubin"
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for temporary in folder.glob("*.tmp"):
+        try:
+            if time.time() - temporary.stat().st_mtime > ABANDONED_AFTER_S:
+                temporary.unlink()
+        except FileNotFoundError:
+            # another process has renamed or removed it
+            continue

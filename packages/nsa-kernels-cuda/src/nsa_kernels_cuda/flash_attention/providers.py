@@ -1,0 +1,222 @@
+"""The libraries that compute causal attention, each behind the same two calls, and what each cannot do.
+
+Tensors are q (B, S, H, D_k), k (B, S, G, D_k), v (B, S, G, D_v) and lse (B, S, H); the last dimension is contiguous, the others need not
+be. Query t sees keys t - window + 1 .. t, or all up to t where window is None.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple, Protocol
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from nsa_core import BranchRequest, Capability, Layout, Reason
+from nsa_core.backends.base import BranchOutput
+
+FLASH_2 = Capability(
+    device_types=("cuda",),
+    min_compute_capability=(8, 0),
+    dtypes=(torch.bfloat16, torch.float16),
+    layouts=(Layout.DENSE,),
+    max_head_dim=256,
+)
+"""The abilities of FlashAttention-2, in dense batches: the adapter is written for no other layout."""
+FLASH_4 = evolve(FLASH_2, min_compute_capability=(9, 0))
+
+
+class Gradients(NamedTuple):
+    """Gradients of q, k and v."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class ResultGradients(NamedTuple):
+    """Gradients of out and lse."""
+
+    out: Tensor
+    lse: Tensor | None
+
+
+class Provider(Protocol):
+    """One library's causal attention."""
+
+    def __hash__(self) -> int:
+        """Return a hash by value: an op is declared once for each provider."""
+
+    @property
+    def name(self) -> str:
+        """Return its name, as in `flash_attn[NAME]`."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Return True where its package is installed; imports nothing of it."""
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return every reason why it cannot serve `request`."""
+
+    @property
+    def takes_lse_gradient(self) -> bool:
+        """Return True where it differentiates lse as well."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
+        """Return attention and its lse."""
+
+    def backward(
+        self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
+    ) -> Gradients:
+        """Return the gradients for those of out and lse; `grads.lse` is not read without `takes_lse_gradient`."""
+
+
+@frozen(kw_only=True)
+class FlashAttention2:
+    """flash-attn 2, by the functions below its autograd, as released in 2.8. Not run: it cannot be installed where this was written."""
+
+    name: str = "fa2"
+    takes_lse_gradient: bool = False
+
+    @property
+    def is_installed(self) -> bool:
+        """Return True where its package is installed."""
+        return _is_installed("flash-attn")
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return its limits."""
+        return _missing(self, "flash-attn") + _reasons(FLASH_2, request) + _unequal_heads(request)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
+        """Return attention and its lse."""
+        from flash_attn.flash_attn_interface import _flash_attn_forward
+
+        out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, True, *_sides(window), 0.0, None, False)
+        return BranchOutput(out, lse.transpose(1, 2))
+
+    def backward(
+        self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
+    ) -> Gradients:
+        """Return the gradients for that of out."""
+        from flash_attn.flash_attn_interface import _flash_attn_backward
+
+        found = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
+        lse = result.lse.transpose(1, 2).contiguous()
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        _flash_attn_backward(
+            grads.out, q, k, v, result.out, lse, *found, 0.0, scale, True, *_sides(window), 0.0, None, is_deterministic
+        )  # fmt: skip
+        return found
+
+
+@frozen(kw_only=True)
+class TorchFlash:
+    """FlashAttention-2 as torch builds it in."""
+
+    name: str = "torch"
+    is_installed: bool = True
+    takes_lse_gradient: bool = False
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return its limits."""
+        return _reasons(FLASH_2, request) + _unequal_heads(request)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
+        """Return attention and its lse."""
+        left, right = _sides(window)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=scale, window_size_left=left, window_size_right=right
+        )
+        return BranchOutput(out, lse.transpose(1, 2))
+
+    def backward(
+        self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
+    ) -> Gradients:
+        """Return the gradients for that of out."""
+        left, right = _sides(window)
+        # without dropout, of the state of the generator nothing is read
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        return Gradients(
+            *torch.ops.aten._flash_attention_backward(
+                grads.out, q, k, v, result.out, result.lse.transpose(1, 2).contiguous(), None, None, q.shape[1], k.shape[1], 0.0, True,
+                state, state, scale=scale, window_size_left=left, window_size_right=right,
+            )
+        )  # fmt: skip
+
+
+@frozen(kw_only=True)
+class FlashAttention4:
+    """flash-attn 4 (`flash_attn.cute`), by the functions below its autograd, as in 4.0.0b36. Not run through this adapter yet."""
+
+    name: str = "fa4"
+    takes_lse_gradient: bool = True
+
+    @property
+    def is_installed(self) -> bool:
+        """Return True where its package is installed."""
+        return _is_installed("flash-attn-4")
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return its limits."""
+        found = _missing(self, "flash-attn-4") + _reasons(FLASH_4, request)
+        if request.compute_capability not in (None, (9, 0)):
+            found += (Reason.incapable("compute capability {}.{} (the adapter is for 9.0)".format(*request.compute_capability)),)
+        # with as many KV heads as heads it takes them
+        is_grouped = request.num_heads != request.num_kv_heads
+        return found + (_unequal_heads(request) if request.needs_grad and is_grouped else ())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
+        """Return attention and its lse."""
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        left, right = (None, None) if window is None else (window - 1, 0)
+        out, lse, *_ = _flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=True, window_size_left=left, window_size_right=right, return_lse=True
+        )
+        return BranchOutput(out, lse.transpose(1, 2))
+
+    def backward(
+        self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
+    ) -> Gradients:
+        """Return the gradients for those of out and lse."""
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        left, right = (None, None) if window is None else (window - 1, 0)
+        lse, dlse = (None if x is None else x.transpose(1, 2).contiguous() for x in (result.lse, grads.lse))
+        found = _flash_attn_bwd(
+            q, k, v, result.out, grads.out, lse, softmax_scale=scale, causal=True, window_size_left=left, window_size_right=right,
+            deterministic=torch.are_deterministic_algorithms_enabled(), dlse=dlse,
+        )  # fmt: skip
+        return Gradients(*found[:3])
+
+
+PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), FlashAttention2(), TorchFlash())
+"""`flash_attn` is the first that is installed."""
+
+
+def _sides(window: int | None) -> tuple[int, int]:
+    """Return the keys before and after a query's own that it sees; -1 means all."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def _reasons(capability: Capability, request: BranchRequest) -> tuple[Reason, ...]:
+    found = capability.reasons_against(request)
+    if request.head_dim_qk % 8:
+        found += (Reason.incapable(f"head dimension {request.head_dim_qk} (needs a multiple of 8)"),)
+    return found
+
+
+def _unequal_heads(request: BranchRequest) -> tuple[Reason, ...]:
+    if request.head_dim_qk == request.head_dim_v:
+        return ()
+    return (Reason.incapable(f"head dimensions {request.head_dim_qk} and {request.head_dim_v} (needs D_k = D_v)"),)
+
+
+def _missing(provider: Provider, package: str) -> tuple[Reason, ...]:
+    return () if provider.is_installed else (Reason.incapable(f"{package} is not installed; pip install {package}"),)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False

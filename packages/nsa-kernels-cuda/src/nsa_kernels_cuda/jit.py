@@ -1,0 +1,200 @@
+"""Compiles CUDA C++ by NVRTC, through `cuda.core`, at first use. No CUDA toolkit, no nvcc and no GPU is needed to compile.
+
+A *source* is a file of `csrc/`. Sources include one another and no header of the host or of a toolkit.
+"""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+import torch
+
+from nsa_core import NSAError
+from nsa_kernels_cuda import cubin_cache
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
+
+CSRC = Path(__file__).parent / "csrc"
+STANDARD = "c++17"
+ARCHITECTURE_SPECIFIC = ((9, 0),)
+"""Compute capabilities whose kernels may use instructions that no later GPU has: compiled for `sm_90a`, not `sm_90`."""
+
+
+class KernelBuildError(NSAError, RuntimeError):
+    """A kernel cannot be compiled or loaded here; the message says what to install or change."""
+
+
+class Compiled(NamedTuple):
+    """The machine code of a source for one architecture."""
+
+    cubin: bytes
+    not_stored: str = ""
+    """Why the cache on disk does not hold it; empty where it does."""
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """Return NVRTC's name of a compute capability: (8, 0) is "sm_80", (9, 0) is "sm_90a"."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if capability in ARCHITECTURE_SPECIFIC else ''}"
+
+
+def compile_cached(source: Path, architecture: str, folder: Path | None = None) -> Compiled:
+    """Return `source` compiled for `architecture`: from the cache in `folder` where it holds it, else by NVRTC, and stored there.
+
+    None stands for `cubin_cache.default_folder()`. A folder that cannot be written is no error: the result holds the reason.
+
+    Raises:
+        KernelBuildError: where NVRTC is missing, or refuses the source or the architecture.
+    """
+    folder = cubin_cache.default_folder() if folder is None else folder
+    key = key_of(source, architecture)
+    cubin = cubin_cache.read(folder, key)
+    if cubin is not None:
+        return Compiled(cubin)
+    cubin = run_nvrtc(source, architecture)
+    try:
+        cubin_cache.write(folder, key, cubin)
+    except OSError as error:
+        return Compiled(cubin, f"the cache {folder} cannot be written ({error.strerror}); every process compiles {source.name} anew")
+    return Compiled(cubin)
+
+
+def key_of(source: Path, architecture: str) -> bytes:
+    """Return the SHA-256 of all that the cubin depends on: the sources of the folder, the options, the architecture, NVRTC's version."""
+    digest = hashlib.sha256()
+    for file in (source, *sorted(source.parent.glob("*.cuh"))):
+        text = file.read_bytes()
+        digest.update(f"{file.name} {len(text)}\n".encode() + text)
+    digest.update("{} {} {}.{}".format(STANDARD, architecture, *nvrtc_version()).encode())
+    return digest.digest()
+
+
+def run_nvrtc(source: Path, architecture: str, report: TextIO | None = None) -> bytes:
+    """Return the cubin that NVRTC makes of `source`. `report` takes what ptxas says of registers, spills and shared memory.
+
+    Raises:
+        KernelBuildError: where NVRTC is missing, or refuses the source or the architecture; the message holds the compiler's.
+    """
+    version = nvrtc_version()
+    from cuda.core import Program, ProgramOptions
+    from cuda.core._utils.cuda_utils import CUDAError
+
+    options = ProgramOptions(
+        name=source.name,
+        arch=architecture,
+        std=STANDARD,
+        include_path=str(source.parent),
+        ptxas_options=None if report is None else ["-v"],
+    )
+    try:
+        return bytes(Program(source.read_text(encoding="utf-8"), "c++", options).compile("cubin", logs=report).code)
+    except CUDAError as error:
+        found = "{}.{}".format(*version)
+        raise KernelBuildError(
+            f"NVRTC {found} does not compile {source.name} for {architecture}: {' '.join(str(error).split())}"
+        ) from error
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of NVRTC, (major, minor).
+
+    Raises:
+        KernelBuildError: where cuda-core, cuda-bindings or NVRTC is missing.
+    """
+    try:
+        import cuda.core  # noqa: F401 - it needs cuda-bindings
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise KernelBuildError(
+            f"CUDA C++ is compiled through cuda-core and cuda-bindings, which do not import here ({error}); "
+            "pip install --upgrade cuda-core 'cuda-bindings==13.*', or 12.* with torch for CUDA 12"
+        ) from error
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise KernelBuildError(f"NVRTC is not found (kernels are compiled by it at first use); pip install {_nvrtc_package()}") from error
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    return major, minor
+
+
+def _nvrtc_package() -> str:
+    """Return the requirement of the NVRTC that the installed cuda-bindings load."""
+    from importlib.metadata import version
+
+    major = version("cuda-bindings").partition(".")[0]
+    return f"nvidia-cuda-nvrtc-cu{major}" if int(major) < 13 else f"'nvidia-cuda-nvrtc=={major}.*'"
+
+
+@cache
+def driver_version() -> tuple[int, int] | None:
+    """Return the newest version of CUDA that the driver runs, (major, minor); None on a machine without a driver. Starts no CUDA."""
+    from cuda.bindings import driver
+
+    try:
+        status, number = driver.cuDriverGetVersion()
+    except RuntimeError:
+        return None
+    return (number // 1000, number % 1000 // 10) if status == driver.CUresult.CUDA_SUCCESS else None
+
+
+@cache
+def load(source: Path, kernel: str, architecture: str) -> "Kernel":
+    """Return `kernel` of `source`, compiled for `architecture` and loaded for every GPU of it in this process.
+
+    Raises:
+        KernelBuildError: where it cannot be compiled, or the driver refuses it.
+    """
+    cubin = compile_cached(source, architecture).cubin
+    from cuda.core import ObjectCode
+    from cuda.core._utils.cuda_utils import CUDAError
+
+    try:
+        found = ObjectCode.from_cubin(cubin, name=source.name).get_kernel(kernel)
+        # the driver may load code when it is first asked about it
+        _ = found.attributes.num_regs
+    except (CUDAError, RuntimeError) as error:
+        raise KernelBuildError(
+            f"the driver (CUDA {_dotted(driver_version())}) does not load {source.name} of NVRTC {_dotted(nvrtc_version())}: {error}; "
+            "update the driver, or install the NVRTC of its version"
+        ) from error
+    return found
+
+
+def why_unavailable(source: Path, kernel: str, capability: tuple[int, int]) -> str:
+    """Return why `kernel` cannot run on a GPU of `capability`, with what to do; empty where it can.
+
+    Compiles it, so that routing knows before a call does. Where CUDA has started on such a GPU, the driver loads it too.
+    """
+    return _why_unavailable(source, kernel, capability, torch.cuda.is_initialized())
+
+
+@cache
+def _why_unavailable(source: Path, kernel: str, capability: tuple[int, int], has_started: bool) -> str:
+    architecture = architecture_of(capability)
+    try:
+        newest = nvrtc_version()
+        runs = driver_version()
+        if runs is not None and runs[0] < newest[0]:
+            return (
+                f"the driver runs CUDA {_dotted(runs)} and NVRTC is of {_dotted(newest)} (its major version must not be newer); "
+                f"update the driver, or install NVRTC {runs[0]}"
+            )
+        if has_started and torch.cuda.get_device_capability() == capability:
+            load(source, kernel, architecture)
+        else:
+            compile_cached(source, architecture)
+    except KernelBuildError as error:
+        return str(error)
+    return ""
+
+
+def note_on_cache(source: Path, capability: tuple[int, int]) -> str:
+    """Return why the cubin of `source` is not in the cache on disk, for a source that compiles; empty where it is."""
+    return compile_cached(source, architecture_of(capability)).not_stored
+
+
+def _dotted(version: Any) -> str:
+    return "none" if version is None else "{}.{}".format(*version)

@@ -1,0 +1,53 @@
+"""Which requests the kernels take, and should. Routing compiles the kernel that it judges: one that cannot run is a reason."""
+
+import torch
+
+from nsa_core import BranchRequest, Capability, Reason
+from nsa_core.blocks import num_selection_blocks
+from nsa_kernels_cuda import jit
+from nsa_kernels_cuda.choice.op import KERNELS, MOST_BLOCKS, SOURCE, WARP_SIZE
+
+CAPABILITY = Capability(
+    device_types=("cuda",),
+    min_compute_capability=(8, 0),
+    dtypes=tuple(KERNELS),
+    gradient=False,
+)
+PREFERRED_ON: frozenset[tuple[int, int]] = frozenset()
+"""Compute capabilities on which the choice was measured to be faster than Triton's. None yet: it has not run on a GPU."""
+
+
+def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
+    """Return every reason against the choice of blocks for `request`, at once."""
+    geometry = request.geometry
+    reasons = CAPABILITY.reasons_against(request)
+    num_blocks = num_selection_blocks(request.num_keys, geometry)
+    if num_blocks > MOST_BLOCKS:
+        reasons += (Reason.incapable(f"{num_blocks} blocks in a sequence (the shared memory of a warp holds {MOST_BLOCKS} scores)"),)
+    num_free = geometry.num_selected_blocks - geometry.num_initial_blocks - geometry.num_local_blocks
+    if num_free > WARP_SIZE:
+        reasons += (Reason.policy(f"{num_free} free blocks for a query (above {WARP_SIZE}, the lanes of a warp, it searches bit by bit)"),)
+    capability = supported_capability(request)
+    unavailable = jit.why_unavailable(SOURCE, KERNELS[torch.float32], capability) if capability else ""
+    return reasons + ((Reason.incapable(unavailable),) if unavailable else ())
+
+
+def notes_on(request: BranchRequest) -> tuple[str, ...]:
+    """Return why every process compiles the kernel anew, where it does."""
+    capability = supported_capability(request)
+    if capability is None or jit.why_unavailable(SOURCE, KERNELS[torch.float32], capability):
+        return ()
+    note = jit.note_on_cache(SOURCE, capability)
+    return (note,) if note else ()
+
+
+def preference(request: BranchRequest) -> int:
+    """Return how much the choice is wanted: above Triton's (100) where it was measured to be faster, between it and the reference (0) elsewhere."""
+    return 110 if request.compute_capability in PREFERRED_ON else 50
+
+
+def supported_capability(request: BranchRequest) -> tuple[int, int] | None:
+    """Return the compute capability of `request`; None where kernels are not compiled for its device."""
+    capability, oldest = request.compute_capability, CAPABILITY.min_compute_capability
+    assert oldest is not None
+    return capability if request.device_type == "cuda" and capability is not None and capability >= oldest else None

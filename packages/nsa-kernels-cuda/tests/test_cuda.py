@@ -1,0 +1,183 @@
+"""The choice on a GPU: equal to the rule, on the current stream, captured, and what it takes next to Triton's."""
+
+import statistics
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_core import BlockGeometry, BranchRequest, Operation, default_registry, nsa_attention
+from nsa_core.reference.choose import choose
+from nsa_core.testing.conformance import check_backend
+from nsa_core.testing.inputs import Shape, make_inputs
+from nsa_kernels_cuda import jit, routing
+from nsa_kernels_cuda.choice import op
+from nsa_kernels_cuda.flash_attention.backend import flash_attention_backends
+from nsa_kernels_cuda.plugin import CudaChoice
+
+pytestmark = [pytest.mark.hardware(capability=(8, 0)), pytest.mark.filterwarnings("ignore:.*against policy.*")]
+
+GEOMETRY = BlockGeometry()
+SHAPES = {"M and P, 65,536 tokens": (65_536, 4), "L, 65,536 tokens": (65_536, 8), "S, 32,768 tokens": (32_768, 8)}
+"""Tokens and KV heads of the shapes at which the choice is timed."""
+MOST_SCORES = 2**27
+"""Scores of one call, 512 MiB of float32: longer passes choose chunk by chunk."""
+BACKENDS = ("triton", "cuda")
+
+
+def scores_of(num_tokens: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Return scores and positions of the last queries of `num_tokens`, as many as `MOST_SCORES` holds."""
+    num_blocks = num_tokens // GEOMETRY.selection_block_size
+    num_rows = min(num_tokens, MOST_SCORES // (num_kv_heads * num_blocks))
+    generator = torch.Generator("cuda").manual_seed(0)
+    scores = torch.rand(num_rows, num_kv_heads, num_blocks, device="cuda", generator=generator) ** 8
+    return scores, torch.arange(num_tokens - num_rows, num_tokens, device="cuda", dtype=torch.int32)
+
+
+def backend_of(name: str):
+    return default_registry().named(Operation.CHOOSE, name)
+
+
+def median_ms(function, *, num_calls: int = 30) -> float:
+    """Return the median time of a call by CUDA events, after three calls that do not count."""
+    times = []
+    for call in range(3 + num_calls):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        if call >= 3:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+@pytest.fixture
+def preferred(monkeypatch):
+    """Let routing prefer the kernel on this GPU, in a registry that has remembered nothing."""
+    registry = default_registry()
+    monkeypatch.setattr(routing, "PREFERRED_ON", frozenset({torch.cuda.get_device_capability()}))
+    registry._routes.clear()
+    yield
+    registry._routes.clear()
+
+
+def test_it_conforms_to_the_reference():
+    report = check_backend(CudaChoice(), device="cuda")
+    print(report)
+    assert len(report.passed) == 108
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_long_rows_choose_as_the_reference_does(shape):
+    scores, positions = scores_of(*shape)
+    scores, positions = scores[-512:].contiguous(), positions[-512:].contiguous()
+    # equal scores too
+    for each in (scores, (8 * scores).floor()):
+        expected = choose(each, None, positions, shape[1], geometry=GEOMETRY)
+        assert torch.equal(op.choose(each, None, positions, shape[1], geometry=GEOMETRY), expected)
+
+
+def test_sums_over_heads_choose_as_the_reference_does_where_they_are_exact():
+    scores = torch.randint(0, 2**6, (256, 64, 512), device="cuda").float()
+    factor = 2.0 ** -torch.randint(0, 4, (256, 64), device="cuda").float()
+    positions = torch.arange(512 * 64 - 256, 512 * 64, device="cuda", dtype=torch.int32)
+    for dtype in op.KERNELS:
+        expected = choose(scores.to(dtype), factor, positions, 4, geometry=GEOMETRY)
+        assert torch.equal(op.choose(scores.to(dtype), factor, positions, 4, geometry=GEOMETRY), expected)
+
+
+def test_addresses_beyond_two_to_the_31_elements_are_right():
+    num_blocks = 2048
+    num_rows = 2**31 // (4 * num_blocks) + 8
+    scores = torch.zeros(num_rows, 4, num_blocks, device="cuda")
+    scores[-1, -1, 100:113] = 1
+    positions = torch.full((num_rows,), num_blocks * 64 - 1, device="cuda", dtype=torch.int32)
+    chosen = op.choose(scores, None, positions, 4, geometry=GEOMETRY)
+    assert chosen[-1, -1].tolist() == [0, *range(100, 113), num_blocks - 2, num_blocks - 1]
+
+
+def test_it_launches_on_the_current_stream_and_is_captured():
+    scores, positions = scores_of(8_192, 4)
+    op.choose(scores, None, positions, 4, geometry=GEOMETRY)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op.choose(scores, None, positions, 4, geometry=GEOMETRY)
+    for seed in range(3):
+        scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)))
+        captured.fill_(-7)
+        graph.replay()
+        assert torch.equal(captured, choose(scores, None, positions, 4, geometry=GEOMETRY))
+
+
+def test_the_op_passes_opcheck():
+    scores, positions = scores_of(2_048, 4)
+    arguments = (scores, None, positions, 4, list(GEOMETRY.as_tuple()))
+    torch.library.opcheck(op._choose, arguments)
+
+
+@pytest.mark.hardware(num_gpus=2, capability=(8, 0))
+def test_another_gpu_than_the_current_one_chooses():
+    scores, positions = (x.to("cuda:1") for x in scores_of(2_048, 4))
+    expected = choose(scores, None, positions, 4, geometry=GEOMETRY)
+    assert torch.equal(op.choose(scores, None, positions, 4, geometry=GEOMETRY), expected)
+
+
+@pytest.mark.hardware(capability=(9, 0))
+def test_the_fused_operation_takes_it_by_routing(preferred, monkeypatch):
+    # 9.0 alone writes importance in one piece
+    shape = Shape(geometry=GEOMETRY, num_queries=4096, num_heads=64, num_kv_heads=4, head_dim_qk=128, head_dim_v=128)
+    inputs = make_inputs(shape, torch.bfloat16, "cuda")
+    calls = []
+    counted = op.choose
+    monkeypatch.setattr(op, "choose", lambda *operands, **keywords: calls.append(0) or counted(*operands, **keywords))
+    routed = nsa_attention(*inputs.tensors, geometry=GEOMETRY, backend="triton")
+    assert calls
+    monkeypatch.setattr(routing, "PREFERRED_ON", frozenset())
+    default_registry()._routes.clear()
+    assert torch.equal(routed, nsa_attention(*inputs.tensors, geometry=GEOMETRY, backend="triton"))
+    assert len(calls) == 1
+
+
+def test_the_driver_loads_the_cached_cubin():
+    capability = torch.cuda.get_device_capability()
+    assert jit.why_unavailable(op.SOURCE, "choose_float32", capability) == ""
+    request = BranchRequest(operation="choose", device_type="cuda", compute_capability=capability)
+    assert routing.reasons_against(request) == ()
+
+
+@pytest.mark.parametrize("backend", flash_attention_backends(), ids=lambda backend: f"{backend.operation} {backend.name}")
+def test_flash_attention_conforms_to_the_oracle_where_it_is_installed(backend):
+    if not backend.provider.is_installed:
+        pytest.skip(f"{backend.provider.name} is not installed")
+    report = check_backend(backend, device="cuda")
+    print(report)
+    assert report.passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_what_a_choice_takes(shape, record_property):
+    """Print the figures from which `routing.PREFERRED_ON` is kept: medians, after a check that both choose alike."""
+    if not default_registry().has(Operation.CHOOSE, "triton"):
+        pytest.skip("nsa-kernels-triton is not installed, with which the choice is compared")
+    scores, positions = scores_of(*shape)
+
+    def call(name: str) -> Tensor:
+        return backend_of(name)(scores, None, positions, shape[1], geometry=GEOMETRY)
+
+    assert torch.equal(call("cuda"), call("triton"))
+    # Triton's op copies the scores first (NaN, padding); its kernel alone is what the fused operation launches
+    kernels = {"cuda": lambda: call("cuda"), "triton": triton_kernel(scores, positions)}
+    found = {name: round(median_ms(kernels[name]), 4) for name in BACKENDS}
+    record_property("ms", found)
+    print(f"\n{tuple(scores.shape)} scores, ms: {found}, Triton / CUDA {found['triton'] / found['cuda']:.2f}")
+
+
+def triton_kernel(scores: Tensor, positions: Tensor):
+    """Return a call of Triton's kernel alone, with the launch of its fused operation."""
+    triton_op = pytest.importorskip("nsa_kernels_triton.choice.op")
+    num_rows, num_kv_heads, num_blocks = scores.shape
+    chosen = scores.new_empty(num_rows, num_kv_heads, GEOMETRY.num_selected_blocks, dtype=torch.int32)
+    searched = triton_op.next_power_of_2(num_blocks)
+    return lambda: triton_op._choose(scores, positions, chosen, 0, num_rows, searched, GEOMETRY)

@@ -1,0 +1,101 @@
+"""The plug-in as nsa_core meets it: found by its entry point, light to import, loading no compiler before a GPU is asked about."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+from attrs import evolve
+
+from nsa_core import BlockGeometry, BranchBackend, BranchRequest, Operation, default_plugins, explain_routing, load_plugins
+from nsa_kernels_cuda import plugin, routing
+from nsa_kernels_cuda.choice.op import MOST_BLOCKS
+
+PROGRAM = """
+import json, sys
+
+def has_compiler():
+    # cuda.bindings may be torch's own import
+    return bool({"cuda.core", "flash_attn"} & set(sys.modules))
+
+found = {}
+import nsa_kernels_cuda.plugin
+found["import"] = has_compiler()
+import torch
+from nsa_core import *
+default_registry()
+found["discovery"] = has_compiler()
+explain_routing(BranchRequest(operation="choose"))
+found["routing on a CPU"] = has_compiler()
+explain_routing(BranchRequest(operation="choose", device_type="cuda", compute_capability=(8, 0)))
+print(json.dumps({"has_compiler": found, "started": torch.cuda.is_initialized()}))
+"""
+REQUEST = BranchRequest(operation="choose", device_type="cuda", compute_capability=(9, 0), num_queries=4096, num_keys=4096)
+
+
+@pytest.fixture(scope="module")
+def process():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def messages(request):
+    """Return the kinds and messages of the reasons against the kernel."""
+    return [str(reason) for reason in routing.reasons_against(request)]
+
+
+def test_the_entry_point_leads_to_the_plug_in():
+    [found] = [entry for entry in entry_points(group="nsa") if entry.name == "cuda"]
+    assert found.load() is plugin
+
+
+def test_it_offers_the_choice_and_flash_attention():
+    [loaded] = [each for each in load_plugins().loaded if each.name == "cuda"]
+    names = [(backend.operation, backend.name) for backend in loaded.backends]
+    flash = ["flash_attn", "flash_attn[fa4]", "flash_attn[fa2]", "flash_attn[torch]"]
+    assert names == [(Operation.CHOOSE, "cuda"), *((operation, name) for operation in (Operation.CMP, Operation.WIN) for name in flash)]
+    assert all(isinstance(backend, BranchBackend) for backend in loaded.backends)
+    assert "cuda" not in {broken.name for broken in default_plugins().broken}
+
+
+@pytest.mark.parametrize("step", ["import", "discovery", "routing on a CPU"])
+def test_no_compiler_is_imported_by(step, process):
+    assert not process["has_compiler"][step]
+
+
+def test_nothing_of_it_starts_cuda(process):
+    assert not process["started"]
+
+
+def test_it_is_eligible_on_the_gpus_that_it_compiles_for(nvrtc):
+    for capability in ((8, 0), (8, 9), (9, 0)):
+        assert messages(evolve(REQUEST, compute_capability=capability)) == []
+
+
+def test_where_it_was_not_measured_it_stands_between_triton_and_the_reference(nvrtc, monkeypatch):
+    preferences = {candidate.name: candidate.preference for candidate in explain_routing(REQUEST).candidates}
+    assert preferences["sdpa"] < preferences["cuda"] < preferences.get("triton", 100)
+    monkeypatch.setattr(routing, "PREFERRED_ON", frozenset({(9, 0)}))
+    assert explain_routing(REQUEST).chosen == "cuda"
+
+
+def test_every_reason_is_given_at_once(nvrtc):
+    request = evolve(
+        REQUEST,
+        compute_capability=(7, 5),
+        dtype=torch.float64,
+        geometry=BlockGeometry(num_selected_blocks=40),
+        num_keys=(MOST_BLOCKS + 1) * 64,
+    )
+    assert messages(request) == [
+        "incapable: compute capability 7.5 (needs 8.0 or newer)",
+        "incapable: q of torch.float64 (takes torch.float32, torch.bfloat16, torch.float16)",
+        f"incapable: {MOST_BLOCKS + 1} blocks in a sequence (the shared memory of a warp holds {MOST_BLOCKS} scores)",
+        "policy: 37 free blocks for a query (above 32, the lanes of a warp, it searches bit by bit)",
+    ]
+
+
+def test_another_device_is_refused():
+    assert messages(BranchRequest(operation="choose"))[0] == "incapable: device cpu (needs cuda)"

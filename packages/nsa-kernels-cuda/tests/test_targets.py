@@ -1,0 +1,32 @@
+"""Every kernel compiles for GPUs that are not here, within a table of registers, spills and static shared memory."""
+
+import re
+from io import StringIO
+
+import pytest
+
+from nsa_kernels_cuda import jit
+
+MOST_REGISTERS = {"choose_float32": 48, "choose_bfloat16": 48, "choose_float16": 48}
+"""Registers of a thread. With 48 of them, and up to 4 KB of scores for each warp, 40 warps are on a multiprocessor of an A100."""
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+FUNCTION = re.compile(
+    r"entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'.*?"
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", sorted(jit.CSRC.glob("*.cu")), ids=lambda path: path.name)
+def test_kernels_compile_within_the_table(nvrtc, source, architecture):
+    report = StringIO()
+    jit.run_nvrtc(source, architecture, report)
+    found = {match["name"]: match for match in FUNCTION.finditer(report.getvalue())}
+    assert found.keys() == MOST_REGISTERS.keys()
+    for name, match in found.items():
+        assert match["architecture"] == architecture
+        assert int(match["registers"]) <= MOST_REGISTERS[name], name
+        assert (match["stores"], match["loads"]) == ("0", "0"), name
+        assert "smem" not in match["rest"], name
