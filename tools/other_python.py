@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("nsa-core[testing]", "nsa-kernels-triton", "nsa-train", "nsa-bench[train]")
+PACKAGES = ("nsa-core[testing]", "nsa-kernels-triton", "nsa-kernels-cuda", "nsa-train", "nsa-bench[train]")
 TESTS = (
     "packages/nsa-core",
     "packages/nsa-kernels-triton/tests/test_ops.py",
+    "packages/nsa-kernels-cuda/tests/test_plugin.py",
     "packages/nsa-train/tests/test_cli.py",
     "packages/nsa-train/tests/test_trainer.py",
     "tests/test_import.py",

@@ -52,14 +52,20 @@ def median_ms(function, *, num_calls: int = 30) -> float:
     return statistics.median(times)
 
 
+def forget_routes() -> None:
+    """Forget what was chosen, where preferences changed."""
+    default_registry()._routes.clear()
+    if default_registry().has(Operation.CHOOSE, "triton"):
+        pytest.importorskip("nsa_kernels_triton.choice.op")._preferred_choice.cache_clear()
+
+
 @pytest.fixture
 def preferred(monkeypatch):
     """Let routing prefer the kernel on this GPU, in a registry that has remembered nothing."""
-    registry = default_registry()
     monkeypatch.setattr(routing, "PREFERRED_ON", frozenset({torch.cuda.get_device_capability()}))
-    registry._routes.clear()
+    forget_routes()
     yield
-    registry._routes.clear()
+    forget_routes()
 
 
 def test_it_conforms_to_the_reference():
@@ -134,7 +140,7 @@ def test_the_fused_operation_takes_it_by_routing(preferred, monkeypatch):
     routed = nsa_attention(*inputs.tensors, geometry=GEOMETRY, backend="triton")
     assert calls
     monkeypatch.setattr(routing, "PREFERRED_ON", frozenset())
-    default_registry()._routes.clear()
+    forget_routes()
     assert torch.equal(routed, nsa_attention(*inputs.tensors, geometry=GEOMETRY, backend="triton"))
     assert len(calls) == 1
 

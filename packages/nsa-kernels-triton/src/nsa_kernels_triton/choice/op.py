@@ -1,11 +1,12 @@
 """The operation that chooses blocks."""
 
+from functools import lru_cache
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from nsa_core import blocks, default_registry
+from nsa_core import BackendRegistry, blocks, default_registry
 from nsa_core.backends.base import BranchBackend, BranchRequest, Keys, Operation, Queries
 from nsa_core.backends.ops import attention_op
 from nsa_core.config import BlockGeometry
@@ -92,19 +93,35 @@ def other_choice(q: Tensor, num_groups: int, num_blocks: int, geometry: BlockGeo
     """Return the backend of CHOOSE that is preferred to the kernel here; None where it is this one, and in the interpreter."""
     if not q.is_cuda:
         return None
+    registry = default_registry()
+    # a registry may grow: its size belongs to what is remembered
+    sizes = (len(registry.backends), q.shape[0] * q.shape[1], num_groups, num_blocks)
+    return _preferred_choice(registry, sizes, capability_of(q), q.dtype, geometry)
+
+
+@lru_cache(maxsize=256)
+def _preferred_choice(
+    registry: BackendRegistry,
+    sizes: tuple[int, int, int, int],
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    geometry: BlockGeometry,
+) -> BranchBackend | None:
+    """Remembered: a request costs more host time than the launch that it decides."""
+    _, rows, num_groups, num_blocks = sizes
     request = BranchRequest(
         operation=Operation.CHOOSE,
         geometry=geometry,
         device_type="cuda",
-        compute_capability=capability_of(q),
-        dtype=q.dtype,
-        kv_dtype=q.dtype,
-        num_queries=q.shape[0] * q.shape[1],
+        compute_capability=capability,
+        dtype=dtype,
+        kv_dtype=dtype,
+        num_queries=rows,
         num_keys=num_blocks * geometry.selection_block_size,
         num_heads=num_groups,
         num_kv_heads=num_groups,
     )
-    found = default_registry().resolve(request)
+    found = registry.resolve(request)
     return found if found.preference(request) > routing.preference(request) else None
 
 
