@@ -57,13 +57,14 @@ def test_dense_and_packed_rows_are_timed(tmp_path: Path) -> None:
     assert all(row["median_ms"] > 0 and row["reason"] == "" and row["rows"] == row["seq_len"] for row in rows)
 
 
-def test_a_backend_that_cannot_serve_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(tmp_path, [*WORDS, "--lengths", "60"])
-    absent = [row for row in rows if row["backend"] == "triton"]
-    if not absent or absent[0]["median_ms"] is not None:
-        pytest.skip("Triton is not installed, or its interpreter serves")
-    assert all("incapable" in row["reason"] for row in absent)
-    assert "select by triton: incapable" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("kind", ["incapable", "policy"])
+def test_a_backend_that_does_not_serve_is_no_failure(install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    refusing = CHOOSER.replace("return ()", f"return (Reason.{kind}('it rains'),)").replace("Operation\n", "Operation, Reason\n", 1)
+    install("chooser", refusing.format(body=RIGHT))
+    (row,) = [row for row in rows_of(tmp_path, [*WORDS, "--lengths", "60"]) if row["backend"] == "chooser"]
+    assert row["median_ms"] is None
+    assert "it rains" in row["reason"]
+    assert f"choose by chooser: {kind}: it rains" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("body", "code"), [(RIGHT, 0), (RIGHT + ".flip(-1)", 1)])

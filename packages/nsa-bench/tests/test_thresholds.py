@@ -76,7 +76,20 @@ def test_kernels_are_compared_with_the_reference_and_with_each_other() -> None:
 @pytest.mark.usefixtures("once")
 def test_the_table_is_written(install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install("third", WINDOW)
-    words = ["--device", "cpu", "--shapes", "4/2/16/8", "--geometry", "8/4/16/4/24", "--lengths", "96,48", "--operations", "win"]
+    words = [
+        "--device",
+        "cpu",
+        "--shapes",
+        "4/2/16/8",
+        "--geometry",
+        "8/4/16/4/24",
+        "--lengths",
+        "96,48",
+        "--operations",
+        "win",
+        "--backends",
+        "sdpa,third",
+    ]
     table, whole = tmp_path / "t.json", tmp_path / "w.json"
     assert run_command(["thresholds", *words, "--write", str(table), "--json", str(whole)]) == 0
     written = json.loads(table.read_text())
@@ -133,6 +146,7 @@ def test_dense_attention_is_swept(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("words", "message"),
     [
         (["thresholds", "--operations", "x"], "--operations has 'x'"),
+        (["thresholds", "--backends", "absent"], "--backends has 'absent'"),
         (["fa2-sweep", "--head-dims", "0"], "--head-dims has '0'"),
         (["fa2-sweep", "--dtypes", "int8"], "--dtypes has 'int8'"),
         (["fa2-sweep", "--baseline", "none"], "--baseline=none leaves nothing to time"),

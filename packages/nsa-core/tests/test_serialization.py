@@ -85,6 +85,7 @@ def test_the_toml_of_a_config_reads_as_written_here():
         'branches = ["slc", "win"]\n'
         'kv = "shared"\n'
         "qk_norm = true\n"
+        "qk_norm_eps = 1e-06\n"
         "qkv_bias = false\n"
         "\n"
         "[geometry]\n"

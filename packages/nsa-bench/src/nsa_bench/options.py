@@ -115,6 +115,7 @@ class ThresholdOptions:
     lengths: Annotated[str | None, Parameter(help="Tokens, k for 1024. On cuda 256 to 16k, on cpu 128,256 by default.")] = None
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M,S"
     operations: Annotated[str, Parameter(help="Some of nsa, cmp, select, slc, win.")] = "nsa,cmp,select,slc,win"
+    backends: Annotated[str | None, Parameter(help="Some of the installed backends, by commas; all by default.")] = None
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backward: Backward = True
     write: Annotated[Path | None, Parameter(help="Write the table of least lengths, which routing can read, to this file.")] = None

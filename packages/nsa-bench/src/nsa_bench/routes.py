@@ -84,10 +84,15 @@ def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch
     raise OptionError(f"--backend={name!r} cannot serve what is to be measured ({name}: {', '.join(reasons)}); use --backend auto")
 
 
-def reasons_against(name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry) -> list[str]:
-    """Return why the backend `name` cannot serve the forward pass of `operation` on `case`; empty where it can."""
+def reasons_against(
+    name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry, *, is_named: bool = True
+) -> list[str]:
+    """Return why the backend `name` cannot serve the forward pass of `operation` on `case`; empty where it can.
+
+    `is_named`: reasons of policy do not count, as where a user names it.
+    """
     requests = _requests(name, operation, case, device, registry)
-    return list(dict.fromkeys(reason for request in requests for reason in _reasons_against(name, request, registry)))
+    return list(dict.fromkeys(reason for request in requests for reason in _reasons_against(name, request, registry, is_named)))
 
 
 def _requests(name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry) -> list[BranchRequest]:
@@ -116,10 +121,10 @@ def _requests(name: str, operation: str, case: Case, device: torch.device, regis
     ]
 
 
-def _reasons_against(name: str, request: BranchRequest, registry: BackendRegistry) -> list[str]:
-    """Return why `name` cannot serve `request`; empty where it can."""
+def _reasons_against(name: str, request: BranchRequest, registry: BackendRegistry, is_named: bool) -> list[str]:
+    """Return why `name` cannot serve `request`, or should not where it is not named; empty where nothing stands against it."""
     decision = registry.explain(request, name)
-    if decision.chosen is not None:
+    if decision.chosen is not None and (is_named or all(one.is_eligible for one in decision.candidates if one.name == name)):
         return []
     reasons = [str(reason) for candidate in decision.candidates if candidate.name == name for reason in candidate.reasons]
     return reasons or [f"it has no {request.operation.value}"]

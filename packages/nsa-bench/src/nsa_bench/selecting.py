@@ -50,6 +50,8 @@ class SelectPlan:
     cases: tuple[Case, ...]
     device: torch.device
     backends: tuple[str, ...]
+    is_named: bool
+    """The user named the backend, which overrides reasons of policy."""
     is_replayed: bool
 
 
@@ -99,7 +101,8 @@ def make_select_plan(options: SelectOptions) -> SelectPlan:
     installed = RouteRecorder.of_installed().backends
     names = tuple(dict.fromkeys(one.name for one in installed if one.operation in (Operation.SELECT, Operation.CHOOSE)))
     wanted = names if options.backend == "auto" else (options.backend,)
-    return SelectPlan(cases=tuple(cases), device=device, backends=wanted, is_replayed=device.type == "cuda")
+    is_named = options.backend != "auto"
+    return SelectPlan(cases=tuple(cases), device=device, backends=wanted, is_named=is_named, is_replayed=device.type == "cuda")
 
 
 def run_select(options: SelectOptions, output: Output) -> list[SelectResult]:
@@ -123,7 +126,7 @@ def _measured(plan: SelectPlan) -> Iterator[SelectResult]:
         for operation, measure in ((Operation.SELECT, _selection), (Operation.CHOOSE, _choice)):
             # the choice alone does not know sequences, so that packed rows are no other case
             if registry.has(operation, name) and (operation is Operation.SELECT or case.lengths is None):
-                against = reasons_against(name, operation, case, plan.device, registry)
+                against = reasons_against(name, operation, case, plan.device, registry, is_named=plan.is_named)
                 absent = SelectResult(case=case, part=operation.value, backend=name, rows=case.seq_len, absent=", ".join(against))
                 yield absent if against else measure(case, name, plan, registry)
 

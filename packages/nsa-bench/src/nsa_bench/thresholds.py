@@ -49,6 +49,7 @@ class ThresholdPlan:
     cases: tuple[Case, ...]
     operations: tuple[str, ...]
     directions: tuple[Direction, ...]
+    backends: tuple[str, ...]
     device: torch.device
 
 
@@ -89,9 +90,10 @@ def make_threshold_plan(options: ThresholdOptions) -> ThresholdPlan:
         Case(shape=shape, seq_len=length, geometry=geometry, dtype=dtype) for shape in parse_shapes(options.shapes) for length in lengths
     )
     directions = tuple(Direction) if options.backward else (Direction.FORWARD,)
-    return ThresholdPlan(
-        cases=cases, operations=parse_names("--operations", options.operations, OURS), directions=directions, device=device
-    )
+    operations = parse_names("--operations", options.operations, OURS)
+    installed = tuple(dict.fromkeys(one.name for one in RouteRecorder.of_installed().backends))
+    backends = parse_names("--backends", options.backends or ",".join(installed), installed)
+    return ThresholdPlan(cases=cases, operations=operations, directions=directions, backends=backends, device=device)
 
 
 def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]:
@@ -132,10 +134,9 @@ def _measured(plan: ThresholdPlan) -> Iterator[Measurement]:
         OptionError: before anything is measured, where no kernel serves any case.
     """
     registry = RouteRecorder.of_installed()
-    names = tuple(dict.fromkeys(one.name for one in registry.backends))
     calls = [
         (case, operation, name)
-        for case, operation, name in product(plan.cases, plan.operations, names)
+        for case, operation, name in product(plan.cases, plan.operations, plan.backends)
         if not reasons_against(name, operation, case, plan.device, registry)
     ]
     if all(name == REFERENCE for _, _, name in calls):
