@@ -19,7 +19,6 @@ from nsa_bench.errors import BenchError, OptionError
 from nsa_bench.inputs import free_overlap
 from nsa_bench.recorded import Recording, recording_to_json
 from nsa_bench.results import Output
-from nsa_bench.routes import ChoosingBackend, registry_choosing_by
 from nsa_core import (
     BackendRegistry,
     BlockGeometry,
@@ -33,6 +32,7 @@ from nsa_core.dispatch import make_call, run
 from nsa_core.reference.rows import num_visible_blocks
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.data.stream import open_validation
+from nsa_train.evaluation.modes import ServingBackend, registry_of
 from nsa_train.host.routing import DTYPES
 from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import local_device
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
     geometry: BlockGeometry
 
 
-class NotedChoice(ChoosingBackend):
+class NotedChoice(ServingBackend):
     """A backend of SELECT: the choice of an installed backend, which it keeps with its operands."""
 
     name = "noted"
@@ -170,7 +170,7 @@ def noted_choices(model: Decoder, ids: Tensor, precision: str) -> dict[int, Choi
     before = {index: layer.registry for index, layer in layers.items()}
     try:
         for index, layer in layers.items():
-            layer.registry = registry_choosing_by(notes[index])
+            layer.registry = registry_of(notes[index])
         with torch.inference_mode(), torch.autocast(ids.device.type, DTYPES[precision], enabled=precision != "fp32"):
             model(ids.unsqueeze(0))
     finally:

@@ -1,7 +1,6 @@
 """The backends that serve: a registry that notes which ones ran, and the check of a backend that is named."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -11,11 +10,9 @@ from nsa_core import (
     BackendRegistry,
     BranchBackend,
     BranchRequest,
-    Capability,
     DuplicateBackendError,
     Layout,
     Operation,
-    Reason,
     load_plugins,
 )
 
@@ -128,24 +125,3 @@ def _reasons_against(name: str, request: BranchRequest, registry: BackendRegistr
         return []
     reasons = [str(reason) for candidate in decision.candidates if candidate.name == name for reason in candidate.reasons]
     return reasons or [f"it has no {request.operation.value}"]
-
-
-class ChoosingBackend:
-    """The base of a backend of SELECT that serves every request; `registry_choosing_by` makes it the only one."""
-
-    name, operation, capability = "chooses", Operation.SELECT, Capability()
-
-    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return nothing: it serves every request."""
-        return ()
-
-    def preference(self, request: BranchRequest) -> int:
-        """Return that of the reference."""
-        return 0
-
-
-def registry_choosing_by(backend: Any) -> BackendRegistry:
-    """Return the installed backends, with `backend` as the only one that chooses: those that compute all of Eq. 5 in one are left out."""
-    choosing = (Operation.SELECT, Operation.NSA)
-    others = (one for one in load_plugins().registry().backends if one.operation not in choosing)
-    return BackendRegistry((*others, backend))

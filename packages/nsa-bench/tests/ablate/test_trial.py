@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_bench.ablate import trial as held_out
 from nsa_bench.ablate.plan import load_plan
+from nsa_bench.ablate.trial import judge_run
 from nsa_train.cli import run_command
+from nsa_train.evaluation import positions
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.recipe import to_toml
 from nsa_train.telemetry.records import read_rows
@@ -15,7 +16,7 @@ from nsa_train.telemetry.records import read_rows
 
 @pytest.mark.parametrize("source", ["needle", "text"])
 def test_the_buckets_add_up_to_the_loss_that_the_run_recorded(plan_file: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_out, "CHUNK", 7)
+    monkeypatch.setattr(positions, "CHUNK", 7)
     if source == "text":
         recipe, text = plan_file.parent / "tiny.toml", plan_file.parent / "a.txt"
         text.write_text(" ".join(map(str, range(400))))
@@ -26,7 +27,7 @@ def test_the_buckets_add_up_to_the_loss_that_the_run_recorded(plan_file: Path, s
     (plan_file.parent / "trial.toml").write_text(to_toml(config))
     out = RunDirectory(plan_file.parent / "run")
     assert run_command(["run", str(plan_file.parent / "trial.toml"), "--out", str(out.root)]) == 0
-    buckets = held_out.judge_run(out, config, torch.device("cpu"))
+    buckets = judge_run(out, config, torch.device("cpu"))
     assert all((bucket.first + 1, bucket.last + 2) == (size := bucket.first + 1, 2 * size) for bucket in buckets)
     targets = sum(bucket.targets for bucket in buckets)
     mean = sum(bucket.targets * bucket.loss for bucket in buckets) / targets
@@ -37,22 +38,3 @@ def test_the_buckets_add_up_to_the_loss_that_the_run_recorded(plan_file: Path, s
         # three batches of two rows, two answers each, all of them in the last 16 ids
         assert targets == 12
         assert min(bucket.first for bucket in buckets) >= 15
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.hardware)])
-def test_a_token_is_counted_by_its_position_in_its_sequence(device: str) -> None:
-    import numpy as np
-
-    from nsa_train.data.packing import IGNORED, Row, collate
-
-    ids, labels = np.zeros(8, np.int32), np.zeros(8, np.int32)
-    labels[[2, 7]] = IGNORED
-    logits = torch.zeros(8, 2)
-    logits[0, 0] = 50.0
-    logits[1:, 1] = 50.0
-    sums = torch.zeros(3, 4, dtype=torch.float64, device=device)
-    # sequences of 3 and 5: positions 0 1 2 0 1 2 3 4, of which 2 of the first and 4 of the second have no label
-    held_out._add(sums, logits.to(device), collate([Row(ids, labels, [3, 5])]).to(torch.device(device)))
-    assert sums[0].tolist() == [2, 3, 1, 0]
-    assert sums[2].tolist() == [1, 0, 0, 0]
-    assert sums[1].tolist() == pytest.approx([50, 150, 50, 0])

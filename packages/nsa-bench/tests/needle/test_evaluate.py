@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from nsa_bench.needle.evaluate import ChoiceNote, Haystacks, Questions, draw_haystacks
-from nsa_bench.needle.modes import Mode, RandomChoice, limited_to
 from nsa_bench.needle.plan import NeedlePlan, load_plan
-from nsa_bench.routes import registry_choosing_by
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig
 from nsa_core.reference import naive
 from nsa_train.data.retrieval import retrieval_rows
+from nsa_train.evaluation.modes import RandomChoice, limited_to, registry_of
+from nsa_train.evaluation.options import Mode
 from nsa_train.model.decoder import Decoder, build_model
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def layer(request: pytest.FixtureRequest) -> NativeSparseAttention:
 
 @torch.no_grad()
 def test_a_closed_branch_adds_nothing_and_opens_again(layer: NativeSparseAttention) -> None:
-    x, registry = torch.randn(2, 40, 16), registry_choosing_by(RandomChoice(torch.Generator()))
+    x, registry = torch.randn(2, 40, 16), registry_of(RandomChoice(torch.Generator()))
     before = layer(x)
     with limited_to(Mode.CLOSED, [layer], registry):
         closed = layer(x)
@@ -129,7 +129,7 @@ def test_a_closed_branch_adds_nothing_and_opens_again(layer: NativeSparseAttenti
 
 @torch.no_grad()
 def test_a_shuffled_choice_changes_rows_that_had_to_choose_alone(layer: NativeSparseAttention) -> None:
-    x, registry = torch.randn(2, 40, 16), registry_choosing_by(RandomChoice(torch.Generator().manual_seed(0)))
+    x, registry = torch.randn(2, 40, 16), registry_of(RandomChoice(torch.Generator().manual_seed(0)))
     before = layer(x)
     with limited_to(Mode.SHUFFLED, [layer], registry):
         shuffled = layer(x)

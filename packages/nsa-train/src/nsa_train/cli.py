@@ -18,6 +18,8 @@ from cyclopts import App, CycloptsError, Parameter
 from nsa_core.environment import version_lines
 from nsa_core.errors import NSAError
 from nsa_train.errors import INTERRUPTED, ConfigError, SignalledError, TerminatedError, TrainError, exit_code_of
+from nsa_train.evaluation.options import EvalOptions, Mode, TaskName
+from nsa_train.evaluation.report import check_folder
 from nsa_train.host.environment import RUNS_ON
 from nsa_train.lifecycle.console import Answer, as_object, discard, is_unread, warn
 from nsa_train.lifecycle.launch import ALONE, Meeting
@@ -320,6 +322,53 @@ def sample(
             )
         warn(f"{stream.num_tokens} tokens, {stream.toks_per_s:.1f} tokens/s after a prompt of {stream.prompt_s:.2f} s")
     return 0
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[Path, Parameter(name="RUN_OR_EXPORT", help="A run, a checkpoint, or a folder of `ckpt export --format hf`.")],
+    /,
+    *,
+    tasks: Annotated[str | None, Parameter(help=f"Separated by commas: {listed(TaskName)}. By default all that the model can do.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        Parameter(negative="", help="A document for loss-by-position and block-recall, in place of the run's held-out rows. Repeatable."),
+    ] = None,
+    lengths: Annotated[
+        str | None, Parameter(help="Tokens of a sequence, separated by commas; half of the model's positions and all of them by default.")
+    ] = None,
+    depths: Annotated[int, Parameter(help="Depths of passkey.")] = 5,
+    samples: Annotated[int, Parameter(help="Sequences of each length and depth.")] = 20,
+    twin: Annotated[Path | None, Parameter(help="A dense run or export of the same shape, whose attention block-recall takes.")] = None,
+    mode: Annotated[
+        list[str] | None,
+        Parameter(negative="", help=f"The selected branch: {listed(Mode)}. Repeatable; all by default."),
+    ] = None,
+    symbols: Annotated[int | None, Parameter(help="Ids of each alphabet of recall; those of the run by default.")] = None,
+    pairs: Annotated[int | None, Parameter(help="Pairs of mqar; those of the run by default, else 8.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU.")] = "cpu",
+    seed: Annotated[int, Parameter(help="Equal seeds give equal figures.")] = 1,
+    out: Annotated[Path | None, Parameter(help="Directory of eval.json, eval.csv and eval.png; evals/NAME-TIME by default.")] = None,
+    json_: AsJSON = False,
+) -> Answer:
+    """Measure loss by position, recall of pass keys, pairs and copies, and the choice of blocks of the model at RUN_OR_EXPORT."""
+    options = EvalOptions.of(
+        tasks=tasks,
+        modes=mode or (),
+        lengths=lengths,
+        texts=text or (),
+        depths=depths,
+        samples=samples,
+        symbols=symbols,
+        pairs=pairs,
+        seed=seed,
+    )
+    folder = out or Path("evals") / f"{model.absolute().name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    check_path("--out", folder)
+    check_folder(folder)
+    from nsa_train.evaluation.evaluation import run_evaluation
+
+    return Answer(0, run_evaluation(model, twin, options, device=device, out=folder, say=warn))
 
 
 @app.command

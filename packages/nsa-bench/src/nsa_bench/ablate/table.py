@@ -80,7 +80,7 @@ class TrialResult:
     curve: list[tuple[int, float]]
     """(step, loss on held-out rows)"""
     by_position: list[dict[str, Any]]
-    """The fields of `trial.Bucket`."""
+    """The fields of `nsa_train.evaluation.positions.Bucket`."""
 
 
 class Mean(NamedTuple):

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_bench.needle.modes import Mode, RandomChoice, limited_to
 from nsa_bench.needle.plan import NeedlePlan
-from nsa_bench.routes import registry_choosing_by
 from nsa_core import BlockGeometry
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.data.order import generator
+from nsa_train.evaluation.modes import RandomChoice, limited_to, registry_of
+from nsa_train.evaluation.options import Mode
 from nsa_train.host.routing import DTYPES
 from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import local_device
@@ -148,7 +148,7 @@ class Evaluation:
         grid, layers, device = self._plan.grid, self._model.sparse_layers, self._device
         modes = tuple(Mode) if layers else (Mode.TRAINED,)
         at_once = max(1, min(grid.samples, grid.batch_tokens // length))
-        registry = registry_choosing_by(RandomChoice(torch.Generator(device).manual_seed(grid.seed)))
+        registry = registry_of(RandomChoice(torch.Generator(device).manual_seed(grid.seed)))
         right, found = (torch.zeros(len(modes), grid.depths, dtype=torch.int64, device=device) for _ in range(2))
         positions: list[int] = []
         for first in range(0, grid.samples, at_once):

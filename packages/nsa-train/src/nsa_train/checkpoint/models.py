@@ -18,6 +18,7 @@ from nsa_train.data.tokenizer import Ids, Tokenizer, build_tokenizer
 from nsa_train.errors import CheckpointError
 from nsa_train.host.routing import AUTO, with_backend
 from nsa_train.model.decoder import build_model
+from nsa_train.settings.config import RunConfig
 
 
 class OpenedModel(NamedTuple):
@@ -32,6 +33,8 @@ class OpenedModel(NamedTuple):
     """The checkpoint or folder that was read."""
     step: int | None
     """Training steps behind the weights; None where the folder does not say."""
+    config: RunConfig | None
+    """The recipe of the run; None for a folder of Hugging Face Transformers, which has none."""
 
 
 def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, with_weights: bool = True) -> OpenedModel:
@@ -56,6 +59,7 @@ def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, wi
         max_position=config.model.max_position or config.train.seq_len,
         path=checkpoint.path,
         step=checkpoint.step,
+        config=config,
     )
 
 
@@ -80,7 +84,7 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
     except (NSAError, OSError, ValueError, TypeError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise CheckpointError(f"{str(folder)!r} cannot be loaded ({said[:300]}); name a run, or a folder that an export wrote") from None
-    return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None)
+    return OpenedModel(model.eval(), FolderTokenizer(tokenizer, model.config), model.config.max_position_embeddings, folder, None, None)
 
 
 class FolderTokenizer:

@@ -2,33 +2,54 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa_bench.routes import ChoosingBackend
-from nsa_core import BackendRegistry, Keys, NativeSparseAttention, Queries
+from nsa_core import (
+    BackendRegistry,
+    BranchRequest,
+    Capability,
+    Keys,
+    NativeSparseAttention,
+    Operation,
+    Queries,
+    Reason,
+    load_plugins,
+)
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.config import BRANCHES, BlockGeometry
 from nsa_core.reference.rows import rows_of
 from nsa_core.reference.select import max_tokens
 from nsa_core.selection import choose_blocks
+from nsa_train.evaluation.options import Mode
 
 
-class Mode(StrEnum):
-    """How the selected branch serves the rows of a question and its answer."""
+class ServingBackend:
+    """The base of a backend that serves every request of its operation; `registry_of` makes it the only one."""
 
-    TRAINED = "trained"
-    """The model as it is."""
-    CLOSED = "closed"
-    """The selected branch's gates are 0."""
-    SHUFFLED = "shuffled"
-    """The free blocks are drawn at random among those that are not forced; the forced ones stay."""
+    name = "serving"
+    operation = Operation.SELECT
+    capability = Capability()
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return nothing: it serves every request."""
+        return ()
+
+    def preference(self, request: BranchRequest) -> int:
+        """Return that of the reference."""
+        return 0
 
 
-class RandomChoice(ChoosingBackend):
+def registry_of(backend: Any) -> BackendRegistry:
+    """Return the installed backends, with `backend` as the only one of its operation: those that compute all of Eq. 5 in one are left out."""
+    replaced = (backend.operation, Operation.NSA)
+    others = (one for one in load_plugins().registry().backends if one.operation not in replaced)
+    return BackendRegistry((*others, backend))
+
+
+class RandomChoice(ServingBackend):
     """A backend of SELECT: forced blocks as always, the others drawn evenly among the candidates, whatever their scores are."""
 
     name = "random"
@@ -54,7 +75,7 @@ def close_selected(gate: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
 
 @contextmanager
 def limited_to(mode: Mode, layers: Sequence[NativeSparseAttention], registry: BackendRegistry) -> Iterator[None]:
-    """Let `layers` compute as `mode` says in the block; `registry` is one of `registry_choosing_by`."""
+    """Let `layers` compute as `mode` says in the block; `registry` is one of `registry_of`, whose choice is random."""
     before = [layer.registry for layer in layers]
     hooks = [layer.gate.register_forward_hook(close_selected) for layer in layers if mode is Mode.CLOSED]
     try:

@@ -1,0 +1,141 @@
+"""Block recall: the share of dense attention that lies in the chosen blocks."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_core import BlockGeometry
+from nsa_core.decoder import Decoder
+from nsa_core.dense_attention import DenseAttention
+from nsa_core.selection_loss import block_mass
+from nsa_core.telemetry import LayerTelemetry
+from nsa_train.checkpoint.models import OpenedModel
+from nsa_train.evaluation.figures import Figure
+from nsa_train.evaluation.options import Mode, TaskName
+from nsa_train.evaluation.subject import Subject
+
+
+class ChoiceNote(LayerTelemetry):
+    """Keeps the blocks that a pass over one sequence chose; attach as `layer.telemetry`."""
+
+    needs_branches = False
+
+    def __init__(self) -> None:
+        """Start empty."""
+        super().__init__()
+        self.blocks: Tensor | None = None
+        """int32 `(S, G, n)`."""
+
+    def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
+        """Note nothing."""
+
+    def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
+        """Note the choice."""
+        self.blocks = block_indices[0]
+
+
+def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]:
+    """Yield the recall of each layer and KV head, by mode.
+
+    Dense attention is the softmax over all keys before and at a query, averaged over the heads of a group: of the layer's own queries and
+    the keys of its selected branch or, with a `twin`, of the same layer of the twin. The mean is one over queries that had to choose; where
+    none has more candidates than n, over all queries.
+    """
+    dense = twin.decoder.to(subject.device) if twin else None
+    for mode in (mode for mode in subject.modes if mode is not Mode.CLOSED):
+        sums: dict[int, Tensor] = {}
+        for number, ids in enumerate(_sequences(subject)):
+            with subject.in_mode(mode, f"block-recall {number}"):
+                found = layer_recalls(subject, dense, ids)
+            for index, recall in found.items():
+                rows = torch.cat([recall.double().sum(0), recall.new_tensor([len(recall)]).double()])
+                sums[index] = sums.get(index, torch.zeros_like(rows)) + rows
+        for index, totals in sums.items():
+            *shares, count = totals.tolist()
+            for group, share in enumerate(shares):
+                yield Figure(TaskName.BLOCK_RECALL, mode, "recall", share / count, int(count), layer=index, group=group)
+
+
+def layer_recalls(subject: Subject, dense: Decoder | None, ids: Tensor) -> dict[int, Tensor]:
+    """Return the recall `(m, G)` of m queries of the sequence `ids` `(S,)`, by the layer's number; `dense`: the twin's decoder."""
+    layers = subject.choosing_layers
+    notes = {index: ChoiceNote() for index in layers}
+    try:
+        for index, layer in layers.items():
+            layer.telemetry = notes[index]
+        inputs = attention_inputs(subject.decoder, ids)
+    finally:
+        for layer in layers.values():
+            layer.telemetry = None
+    if dense is not None:
+        inputs = attention_inputs(dense, ids)
+    found = {}
+    for index, layer in layers.items():
+        compared: Any = layer if dense is None else dense.blocks[index].attention
+        geometry, blocks = layer.config.geometry, notes[index].blocks
+        assert blocks is not None
+        rows = rows_to_compare(len(ids), geometry).to(ids.device)
+        q, k = compared.queries_keys(inputs[index])
+        found[index] = recall_of(blocks[rows], block_mass(q, k, rows, geometry=geometry))
+    return found
+
+
+def attention_inputs(decoder: Decoder, ids: Tensor) -> dict[int, Tensor]:
+    """Return what the attention of each layer reads, `(1, S, hidden)`, in a pass over `ids` `(S,)`, by the layer's number."""
+    found: dict[int, Tensor] = {}
+
+    def note(index: int, layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found[index] = inputs[0]
+
+    blocks: Any = decoder.blocks
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            stack.callback(block.attention.register_forward_pre_hook(partial(note, index)).remove)
+        decoder.hidden(decoder.embedding(ids[None]))
+    return found
+
+
+def rows_to_compare(num_tokens: int, geometry: BlockGeometry) -> Tensor:
+    """Return int64 `(m,)`: the queries of a sequence that have more candidates than n blocks, or all where none has."""
+    position = torch.arange(num_tokens)
+    had_to = position // geometry.selection_block_size >= geometry.num_selected_blocks
+    return position[had_to] if had_to.any() else position
+
+
+def recall_of(block_indices: Tensor, mass: Tensor) -> Tensor:
+    """Return `(m, G)`: the mass `(m, G, N)` that lies in the chosen blocks `(m, G, n)`; -1 stands for none."""
+    chosen = block_indices.long()
+    return mass.gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(2)
+
+
+def twin_problems(subject: Subject, twin: OpenedModel) -> list[str]:
+    """Return why `twin` has no attention that the layers of the model could be compared with."""
+    own, other = subject.decoder, twin.decoder
+    if len(own.blocks) != len(other.blocks):
+        return [f"it has {len(other.blocks)} layers, the model {len(own.blocks)}"]
+    found, blocks = list[str](), list[Any](other.blocks)
+    for index, layer in subject.choosing_layers.items():
+        theirs = blocks[index].attention
+        heads = layer.config.num_heads, layer.config.num_kv_heads
+        if not isinstance(theirs, DenseAttention):
+            found.append(f"its layer {index} is not dense")
+        elif (theirs.heads, theirs.kv_heads) != heads:
+            found.append(
+                f"its layer {index} has {theirs.heads} heads and {theirs.kv_heads} KV heads, the model's {heads[0]} and {heads[1]}"
+            )
+    sizes = [decoder.embedding.weight.shape[0] for decoder in (own, other)]
+    if sizes[0] != sizes[1]:
+        found.append(f"its vocabulary has {sizes[1]:,} ids, the model's {sizes[0]:,}")
+    return found
+
+
+def _sequences(subject: Subject) -> list[Tensor]:
+    """Return at most `samples` held-out sequences `(S,)`: those in which every layer has to choose, or all where there are none."""
+    geometries = [layer.config.geometry for layer in subject.choosing_layers.values()]
+    needed = max(geometry.num_selected_blocks * geometry.selection_block_size for geometry in geometries) + 1
+    found = subject.documents
+    return ([ids for ids in found if len(ids) >= needed] or found)[: subject.options.samples]

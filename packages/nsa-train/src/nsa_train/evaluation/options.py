@@ -1,0 +1,111 @@
+"""The options of `nsa-train eval`, judged before a model is opened. Imports no torch."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from attrs import frozen
+
+from nsa_train.errors import ConfigError
+from nsa_train.settings.config import listed
+from nsa_train.settings.rules import MOST_SEED
+
+MOST_LENGTH = 2**24
+"""Tokens of the longest sequence that can be asked for."""
+MOST_COUNT = 100_000
+"""Samples of a cell, depths, and pairs."""
+
+
+class Mode(StrEnum):
+    """How the selected branch serves the rows that are evaluated."""
+
+    TRAINED = "trained"
+    """The model as it is."""
+    CLOSED = "closed"
+    """The selected branch's gates are 0."""
+    SHUFFLED = "shuffled"
+    """The free blocks are drawn at random among those that are not forced; the forced ones stay."""
+
+
+class TaskName(StrEnum):
+    """The tasks of an evaluation, in the order in which they run."""
+
+    LOSS_BY_POSITION = "loss-by-position"
+    PASSKEY = "passkey"
+    MQAR = "mqar"
+    COPY = "copy"
+    BLOCK_RECALL = "block-recall"
+
+
+@frozen(kw_only=True)
+class EvalOptions:
+    """The sizes of an evaluation; `of` judges them."""
+
+    tasks: tuple[TaskName, ...] = ()
+    """Empty: those that the model can do."""
+    modes: tuple[Mode, ...] = ()
+    """Empty: all that the model has."""
+    texts: tuple[Path, ...] = ()
+    """Documents of loss-by-position and block-recall, one a file; empty: the held-out rows of the run."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of a sequence of passkey, mqar and copy; empty: half of the model's positions, and all of them."""
+    depths: int = 5
+    """Depths of passkey, spread evenly over a sequence."""
+    samples: int = 20
+    """Sequences of each cell; also the most held-out sequences of block-recall."""
+    symbols: int | None = None
+    """Ids of each alphabet of passkey and mqar on plain ids; None: those that the run was trained on."""
+    pairs: int | None = None
+    """Pairs of a sequence of mqar; None: those that the run was trained on, else 8."""
+    seed: int = 1
+    """Of sequences and shuffled choices; no training row is drawn from it."""
+
+    @classmethod
+    def of(
+        cls, *, tasks: str | None, modes: Sequence[str], lengths: str | None, texts: Sequence[Path], **numbers: int | None
+    ) -> "EvalOptions":
+        """Return the options of a command line; `tasks` and `lengths` are separated by commas.
+
+        Raises:
+            ConfigError: a line for each that breaks its rule.
+        """
+        problems = [
+            *_unknown("--tasks", _split(tasks), TaskName),
+            *_unknown("--mode", modes, Mode),
+            *_broken_lengths(_split(lengths)),
+            *_broken_numbers(numbers),
+        ]
+        if problems:
+            raise ConfigError.of(problems)
+        asked = _split(tasks)
+        return cls(
+            tasks=tuple(task for task in TaskName if task in asked),
+            modes=tuple(mode for mode in Mode if mode in modes),
+            lengths=tuple(sorted({int(length) for length in _split(lengths)})),
+            texts=tuple(texts),
+            **{name: value for name, value in numbers.items() if value is not None},
+        )
+
+
+def _split(text: str | None) -> list[str]:
+    return [] if text is None else [part.strip() for part in text.split(",")]
+
+
+def _unknown(option: str, names: Sequence[str], known: type[StrEnum]) -> list[str]:
+    wrong = [name for name in names if name not in tuple(known)]
+    return [f"{option}={name!r} is none of those that exist; use some of {listed(known)}" for name in wrong]
+
+
+def _broken_lengths(lengths: Sequence[str]) -> list[str]:
+    wrong = [text for text in lengths if not (text.isascii() and text.isdigit() and 2 <= int(text[:12]) <= MOST_LENGTH)]
+    return [f"--lengths={text!r} is no number of tokens from 2 to {MOST_LENGTH:,}; use --lengths 1024,2048" for text in wrong]
+
+
+def _broken_numbers(numbers: dict[str, int | None]) -> list[str]:
+    bounds = {"seed": (0, MOST_SEED, 1), "symbols": (2, 2**16, 32), "pairs": (1, MOST_COUNT, 8)}
+    found = []
+    for name, value in numbers.items():
+        least, most, example = bounds.get(name, (1, MOST_COUNT, 5))
+        if value is not None and not least <= value <= most:
+            found.append(f"--{name}={value} is not a whole number from {least} to {most:,}; use {example}")
+    return found

@@ -1,0 +1,142 @@
+"""The model that is evaluated, in one mode after another, and its held-out sequences."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nsa_core import NativeSparseAttention
+from nsa_core.decoder import Decoder
+from nsa_train.checkpoint.models import OpenedModel
+from nsa_train.data.order import generator
+from nsa_train.data.packing import IGNORED, Batch, Row, collate
+from nsa_train.data.stream import open_validation
+from nsa_train.errors import ConfigError
+from nsa_train.evaluation.modes import RandomChoice, limited_to, registry_of
+from nsa_train.evaluation.options import EvalOptions, Mode
+from nsa_train.files import MOST_RECORDS, read_regular
+
+
+class Alphabet(NamedTuple):
+    """The ids of associative recall: three alphabets of `symbols` ids, of keys, of values and of noise."""
+
+    symbols: int
+    tokens: int
+    """Ids of a key, and of a value."""
+    pairs: int
+    """Pairs of a sequence of mqar."""
+
+
+class Subject:
+    """A model, the options of its evaluation, and what both say about its tasks."""
+
+    def __init__(self, opened: OpenedModel, options: EvalOptions, device: torch.device) -> None:
+        """Move the model to `device`."""
+        self.opened, self.options, self.device = opened, options, device
+        self.decoder: Decoder = opened.decoder.to(device)
+        self._generator = torch.Generator(device)
+        self._registry = registry_of(RandomChoice(self._generator))
+
+    @property
+    def choosing_layers(self) -> dict[int, NativeSparseAttention]:
+        """Return the layers that choose blocks, by their number in the decoder."""
+        attentions: Iterator[tuple[int, Any]] = ((index, block.attention) for index, block in enumerate(self.decoder.blocks))
+        return {index: layer for index, layer in attentions if isinstance(layer, NativeSparseAttention) and "slc" in layer.config.branches}
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """Return the modes that were asked for, or all that the model has."""
+        return self.options.modes or (tuple(Mode) if self.choosing_layers else (Mode.TRAINED,))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the lengths that were asked for, or half of the model's positions and all of them."""
+        most = self.opened.max_position
+        return self.options.lengths or tuple(dict.fromkeys((max(2, most // 2), most)))
+
+    @property
+    def plain_ids(self) -> NDArray[np.int64]:
+        """Return the ids that stand for text: all but the separator and the pad."""
+        tokenizer = self.opened.tokenizer
+        return np.setdiff1d(np.arange(tokenizer.vocab_size), [tokenizer.separator, tokenizer.pad])
+
+    @property
+    def alphabet(self) -> Alphabet:
+        """Return the alphabet that the run was trained on where it was trained on recall, with the options in place of its own."""
+        config, options = self.opened.config, self.options
+        if config is not None and config.data.source == "needle":
+            data = config.data
+            own = Alphabet(data.needle_symbols, data.needle_tokens, data.needle_pairs)
+        else:
+            own = Alphabet(min(64, len(self.plain_ids) // 3), 1, 8)
+        return own._replace(symbols=options.symbols or own.symbols, pairs=options.pairs or own.pairs)
+
+    @property
+    def reads_ids(self) -> bool:
+        """Return True where pass keys are pairs of plain ids, not text."""
+        config = self.opened.config
+        return self.options.symbols is not None or (config is not None and config.data.source == "needle")
+
+    def random(self, name: str) -> np.random.Generator:
+        """Return the generator of a sequence called `name`; no training row is drawn from it."""
+        return generator(self.options.seed, 0, f"eval {name}")
+
+    @property
+    def documents(self) -> list[Tensor]:
+        """Return the held-out documents `(S,)` that have a label, on the model's device; padding has none."""
+        return [
+            batch.input_ids[0, first:stop].to(self.device)
+            for batch in self.held_out
+            for first, stop in pairwise(batch.cu_seqlens.tolist())
+            if batch.loss_mask[0, first:stop].any()
+        ]
+
+    @contextmanager
+    def in_mode(self, mode: Mode, name: str) -> Iterator[None]:
+        """Let the model compute as `mode` says in the block; `name` fixes a shuffled choice."""
+        self._generator.manual_seed(int(self.random(f"choice {name}").integers(2**31)))
+        with limited_to(mode, [*self.choosing_layers.values()], self._registry):
+            yield
+
+    def logits(self, ids: Tensor, caches: Sequence[Any] | None = None, *, last: int) -> Tensor:
+        """Return the logits `(last, V)` after each of the last of `ids` `(S,)`, which follow what `caches` hold."""
+        x = self.decoder.embedding(ids.to(self.device).long()[None])
+        return self.decoder.logits(self.decoder.hidden(x, caches=caches)[0, -last:])
+
+    def batch_logits(self, batch: Batch) -> Tensor:
+        """Return the logits `(total, V)` of a packed batch on the model's device."""
+        x = self.decoder.embedding(batch.input_ids)
+        return self.decoder.logits(self.decoder.hidden(x, batch.cu_seqlens, batch.max_seqlen)[0])
+
+    @cached_property
+    def held_out(self) -> list[Batch]:
+        """Return the texts, one a batch, or the validation batches of the run.
+
+        Raises:
+            ConfigError: for a text that cannot be read, or is longer than the model's positions.
+            DataError: where the run's data cannot be read.
+        """
+        if self.options.texts:
+            return [self._batch_of(path) for path in self.options.texts]
+        assert self.opened.config is not None
+        return open_validation(self.opened.config)
+
+    def _batch_of(self, path: Path) -> Batch:
+        try:
+            ids = self.opened.tokenizer.encode(read_regular(path, MOST_RECORDS)).numpy()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--text={str(path)!r} cannot be read ({error}); name a UTF-8 text file") from None
+        most = self.opened.max_position
+        if not 2 <= len(ids) <= most:
+            raise ConfigError(
+                f"--text={str(path)!r} has {len(ids):,} tokens (the model has {most:,} positions, and a loss needs 2 tokens); "
+                "cut it into files of that size, and name each with --text"
+            )
+        return collate([Row(ids, np.append(ids[1:], np.int32(IGNORED)), [len(ids)], 1)])

@@ -1,0 +1,159 @@
+"""The table of tasks, and an evaluation: what a model can be asked, and the figures of its answers."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from attrs import frozen
+
+from nsa_train.checkpoint.models import OpenedModel
+from nsa_train.errors import ConfigError
+from nsa_train.evaluation.blocks import block_recall, twin_problems
+from nsa_train.evaluation.figures import Figure
+from nsa_train.evaluation.options import Mode, TaskName
+from nsa_train.evaluation.positions import loss_by_position
+from nsa_train.evaluation.recall import copy, least_copy, least_mqar, least_passkey, mqar, passkey
+from nsa_train.evaluation.subject import Subject
+from nsa_train.settings.config import listed
+
+Figures = Iterator[Figure]
+
+
+@frozen(kw_only=True)
+class Task:
+    """One task."""
+
+    figures: Callable[[Subject, OpenedModel | None], Figures]
+    """Yields the figures of a model, and of its dense twin where there is one."""
+    problems: Callable[[Subject], list[str]]
+    """Returns why a model cannot do the task with its options; empty where it can."""
+    reads_documents: bool = False
+    """Whether it reads held-out documents; else it draws its sequences."""
+
+
+def position_figures(subject: Subject) -> Figures:
+    """Yield loss and right answers of held-out rows by the position of a token in its document, by mode."""
+    longest = subject.opened.max_position
+    for mode in subject.modes:
+        with subject.in_mode(mode, "loss-by-position"):
+            buckets = loss_by_position(subject.batch_logits, subject.held_out, longest=longest, device=subject.device)
+        for one in buckets:
+            for measure, value in (("loss", one.loss), ("right", one.right)):
+                yield Figure(TaskName.LOSS_BY_POSITION, mode, measure, value, one.targets, first=one.first, last=one.last)
+
+
+def _without_text(subject: Subject) -> list[str]:
+    if subject.options.texts or subject.opened.config is not None:
+        return []
+    return [f"needs a text ({str(subject.opened.path)!r} is no run with held-out rows); use --text FILE"]
+
+
+def _without_choice(subject: Subject) -> list[str]:
+    found = _without_text(subject)
+    if not subject.choosing_layers:
+        found.append(
+            "needs a layer that chooses blocks (all layers of the model are dense, or have no selected branch); name a model with one"
+        )
+    elif set(subject.modes) == {Mode.CLOSED}:
+        found.append("has no figures of --mode closed (a closed branch reads no block); use --mode trained")
+    return found
+
+
+def _too_short(least: Callable[[Subject], int]) -> Callable[[Subject], list[str]]:
+    """Return the function that names the shortest length where it is below `least` of a model."""
+
+    def problems(subject: Subject) -> list[str]:
+        shortest, needed = min(subject.lengths), least(subject)
+        if shortest >= needed:
+            return []
+        return [f"needs sequences of at least {needed} tokens (--lengths has {shortest}); use --lengths {needed}"]
+
+    return problems
+
+
+def _broken_mqar(subject: Subject) -> list[str]:
+    symbols, tokens, pairs = subject.alphabet
+    if symbols**tokens >= pairs:
+        return _too_short(least_mqar)(subject)
+    return [f"has no key of its own for each of {pairs} pairs ({symbols} symbols to the power of {tokens}); use --pairs {symbols**tokens}"]
+
+
+TASKS: dict[TaskName, Task] = {
+    TaskName.LOSS_BY_POSITION: Task(figures=lambda subject, twin: position_figures(subject), problems=_without_text, reads_documents=True),
+    TaskName.PASSKEY: Task(figures=lambda subject, twin: passkey(subject), problems=_too_short(least_passkey)),
+    TaskName.MQAR: Task(figures=lambda subject, twin: mqar(subject), problems=_broken_mqar),
+    TaskName.COPY: Task(figures=lambda subject, twin: copy(subject), problems=_too_short(least_copy)),
+    TaskName.BLOCK_RECALL: Task(figures=block_recall, problems=_without_choice, reads_documents=True),
+}
+"""Every task by its name, in the order in which they run."""
+
+
+def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]) -> tuple[TaskName, ...]:
+    """Return the tasks to run: those that were asked for, or all that the model can do; `say` gets a line for each that is left out.
+
+    Raises:
+        ConfigError: a line for each option that does not fit the model or its tasks.
+        DataError: where the run's data cannot be read.
+    """
+    if problems := [*_broken_model(subject)]:
+        raise ConfigError.of(problems)
+    against = {name: task.problems(subject) for name, task in TASKS.items()}
+    chosen = subject.options.tasks or tuple(name for name, reasons in against.items() if not reasons)
+    if problems := [f"--tasks {name} {reason}" for name in chosen for reason in against[name]]:
+        raise ConfigError.of(problems)
+    for name, reason in ((name, reason) for name, reasons in against.items() for reason in reasons if not subject.options.tasks):
+        say(f"{name} is left out: it {reason}")
+    if problems := [*_ignored(subject, twin, chosen), *_broken_twin(subject, twin)]:
+        raise ConfigError.of(problems)
+    if any(TASKS[name].reads_documents for name in chosen):
+        # what cannot be read is refused before anything is computed
+        _ = subject.held_out
+    return chosen
+
+
+def _ignored(subject: Subject, twin: OpenedModel | None, tasks: Sequence[TaskName]) -> Iterator[str]:
+    if subject.options.texts and not any(TASKS[name].reads_documents for name in tasks):
+        yield f"--text would be ignored (no task of {listed(tasks)} reads a text); use --tasks loss-by-position, or leave it out"
+    if twin is not None and TaskName.BLOCK_RECALL not in tasks:
+        yield f"--twin would be ignored (no task of {listed(tasks)} reads it); use --tasks block-recall, or leave it out"
+
+
+def _broken_model(subject: Subject) -> Iterator[str]:
+    options, most = subject.options, subject.opened.max_position
+    if not subject.choosing_layers:
+        yield from (
+            f"--mode={mode.value!r} changes nothing (the model has no selected branch); use --mode trained"
+            for mode in options.modes
+            if mode is not Mode.TRAINED
+        )
+    yield from (
+        f"--lengths has {length:,}, more than the model's {most:,} positions (it was trained on no longer ones); use --lengths {most}"
+        for length in options.lengths
+        if length > most
+    )
+    num_ids = len(subject.plain_ids)
+    if options.symbols is not None and 3 * options.symbols > num_ids:
+        yield f"--symbols={options.symbols} needs {3 * options.symbols:,} ids (the tokenizer has {num_ids:,}); use --symbols {num_ids // 3}"
+
+
+def _broken_twin(subject: Subject, twin: OpenedModel | None) -> list[str]:
+    if twin is None:
+        return []
+    reasons = twin_problems(subject, twin)
+    longest = max(map(len, subject.documents))
+    if longest > twin.max_position:
+        reasons.append(f"it has {twin.max_position:,} positions, the longest document {longest:,} tokens")
+    return [f"--twin={str(twin.path)!r} is no dense twin of the model: {reason}; name a dense model of its shape" for reason in reasons]
+
+
+@torch.inference_mode()
+def evaluate(subject: Subject, tasks: Sequence[TaskName], twin: OpenedModel | None, say: Callable[[str], None]) -> list[Figure]:
+    """Return the figures of `tasks`, which `check` returned; `say` gets a line for each task that begins. Equal seeds give equal figures.
+
+    Raises:
+        TrainError: where a text or the run's data cannot be read.
+    """
+    found: list[Figure] = []
+    for name in tasks:
+        say(f"eval: {name}")
+        found += TASKS[name].figures(subject, twin)
+    return found
