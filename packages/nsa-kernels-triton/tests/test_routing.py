@@ -175,7 +175,7 @@ def test_routing_says_why_the_kernels_of_9_0_are_off(operation, monkeypatch):
         gpu(9, 0, operation="choose"),
         gpu(9, 0, operation=operation, dtype=torch.float32, kv_dtype=torch.float32),
     ):
-        assert not any(candidate.notes for candidate in explain_routing(other).candidates)
+        assert not any(candidate.notes for candidate in explain_routing(other).candidates if candidate.name == "triton")
 
 
 def test_routing_has_nothing_to_add_where_the_kernels_of_9_0_are_on(monkeypatch):
