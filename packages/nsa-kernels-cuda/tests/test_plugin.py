@@ -92,8 +92,8 @@ def test_every_reason_is_given_at_once(nvrtc):
     assert messages(request) == [
         "incapable: compute capability 7.5 (needs 8.0 or newer)",
         "incapable: q of torch.float64 (takes torch.float32, torch.bfloat16, torch.float16)",
-        f"incapable: {MOST_BLOCKS + 1} blocks in a sequence (the shared memory of a warp holds {MOST_BLOCKS} scores)",
-        "policy: 37 free blocks for a query (above 32, the lanes of a warp, it searches bit by bit)",
+        f"incapable: {MOST_BLOCKS + 1} blocks in a sequence (the shared memory of a warp holds {MOST_BLOCKS} scores); use larger selection blocks",
+        "policy: 37 blocks chosen by score for a query (above 32, the lanes of a warp, it searches bit by bit)",
     ]
 
 

@@ -143,7 +143,7 @@ def table_of(name: str, rows: list[dict[str, Any]]) -> RowTable:
     """Return the table of `rows`; a column may be missing in some."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     values = {column: [shown(row.get(column)) for row in rows] for column in columns}
-    # of a single row nothing would be left
+    # a single row keeps all of its columns
     same = {column: found[0] for column, found in values.items() if len(rows) > 1 and len(set(found)) == 1}
     kept = [column for column in columns if column not in same]
     return RowTable(name, kept, [[values[column][index] for column in kept] for index in range(len(rows))], same)

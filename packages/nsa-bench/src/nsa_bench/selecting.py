@@ -157,7 +157,10 @@ def _choice(case: Case, name: str, plan: SelectPlan, registry: BackendRegistry) 
         expected = choose(scores[few], None, positions[few], shape.num_kv_heads, geometry=geometry)
         wrong = int((_chosen(backend, operands, geometry)[few] != expected).any(-1).sum())
         if wrong:
-            return attrs.evolve(result, reason=f"wrong: {wrong} of {expected.shape[0] * expected.shape[1]} choices are others")
+            return attrs.evolve(
+                result,
+                reason=f"wrong: {wrong} of {expected.shape[0] * expected.shape[1]} choices differ from the reference (equal bit by bit is the rule)",
+            )
 
         def call() -> object:
             return _chosen(backend, operands, geometry)

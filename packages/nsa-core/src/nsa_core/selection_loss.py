@@ -43,7 +43,7 @@ class SelectionLoss:
         self.offset: Tensor | None = None
         """0 to 1, on the layer's device: which queries are sampled; None: 0."""
         self.target: Tensor | None = None
-        """Mass of the next passes' `rows`, as `block_mass` returns it; None: of the layer's own dense form. Set it before each pass."""
+        """Mass of `rows` for the next pass, as `block_mass` returns it; None: the layer computes its own. Set it before each pass."""
         self.value: Tensor | None = None
         """The loss of the last pass, with its gradient."""
 
@@ -85,7 +85,7 @@ def block_mass(
         q: `(B, S, H, D_k)`, rotated; packed: `(1, total, H, D_k)`.
         k: `(B, S, G, D_k)`, the rotated keys of these queries.
         rows: int64 `(m,)`, the queries among the B * S rows; `sample_rows` draws some.
-        geometry: of it, the size of a selection block alone counts.
+        geometry: only `selection_block_size` is read.
         num_groups: groups of neighbouring heads that share a row of mass, a divisor of H; None: G.
         scale: of scores; None: D_k ** -0.5.
         cu_seqlens: int32 `(sequences + 1,)`, bounds of packed sequences.

@@ -60,6 +60,6 @@ def _remove_abandoned(folder: Path) -> None:
         try:
             if time.time() - temporary.stat().st_mtime > ABANDONED_AFTER_S:
                 temporary.unlink()
-        except FileNotFoundError:
+        except OSError:
             # another process has renamed or removed it
             continue

@@ -154,7 +154,9 @@ def load(source: Path, kernel: str, architecture: str) -> "Kernel":
     try:
         found = ObjectCode.from_cubin(cubin, name=source.name).get_kernel(kernel)
         # the driver may load code when it is first asked about it
-        _ = found.attributes.num_regs
+        registers = found.attributes.num_regs
+        # a method in cuda.core 0.x
+        _ = registers() if callable(registers) else registers
     except (CUDAError, RuntimeError) as error:
         raise KernelBuildError(
             f"the driver (CUDA {_dotted(driver_version())}) does not load {source.name} of NVRTC {_dotted(nvrtc_version())}: {error}; "

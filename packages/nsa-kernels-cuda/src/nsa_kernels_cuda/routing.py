@@ -23,10 +23,15 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
     reasons = CAPABILITY.reasons_against(request)
     num_blocks = num_selection_blocks(request.num_keys, geometry)
     if num_blocks > MOST_BLOCKS:
-        reasons += (Reason.incapable(f"{num_blocks} blocks in a sequence (the shared memory of a warp holds {MOST_BLOCKS} scores)"),)
+        limit = f"{num_blocks} blocks in a sequence (the shared memory of a warp holds {MOST_BLOCKS} scores)"
+        reasons += (Reason.incapable(f"{limit}; use larger selection blocks"),)
     num_free = geometry.num_selected_blocks - geometry.num_initial_blocks - geometry.num_local_blocks
     if num_free > WARP_SIZE:
-        reasons += (Reason.policy(f"{num_free} free blocks for a query (above {WARP_SIZE}, the lanes of a warp, it searches bit by bit)"),)
+        reasons += (
+            Reason.policy(
+                f"{num_free} blocks chosen by score for a query (above {WARP_SIZE}, the lanes of a warp, it searches bit by bit)"
+            ),
+        )
     capability = supported_capability(request)
     unavailable = jit.why_unavailable(SOURCE, KERNELS[torch.float32], capability) if capability else ""
     return reasons + ((Reason.incapable(unavailable),) if unavailable else ())

@@ -143,7 +143,7 @@ class NSAModelConfig(PreTrainedConfig):
         Raises:
             ConfigError: naming the key that is refused.
         """
-        if self.attention not in ATTENTIONS:
+        if self.attention not in tuple(ATTENTIONS):
             raise ConfigError(f"attention={self.attention!r} is unknown (the rule: one of 'nsa', 'dense'); use 'nsa'")
         pattern = self.layers or [self.attention]
         if self.num_hidden_layers < 1 or self.num_hidden_layers % len(pattern):
@@ -158,7 +158,7 @@ class NSAModelConfig(PreTrainedConfig):
         own = dict(entry) if isinstance(entry, Mapping) else {"attention": entry}
         attention = own.pop("attention", "nsa")
         unknown = [name for name in own if name not in LAYER_KEYS]
-        if attention not in ATTENTIONS or unknown:
+        if attention not in tuple(ATTENTIONS) or unknown:
             raise ConfigError(f"{key}={entry!r} is no layer (the rule: 'nsa', 'dense', or a table of {', '.join(LAYER_KEYS)}); use 'nsa'")
         return Layer(attention, self._nsa_config({**(self.nsa or {}), **own}))
 

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from nsa_core.errors import ConfigError, InputError
-from nsa_transformers.conversion import ConversionOptions, plan_conversion
+from nsa_transformers.conversion import ConversionOptions, plan_conversion, verifying, write_converted
 
 
 def edit_config(folder, **values):
@@ -78,7 +78,11 @@ def test_sizes_that_are_not_those_of_the_tensors_are_refused_at_once(dense, key,
         ({"nsa": {"kv": "shared"}}, "--nsa kv=shared is an option of its own; use --kv shared"),
         ({"kv": "both"}, "--kv='both' is unknown (the rule: one of 'shared', 'separate'); use 'shared'"),
         ({"gates": "shut"}, "--gates='shut' is unknown (the rule: one of 'open', 'selected'); use 'open'"),
-        ({"layers": "nsa"}, "--layers='nsa' is no list"),
+        ({"layers": "nsa"}, "--layers='nsa' is no pattern"),
+        ({"layers": []}, "--layers=[] is no pattern"),
+        ({"layers": [{"branches": 5}]}, "branches"),
+        ({"layers": [["nsa"]]}, "layers[0]"),
+        ({"layers": [{"attention": []}]}, "layers[0]"),
         (
             {"layers": ["nsa", "dense", "nsa"]},
             "--layers has 3 entries, the model 2 layers (the pattern is repeated, whole); use 1 or 2 entries",
@@ -195,7 +199,28 @@ def test_logits_that_are_not_finite_are_found(dense, convert, name):
 def test_numbers_that_are_not_finite_are_found(dense, convert, tmp_path):
     folder = dense().folder
     edit_weights(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan")))
-    with pytest.raises(InputError, match="layer 1 differs from the source's by nan"):
+    with pytest.raises(InputError, match="layer 1 gives NaN or Inf"):
         convert(folder)
     # nothing loads it
     assert not (tmp_path / "converted" / "config.json").exists()
+
+
+def test_a_layer_that_computes_something_else_is_found(dense, tmp_path):
+    plan = plan_conversion(dense().folder, ConversionOptions(gates="selected"))
+    plan.config.nsa["rope_theta"] = 5e5
+    with pytest.raises(InputError, match="layer 0 differs from Transformers' by"):
+        write_converted(plan, tmp_path / "out")
+
+
+def test_selected_gates_keep_the_logits_or_are_refused(dense, tmp_path, monkeypatch):
+    plan = plan_conversion(dense().folder, ConversionOptions(gates="selected"))
+    monkeypatch.setattr(verifying, "_compared_logits", lambda *_: (2e-4, 1.0, 1.0))
+    with pytest.raises(InputError, match=r"logits differ from the source's by 2.0e-04 .*--gates open"):
+        write_converted(plan, tmp_path / "out")
+
+
+def test_a_number_of_rope_that_is_none_is_refused(dense):
+    folder = dense().folder
+    content = json.loads((folder / "config.json").read_text())
+    edit_config(folder, rope_parameters={**content["rope_parameters"], "rope_theta": "x"})
+    assert "rope_theta" in refusal(folder)

@@ -94,21 +94,21 @@ def other_choice(q: Tensor, num_groups: int, num_blocks: int, geometry: BlockGeo
     if not q.is_cuda:
         return None
     registry = default_registry()
-    # a registry may grow: its size belongs to what is remembered
-    sizes = (len(registry.backends), q.shape[0] * q.shape[1], num_groups, num_blocks)
+    # a registry may grow: its size belongs to what is remembered; the number of rows does not, which no choice depends on
+    sizes = (len(registry.backends), num_groups, num_blocks)
     return _preferred_choice(registry, sizes, capability_of(q), q.dtype, geometry)
 
 
 @lru_cache(maxsize=256)
 def _preferred_choice(
     registry: BackendRegistry,
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int],
     capability: tuple[int, int] | None,
     dtype: torch.dtype,
     geometry: BlockGeometry,
 ) -> BranchBackend | None:
     """Remembered: a request costs more host time than the launch that it decides."""
-    _, rows, num_groups, num_blocks = sizes
+    _, num_groups, num_blocks = sizes
     request = BranchRequest(
         operation=Operation.CHOOSE,
         geometry=geometry,
@@ -116,13 +116,17 @@ def _preferred_choice(
         compute_capability=capability,
         dtype=dtype,
         kv_dtype=dtype,
-        num_queries=rows,
+        num_queries=1,
         num_keys=num_blocks * geometry.selection_block_size,
         num_heads=num_groups,
         num_kv_heads=num_groups,
     )
+    mine = routing.preference(request)
+    if all(one.preference(request) <= mine for one in registry.backends if one.operation is Operation.CHOOSE):
+        # nothing is asked for its reasons, for which it may have to compile
+        return None
     found = registry.resolve(request)
-    return found if found.preference(request) > routing.preference(request) else None
+    return found if found.preference(request) > mine else None
 
 
 def _choose(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.errors import InputError
+from nsa_core.serialization import toml_value
 from nsa_train.checkpoint.folders import model_tables, require_installed
 from nsa_train.checkpoint.publish import whole
 from nsa_train.data.tokenizer import open_bpe
@@ -43,7 +44,7 @@ def convert(
         ConfigError: where `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
         CheckpointError: where files are damaged, or tensors are missing, extra or of another shape; nothing is left behind.
     """
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise ConfigError(f"--out={str(out)!r} exists already (a conversion never overwrites); use another name")
     require_installed("convert")
     from nsa_transformers.conversion import ConversionOptions, plan_conversion, write_converted
@@ -138,5 +139,7 @@ def _summary(written: Any, recipe: RunConfig, out: Path) -> list[str]:
         lines.append(
             "tokenizer: nsa-train reads none here (a byte-level tokenizer.json with <|endoftext|>); set data.tokenizer in recipe.toml"
         )
-    command = ["nsa-train", "run", str(out / RECIPE), "--set", f"train.init_from={out}", "--set", "data.path=FILE"]
+    # a name such as 2024 or true would be read as what it is in TOML
+    named = str(out) if parse_value(str(out)) == str(out) else toml_value(str(out))
+    command = ["nsa-train", "run", str(out / RECIPE), "--set", f"train.init_from={named}", "--set", "data.path=FILE"]
     return [*lines, f"train it: {shlex.join(command)}"]

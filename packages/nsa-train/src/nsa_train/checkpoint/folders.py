@@ -104,7 +104,9 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
         if not _fits(form, wanted.get(name))
     ]
     if problems:
-        raise CheckpointError(f"the weights in {folder} are not those of {of}: {_some(problems)}")
+        raise CheckpointError(
+            f"the weights in {folder} are not those of {of}: {_some(problems)}; use the recipe that lies beside them, or its sizes"
+        )
     return files
 
 

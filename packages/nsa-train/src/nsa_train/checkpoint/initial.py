@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attrs import evolve
 from torch import Tensor, nn
 
 from nsa_core.errors import NSAError
@@ -16,11 +17,11 @@ from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.checkpoint.tensors import fill_weights, read_tensors, require_forms
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import undrawn_weights
-from nsa_train.settings.config import RunConfig, unstructure
+from nsa_train.settings.config import NSATable, RunConfig, unstructure
 
 LEARNED_WITH = (
     *("model.n_heads", "model.n_kv_heads", "model.head_dim_qk", "model.norm_eps"),
-    *("nsa.rope_theta", "nsa.rope_scaling", "nsa.qk_norm_eps"),
+    *("nsa.rope_theta", "nsa.rope_scaling", "nsa.qk_norm_eps", "nsa.gate", "nsa.gate_temperature", "nsa.compressed_rope"),
 )
 """Keys that change no shape, and without which the weights compute something else."""
 THIS_RECIPE = "this recipe"
@@ -86,10 +87,12 @@ def _of_folder(folder: Path, config: RunConfig) -> InitialWeights:
 
 def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> list[str]:
     """Return a line for each key of LEARNED_WITH that the run has another value of."""
-    now, lines = unstructure(config), []
+    now, default, lines = unstructure(config), {"model": {}, "nsa": unstructure(evolve(config, nsa=NSATable()))["nsa"]}, []
     for key in LEARNED_WITH:
         table, _, name = key.partition(".")
-        before, after = learned[table].get(name), now[table].get(name)
+        # a folder may leave defaults out
+        after = now[table].get(name)
+        before = learned[table].get(name, default[table].get(name))
         if before != after:
             lines.append(f"those weights learned with {key}={toml_value(before)}, and this run has {toml_value(after)}")
     return lines

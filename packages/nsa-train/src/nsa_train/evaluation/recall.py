@@ -87,8 +87,11 @@ def least_passkey(subject: Subject) -> int:
     """Return the tokens of the shortest sequence that holds a pass key, its question and its answer."""
     if subject.reads_ids:
         return 2 * _task(subject, 0, pairs=1).pair_ids
-    number = MOST_KEY - 1
-    return sum(len(subject.opened.tokenizer.encode(text)) for text in (KEY % (number, number), QUESTION, ANSWER % number)) + 1
+    tokenizer, numbers = subject.opened.tokenizer, range(LEAST_KEY, MOST_KEY)
+    # numbers take different counts of tokens; each text has a separator behind it
+    keys, answers = (tokenizer.encode_batch(texts) for texts in ([KEY % (n, n) for n in numbers], [ANSWER % n for n in numbers]))
+    longest = max(len(key) + len(answer) - 2 for key, answer in zip(keys, answers, strict=True))
+    return longest + len(tokenizer.encode(QUESTION)) + 1
 
 
 def mqar(subject: Subject) -> Iterator[Figure]:
@@ -152,7 +155,7 @@ def copy(subject: Subject) -> Iterator[Figure]:
 
 
 def least_copy(subject: Subject) -> int:
-    """Return the tokens of the shortest sequence of copy, whose span has 2: one that is given and one that is to be told."""
+    """Return the tokens of the shortest sequence of copy, whose span has 2: one given, one to predict."""
     return 2 * COPIED
 
 

@@ -102,7 +102,7 @@ def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]
         raise ConfigError.of(problems)
     for name, reason in ((name, reason) for name, reasons in against.items() for reason in reasons if not subject.options.tasks):
         say(f"{name} is left out: it {reason}")
-    if problems := [*_ignored(subject, twin, chosen), *_broken_twin(subject, twin)]:
+    if problems := [*_ignored(subject, twin, chosen)] or _broken_twin(subject, twin):
         raise ConfigError.of(problems)
     if any(TASKS[name].reads_documents for name in chosen):
         # what cannot be read is refused before anything is computed

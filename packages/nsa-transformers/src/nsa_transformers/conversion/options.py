@@ -48,8 +48,8 @@ class ConversionOptions:
     """Most bytes of tensors in a file."""
 
     def __attrs_post_init__(self) -> None:
-        if self.layers is not None and not isinstance(self.layers, list | tuple):
-            raise ConfigError(f"--layers={self.layers!r} is no list (the rule: one entry for each layer of a pattern); use '[\"nsa\"]'")
+        if self.layers is not None and not (isinstance(self.layers, list | tuple) and self.layers):
+            raise ConfigError(f"--layers={self.layers!r} is no pattern (the rule: a list of at least one entry); use '[\"nsa\"]'")
         for key in self.nsa:
             if key == "kv":
                 raise ConfigError(f"--nsa kv={self.nsa[key]} is an option of its own; use --kv {self.nsa[key]}")

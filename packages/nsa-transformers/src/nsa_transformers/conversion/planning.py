@@ -44,7 +44,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Conversion(NamedTuple):
-    """A conversion that was judged, and not begun."""
+    """A checked conversion; nothing is written yet."""
 
     source: Source
     options: ConversionOptions

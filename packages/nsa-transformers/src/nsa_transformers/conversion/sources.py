@@ -46,6 +46,8 @@ ROPE_KEYS = {
     "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
 }
 """Kind of RoPE -> its numbers under Transformers' names."""
+YARN_NUMBERS = ("attention_factor", "mscale", "mscale_all_dim")
+"""Numbers of YaRN's attention factor."""
 
 
 class Source(NamedTuple):

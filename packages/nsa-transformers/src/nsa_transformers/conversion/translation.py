@@ -7,7 +7,7 @@ from typing import Any
 from nsa_core.errors import ConfigError
 from nsa_transformers.configuration import NSAModelConfig, nsa_table
 from nsa_transformers.conversion.options import ConversionOptions, dense_branch
-from nsa_transformers.conversion.sources import ROPE_KEYS, Source
+from nsa_transformers.conversion.sources import ROPE_KEYS, YARN_NUMBERS, Source
 
 OPEN_WINDOW = "its layers see a sliding window (the rule: such a layer becomes a window of the same size)"
 
@@ -71,6 +71,10 @@ def _rope(theirs: Any) -> dict[str, Any]:
         raise ConfigError(
             "truncate=False of rope_type='yarn' is not converted (the ramp begins and ends at whole pairs); use a model with true"
         )
+    for key in ("rope_theta", *ROPE_KEYS.get(kind, ()), *YARN_NUMBERS):
+        value = rope.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"rope_parameters has {key}={value!r} (the rule: a number); copy config.json again")
     theta = {"rope_theta": float(rope["rope_theta"])}
     if kind == "default":
         return theta
@@ -94,7 +98,7 @@ def _yarn_attention(rope: Mapping[str, Any], factor: float) -> dict[str, float]:
 def _layers(source: Source, options: ConversionOptions) -> dict[str, Any]:
     """Return `attention` and `layers` of config.json; a window takes the size of the source's where none is given."""
     windows = source.windows
-    pattern = options.layers or ["nsa"]
+    pattern = ["nsa"] if options.layers is None else options.layers
     if len(windows) % len(pattern):
         fitting = [size for size in range(1, len(windows) + 1) if len(windows) % size == 0]
         raise ConfigError(
@@ -110,7 +114,7 @@ def _layers(source: Source, options: ConversionOptions) -> dict[str, Any]:
 def _with_window(entry: Any, table: Mapping[str, Any], windows: Sequence[int | None]) -> Any:
     own = dict(entry) if isinstance(entry, Mapping) else {"attention": entry}
     merged = {**table, **own}
-    is_window = own.get("attention", "nsa") == "nsa" and list(merged.get("branches", ())) == ["win"]
+    is_window = own.get("attention", "nsa") == "nsa" and merged.get("branches") in (["win"], ("win",))
     if is_window and "window_size" not in merged and len(set(windows)) == 1 and windows[0] is not None:
         return {**own, "window_size": windows[0]}
     return dict(own) if isinstance(entry, Mapping) else entry

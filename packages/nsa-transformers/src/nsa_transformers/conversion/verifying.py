@@ -23,6 +23,7 @@ TOKENS = 256
 """Rows that go through each layer, and tokens that go through both models."""
 TOLERANCE = 1e-4
 """Largest difference of a layer's outputs, as a share of the largest output."""
+TINY = torch.finfo(torch.float32).tiny
 
 
 class Difference(NamedTuple):
@@ -77,11 +78,14 @@ def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = l
     theirs, ours = (_embedded(stored, ids) for stored in (source.tensors[EMBEDDING], tensors["embedding.weight"]))
     largest = 0.0
     for place, layer in enumerate(layers):
-        rows = torch.randn(theirs.shape, generator=generator)
-        expected = _source_layer(source, place, num_tokens)(torch.cat([theirs, rows]))
-        found = _converted_layer(conversion, layer, _below(f"blocks.{place}.", tensors), len(ids))(torch.cat([ours, rows]))
+        rows, attended = torch.randn(theirs.shape, generator=generator), list[Tensor]()
+        expected = _source_layer(source, place, num_tokens, attended)(torch.cat([theirs, rows]))
+        found = _converted_layer(conversion, layer, _below(f"blocks.{place}.", tensors), len(ids), attended)(torch.cat([ours, rows]))
         theirs, ours = expected[: len(ids)], found[: len(ids)]
-        largest = max(largest, _checked_difference(place, expected[len(ids) :], found[len(ids) :]))
+        # without the rows themselves, which would hide what a layer adds to them; attention alone, which the MLP would hide
+        added = (expected[len(ids) :] - rows, found[len(ids) :] - rows)
+        for pair in (added, [x[len(ids) :] for x in attended]):
+            largest = max(largest, _checked_difference(place, *pair))
         say(f"verified layer {place + 1} of {len(layers)}")
     norms = (source.tensors["model.norm.weight"], tensors["norm.weight"])
     theirs, ours = (
@@ -90,7 +94,13 @@ def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = l
     )
     is_tied = source.config.tie_word_embeddings
     heads = (source.tensors[EMBEDDING if is_tied else HEAD], tensors["embedding.weight" if is_tied else "lm_head.weight"])
-    return Difference(largest, *_compared_logits((theirs, ours), heads, ids), num_tokens)
+    difference = Difference(largest, *_compared_logits((theirs, ours), heads, ids), num_tokens)
+    if conversion.options.gates == "selected" and not difference.logits <= TOLERANCE:
+        raise InputError(
+            f"logits differ from the source's by {difference.logits:.1e} of the largest (the rule of --gates selected: at most "
+            f"{TOLERANCE:.0e}); report it with the source's config.json, or use --gates open"
+        )
+    return difference
 
 
 def _below(prefix: str, tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -102,12 +112,22 @@ def _embedded(table: Stored, ids: Tensor) -> Tensor:
     return torch.cat(rows).float().view(*ids.shape, -1)
 
 
-def _source_layer(source: Source, place: int, num_tokens: int) -> Callable[[Tensor], Tensor]:
+def _noted(attended: list[Tensor]) -> Callable[..., None]:
+    """Return a forward hook that appends the output `(B, num_tokens, hidden)` of an attention module to `attended`."""
+
+    def note(module: nn.Module, inputs: Any, out: Any) -> None:
+        attended.append(out[0] if isinstance(out, tuple) else out)
+
+    return note
+
+
+def _source_layer(source: Source, place: int, num_tokens: int, attended: list[Tensor]) -> Callable[[Tensor], Tensor]:
     """Return Transformers' own layer `place`, with a causal mask of its window, as a function of states `(B, num_tokens, hidden)`."""
     source.config._attn_implementation = "eager"
     with weightless():
         module: Any = source.part("DecoderLayer")(source.config, place)
     layer: Any = streamed(module, _below(f"model.layers.{place}.", source.tensors))
+    layer.self_attn.register_forward_hook(_noted(attended))
     positions = torch.arange(num_tokens)
     distance = positions[:, None] - positions
     is_visible = (distance >= 0) & (distance < (source.windows[place] or num_tokens))
@@ -122,11 +142,12 @@ def _source_layer(source: Source, place: int, num_tokens: int) -> Callable[[Tens
     return run
 
 
-def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, Stored], num_own: int) -> nn.Module:
+def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, Stored], num_own: int, attended: list[Tensor]) -> nn.Module:
     """Return a layer of the converted model, which opens the dense branch alone for the sequences from `num_own` on."""
     with weightless():
         module = Block(conversion.config.sizes(), layer.build)
     block: Any = streamed(module, tensors)
+    block.attention.register_forward_hook(_noted(attended))
     if layer.attention == "nsa":
         logits = gate_logits(layer.config, "selected")
 
@@ -138,13 +159,14 @@ def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, St
 
 
 def _checked_difference(place: int, expected: Tensor, found: Tensor) -> float:
-    """Return the largest difference of outputs of layer `place`, as a share of the largest."""
-    difference = float((expected - found).abs().max() / expected.abs().max())
-    # not so where it is no number
+    """Return the largest difference of outputs of layer `place`, as a share of the largest; 0 where both are 0."""
+    if not bool(expected.isfinite().all() & found.isfinite().all()):
+        raise InputError(f"layer {place} gives NaN or Inf (its weights are not finite, or overflow float32); use another checkpoint")
+    difference = float((expected - found).abs().max() / expected.abs().max().clamp(min=TINY))
     if not difference <= TOLERANCE:
         raise InputError(
-            f"layer {place} differs from the source's by {difference:.1e} of the largest output (at most {TOLERANCE:.0e}); "
-            "the source holds numbers that are not finite, or too large for float32"
+            f"layer {place} differs from Transformers' by {difference:.1e} of the largest output (the rule: at most {TOLERANCE:.0e}); "
+            "report it with the source's config.json"
         )
     return difference
 
@@ -166,7 +188,7 @@ def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored]
     if not all(bool(total.isfinite().all()) for total in sums):
         raise InputError("the logits are not finite (the source's embedding, norm or output layer is not); use another checkpoint")
     losses = _losses(sums, hits)
-    return difference / largest, losses[0], losses[1]
+    return difference / max(largest, TINY), losses[0], losses[1]
 
 
 def _logits_of(logits: Tensor, columns: Tensor) -> Tensor:
