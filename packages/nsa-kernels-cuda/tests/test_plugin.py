@@ -10,8 +10,9 @@ import torch
 from attrs import evolve
 
 from nsa_core import BlockGeometry, BranchBackend, BranchRequest, Operation, default_plugins, explain_routing, load_plugins
+from nsa_core.errors import InputError
 from nsa_kernels_cuda import plugin, routing
-from nsa_kernels_cuda.choice.op import MOST_BLOCKS
+from nsa_kernels_cuda.choice.op import MOST_BLOCKS, choose
 
 PROGRAM = """
 import json, sys
@@ -99,3 +100,21 @@ def test_every_reason_is_given_at_once(nvrtc):
 
 def test_another_device_is_refused():
     assert messages(BranchRequest(operation="choose"))[0] == "incapable: device cpu (needs cuda)"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_heads": 2}, "scores have 4 rows of blocks for num_kv_heads=2"),
+        ({"factor": torch.ones(3, 4), "num_kv_heads": 3}, "scores have 4 rows of blocks for num_kv_heads=3"),
+        ({"factor": torch.ones(3, 2)}, r"factor has shape \(3, 2\)"),
+        ({"positions": torch.zeros(2, dtype=torch.int32)}, r"positions has shape \(2,\)"),
+        ({"positions": torch.zeros(3, dtype=torch.int32, device="meta")}, "positions has shape .* on meta"),
+        ({"scores": torch.zeros(3, 4, MOST_BLOCKS + 1)}, f"scores have {MOST_BLOCKS + 1} blocks"),
+        ({"scores": torch.zeros(3, 4, 8, dtype=torch.float64)}, "scores of torch.float64"),
+    ],
+)
+def test_operands_that_the_kernel_would_misread_are_refused(change, message):
+    operands = {"scores": torch.zeros(3, 4, 8), "factor": None, "positions": torch.zeros(3, dtype=torch.int32), "num_kv_heads": 4} | change
+    with pytest.raises(InputError, match=message):
+        choose(*operands.values(), geometry=BlockGeometry())

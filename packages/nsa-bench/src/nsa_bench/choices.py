@@ -7,7 +7,7 @@ The first tile of a row is its first `FIRST_TILE` compressed keys, by whose maxi
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import torch
@@ -20,20 +20,15 @@ from nsa_bench.inputs import free_overlap
 from nsa_bench.recorded import Recording, recording_to_json
 from nsa_bench.results import Output
 from nsa_core import (
-    BackendRegistry,
     BlockGeometry,
-    Keys,
     NativeSparseAttention,
-    Operation,
-    Queries,
     load_plugins,
 )
-from nsa_core.dispatch import make_call, run
 from nsa_core.reference.rows import num_visible_blocks
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.data.stream import open_validation
-from nsa_train.evaluation.modes import ServingBackend, registry_of
 from nsa_train.host.routing import DTYPES
+from nsa_train.model.choosing import Choice, NotedChoice, registry_of
 from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import local_device
 from nsa_train.settings.config import RunConfig
@@ -46,37 +41,6 @@ MOST_NATS = 13.0
 """Rows whose largest score lies further above the maximum of their first tile are counted."""
 SCORES = 2**26
 """Scores of a part of the rows that are computed at a time."""
-
-
-class Choice(NamedTuple):
-    """One call of a layer's choice."""
-
-    block_indices: Tensor
-    """int32 `(S, G, n)`."""
-    q: Tensor
-    """`(S, H, D_k)`."""
-    k_cmp: Tensor
-    """`(C, G, D_k)`."""
-    scale: float
-    geometry: BlockGeometry
-
-
-class NotedChoice(ServingBackend):
-    """A backend of SELECT: the choice of an installed backend, which it keeps with its operands."""
-
-    name = "noted"
-
-    def __init__(self, installed: BackendRegistry) -> None:
-        """Choose as `installed` does by itself."""
-        self._installed = installed
-        self.last: Choice | None = None
-
-    def __call__(self, queries: Queries, cmp: Keys, lse: Tensor, /, *, geometry: BlockGeometry, scale: float) -> Tensor:
-        """Return block_indices int32 `(B, S, G, n)`."""
-        call = make_call(queries.q, geometry, scale, "auto", self._installed)
-        chosen: Tensor = run(Operation.SELECT, call, queries, cmp, lse)
-        self.last = Choice(chosen[0], queries.q[0], cmp.k[0], scale, geometry)
-        return chosen
 
 
 @frozen(kw_only=True)

@@ -12,8 +12,9 @@ from nsa_bench.needle.plan import NeedlePlan, load_plan
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig
 from nsa_core.reference import naive
 from nsa_train.data.retrieval import retrieval_rows
-from nsa_train.evaluation.modes import RandomChoice, limited_to, registry_of
+from nsa_train.evaluation.modes import RandomChoice, limited_to
 from nsa_train.evaluation.options import Mode
+from nsa_train.model.choosing import registry_of
 from nsa_train.model.decoder import Decoder, build_model
 
 CPU = torch.device("cpu")

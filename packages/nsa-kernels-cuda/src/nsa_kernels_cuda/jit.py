@@ -62,7 +62,7 @@ def compile_cached(source: Path, architecture: str, folder: Path | None = None) 
 
 
 def key_of(source: Path, architecture: str) -> bytes:
-    """Return the SHA-256 of all that the cubin depends on: the sources of the folder, the options, the architecture, NVRTC's version."""
+    """Return the SHA-256 of the sources of the folder, the language standard, the architecture, and NVRTC's major and minor version."""
     digest = hashlib.sha256()
     for file in (source, *sorted(source.parent.glob("*.cuh"))):
         text = file.read_bytes()

@@ -9,6 +9,7 @@ import torch
 from nsa_core import BlockGeometry
 from nsa_core.selection_loss import block_mass
 from nsa_train.checkpoint.models import OpenedModel
+from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.evaluation.blocks import block_recall, recall_of, rows_to_compare, twin_problems
 from nsa_train.evaluation.options import Mode
 from nsa_train.evaluation.subject import Subject
@@ -124,3 +125,14 @@ def test_a_twin_of_the_same_shape_fits(random_subject, tiny_config) -> None:
     subject = random_subject()
     decoder = build_model(tiny_config("model.attention=dense", "model.intermediate_size=256"))
     assert twin_problems(subject, subject.opened._replace(decoder=decoder)) == []
+
+
+def test_a_twin_whose_ids_mean_other_text_is_refused(random_subject) -> None:
+    class Shifted(ByteTokenizer):
+        def encode(self, text: bytes) -> torch.Tensor:
+            return super().encode(text).flip(0)
+
+    subject = random_subject()
+    twin = subject.opened._replace(tokenizer=Shifted())
+    assert "it has another tokenizer, whose ids mean other text" in twin_problems(subject, twin)
+    assert not any("tokenizer" in reason for reason in twin_problems(subject, subject.opened))

@@ -11,9 +11,10 @@ from nsa_core import BlockGeometry
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.data.order import generator
-from nsa_train.evaluation.modes import RandomChoice, limited_to, registry_of
+from nsa_train.evaluation.modes import RandomChoice, limited_to
 from nsa_train.evaluation.options import Mode
 from nsa_train.host.routing import DTYPES
+from nsa_train.model.choosing import registry_of
 from nsa_train.model.decoder import Decoder
 from nsa_train.parallel.world import local_device
 from nsa_train.run_dir import RunDirectory

@@ -36,10 +36,27 @@ def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_head
     Scores are float32, bfloat16 or float16. They are multiplied, and added over the heads of a group in ascending order, in float32.
 
     Raises:
-        InputError: for scores of another dtype.
+        InputError: for scores of another dtype or with too many blocks, heads that do not divide, or operands of another shape or device.
     """
+    _check(scores, factor, positions, num_kv_heads)
     found: Tensor = _choose(scores, factor, positions, num_kv_heads, list(geometry.as_tuple()))
     return found
+
+
+def _check(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int) -> None:
+    """Raise InputError where the kernel, which gets addresses alone, would read something else."""
+    kernel_of(scores.dtype)
+    num_rows, num_heads, num_blocks = scores.shape
+    if num_blocks > MOST_BLOCKS:
+        raise InputError(f"scores have {num_blocks} blocks (a warp's shared memory holds {MOST_BLOCKS}); use backend 'triton' or 'sdpa'")
+    if (num_heads != num_kv_heads) if factor is None else num_heads % num_kv_heads:
+        rule = "scores of heads come with a factor" if factor is None else "each KV head serves H/G of them"
+        raise InputError(
+            f"scores have {num_heads} rows of blocks for num_kv_heads={num_kv_heads} ({rule}); give scores of groups, or a factor"
+        )
+    for name, x, shape in (("positions", positions, (num_rows,)), ("factor", factor, (num_rows, num_heads))):
+        if x is not None and (tuple(x.shape) != shape or x.device != scores.device):
+            raise InputError(f"{name} has shape {tuple(x.shape)} on {x.device} (the rule: {shape} on {scores.device}); make it so")
 
 
 @torch.library.custom_op("nsa_cuda::choose", mutates_args=(), device_types="cuda")

@@ -42,7 +42,7 @@ def convert(
 
     Raises:
         ConfigError: where `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
-        CheckpointError: where files are damaged, or tensors are missing, extra or of another shape; nothing is left behind.
+        CheckpointError: where files are damaged, or tensors are missing, extra or of another shape; nothing that loads is left behind.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"--out={str(out)!r} exists already (a conversion never overwrites); use another name")

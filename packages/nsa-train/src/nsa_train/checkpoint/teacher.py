@@ -12,14 +12,11 @@ from nsa_core.errors import NSAError
 from nsa_core.module import NativeSparseAttention
 from nsa_core.selection_loss import block_mass
 from nsa_train.checkpoint.models import OpenedModel, open_model
-from nsa_train.data.tokenizer import build_tokenizer
+from nsa_train.data.tokenizer import build_tokenizer, reads_alike
 from nsa_train.errors import CheckpointError, ConfigError, DataError
 from nsa_train.model.decoder import layers_of, vocab_size_of
 from nsa_train.settings.config import Layer, RunConfig
 from nsa_train.settings.data_table import IDS
-
-PROBE = "The 3 quick foxes,\n\tnaïve & très-vite: 0.25 == x[12];".encode()
-"""A text that tokenizers of the same vocabulary turn into the same ids."""
 
 
 class Teacher:
@@ -108,7 +105,7 @@ def _misfits(opened: OpenedModel, config: RunConfig) -> Iterator[str]:
     rows, vocab_size = len(opened.decoder.embedding.weight), vocab_size_of(config)
     if rows != vocab_size:
         yield f"has a vocabulary of {rows} ids, the model has {vocab_size} (both read the same tokens); use a teacher of the same vocabulary"
-    elif config.data.source not in IDS and not torch.equal(opened.tokenizer.encode(PROBE), build_tokenizer(config.data).encode(PROBE)):
+    elif config.data.source not in IDS and not reads_alike(opened.tokenizer, build_tokenizer(config.data)):
         yield f"has another tokenizer than data.tokenizer={config.data.tokenizer!r} (its ids mean other text); use a teacher of the same vocabulary"
 
 

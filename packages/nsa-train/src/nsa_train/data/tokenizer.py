@@ -29,6 +29,8 @@ GPT2_VOCAB_SIZE = 50_258
 END_OF_TEXT = "<|endoftext|>"
 Ids = NDArray[np.int32]
 """(num_tokens,) int32"""
+PROBE = "The 3 quick foxes,\n\tnaïve & très-vite: 0.25 == x[12];".encode()
+"""Text that tokenizers of one size split differently."""
 
 
 class Tokenizer(Protocol):
@@ -46,6 +48,11 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Tensor) -> str:
         """Return the text of `ids` `(num_tokens,)`; separator and pad are left out."""
+
+
+def reads_alike(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers give the same ids to a text of words, numbers, accents and white space."""
+    return torch.equal(one.encode(PROBE), other.encode(PROBE))
 
 
 class ByteTokenizer:

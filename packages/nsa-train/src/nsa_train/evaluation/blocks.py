@@ -14,6 +14,7 @@ from nsa_core.dense_attention import DenseAttention
 from nsa_core.selection_loss import block_mass
 from nsa_core.telemetry import LayerTelemetry
 from nsa_train.checkpoint.models import OpenedModel
+from nsa_train.data.tokenizer import reads_alike
 from nsa_train.evaluation.figures import Figure
 from nsa_train.evaluation.options import Mode, TaskName
 from nsa_train.evaluation.subject import Subject
@@ -130,6 +131,8 @@ def twin_problems(subject: Subject, twin: OpenedModel) -> list[str]:
     sizes = [decoder.embedding.weight.shape[0] for decoder in (own, other)]
     if sizes[0] != sizes[1]:
         found.append(f"its vocabulary has {sizes[1]:,} ids, the model's {sizes[0]:,}")
+    elif not subject.reads_ids and not reads_alike(subject.opened.tokenizer, twin.tokenizer):
+        found.append("it has another tokenizer, whose ids mean other text")
     return found
 
 

@@ -7,46 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa_core import (
-    BackendRegistry,
-    BranchRequest,
-    Capability,
-    Keys,
-    NativeSparseAttention,
-    Operation,
-    Queries,
-    Reason,
-    load_plugins,
-)
+from nsa_core import BackendRegistry, Keys, NativeSparseAttention, Queries
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.config import BRANCHES, BlockGeometry
 from nsa_core.reference.rows import rows_of
 from nsa_core.reference.select import max_tokens
 from nsa_core.selection import choose_blocks
 from nsa_train.evaluation.options import Mode
-
-
-class ServingBackend:
-    """The base of a backend that serves every request of its operation; `registry_of` makes it the only one."""
-
-    name = "serving"
-    operation = Operation.SELECT
-    capability = Capability()
-
-    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return nothing: it serves every request."""
-        return ()
-
-    def preference(self, request: BranchRequest) -> int:
-        """Return that of the reference."""
-        return 0
-
-
-def registry_of(backend: Any) -> BackendRegistry:
-    """Return the installed backends, with `backend` as the only one of its operation: those that compute all of Eq. 5 in one are left out."""
-    replaced = (backend.operation, Operation.NSA)
-    others = (one for one in load_plugins().registry().backends if one.operation not in replaced)
-    return BackendRegistry((*others, backend))
+from nsa_train.model.choosing import ServingBackend
 
 
 class RandomChoice(ServingBackend):

@@ -22,7 +22,7 @@ class Mode(StrEnum):
     TRAINED = "trained"
     """The model as it is."""
     CLOSED = "closed"
-    """The selected branch's gates are 0."""
+    """The selected branch's gates are 0; a softmax gate over cmp and slc keeps slc in the first l - 1 rows, where nothing else is there."""
     SHUFFLED = "shuffled"
     """The free blocks are drawn at random among those that are not forced; the forced ones stay."""
 

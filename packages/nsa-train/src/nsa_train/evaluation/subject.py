@@ -19,9 +19,10 @@ from nsa_train.data.order import generator
 from nsa_train.data.packing import IGNORED, Batch, Row, collate
 from nsa_train.data.stream import open_validation
 from nsa_train.errors import ConfigError
-from nsa_train.evaluation.modes import RandomChoice, limited_to, registry_of
+from nsa_train.evaluation.modes import RandomChoice, limited_to
 from nsa_train.evaluation.options import EvalOptions, Mode
 from nsa_train.files import MOST_RECORDS, read_regular
+from nsa_train.model.choosing import registry_of
 
 
 class Alphabet(NamedTuple):

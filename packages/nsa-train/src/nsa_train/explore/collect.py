@@ -2,20 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from attrs import evolve
 from torch import Tensor
 
-from nsa_core.backends.base import BranchRequest, Capability, Keys, Operation, Queries, Reason
-from nsa_core.backends.registry import BackendRegistry
 from nsa_core.blocks import num_selection_blocks
 from nsa_core.config import BlockGeometry
 from nsa_core.decoder import Decoder
 from nsa_core.dense_attention import DenseAttention
-from nsa_core.dispatch import make_call, run
 from nsa_core.module import NativeSparseAttention
 from nsa_core.plugins.manager import load_plugins
 from nsa_core.selection import pool_importance
@@ -24,16 +21,10 @@ from nsa_core.telemetry import LayerTelemetry
 from nsa_core.varlen import compressed_lengths
 from nsa_train.errors import TrainError
 from nsa_train.explore.records import LayerRecord
+from nsa_train.model.choosing import NotedChoice, registry_of
 
 SCORES = 2**24
 """Scores that are computed at a time."""
-
-
-class Choice(NamedTuple):
-    """The choice of one layer; see `LayerRecord`."""
-
-    block_indices: Tensor
-    scores: Tensor
 
 
 class GateNote(LayerTelemetry):
@@ -53,32 +44,6 @@ class GateNote(LayerTelemetry):
 
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
         """Note nothing: `NotedChoice` has the blocks."""
-
-
-class NotedChoice:
-    """A backend of SELECT: the choice of an installed backend, kept with the scores that it goes by."""
-
-    name, operation, capability = "noted", Operation.SELECT, Capability()
-
-    def __init__(self, installed: BackendRegistry) -> None:
-        """Choose as `installed` does by itself."""
-        self._installed = installed
-        self.last: Choice | None = None
-
-    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return nothing: it serves every request."""
-        return ()
-
-    def preference(self, request: BranchRequest) -> int:
-        """Return that of the reference."""
-        return 0
-
-    def __call__(self, queries: Queries, cmp: Keys, lse: Tensor, /, *, geometry: BlockGeometry, scale: float) -> Tensor:
-        """Return block_indices int32 `(1, S, G, n)`."""
-        call = make_call(queries.q, geometry, scale, "auto", self._installed)
-        chosen: Tensor = run(Operation.SELECT, call, queries, cmp, lse)
-        self.last = Choice(chosen[0], block_scores(queries.q[0], cmp.k[0], geometry, scale))
-        return chosen
 
 
 def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float) -> Tensor:
@@ -104,11 +69,10 @@ def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float
 
 
 @contextmanager
-def noting(layer: NativeSparseAttention, choice: NotedChoice, gates: GateNote, registry: BackendRegistry) -> Iterator[None]:
+def noting(layer: NativeSparseAttention, choice: NotedChoice, gates: GateNote) -> Iterator[None]:
     """Let `layer` note its passes, without the backends that compute all of Eq. 5 in one."""
     before = layer.registry, layer.telemetry
-    others = (one for one in registry.backends if one.operation not in (Operation.SELECT, Operation.NSA))
-    layer.registry, layer.telemetry = BackendRegistry((*others, choice)), gates
+    layer.registry, layer.telemetry = registry_of(choice), gates
     try:
         yield
     finally:
@@ -132,7 +96,7 @@ def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None
     notes = {index: (NotedChoice(installed), GateNote()) for index in sparse}
     with ExitStack() as stack, torch.inference_mode():
         for index, layer in sparse.items():
-            stack.enter_context(noting(layer, *notes[index], installed))
+            stack.enter_context(noting(layer, *notes[index]))
         decoder.hidden(decoder.embedding(ids[None]))
     records = {index: _record(index, layer, *notes[index]) for index, layer in sparse.items()}
     if twin is not None:
@@ -162,14 +126,16 @@ def twin_masses(twin: Decoder, ids: Tensor, geometries: dict[int, BlockGeometry]
 
 def _record(index: int, layer: NativeSparseAttention, choice: NotedChoice, note: GateNote) -> LayerRecord:
     assert note.gates is not None
+    last = choice.last
+    scores = None if last is None else block_scores(last.q, last.k_cmp, last.geometry, last.scale)
     return LayerRecord(
         index=index,
         geometry=layer.config.geometry,
         branches=tuple(layer.config.branches),
         num_kv_heads=layer.config.num_kv_heads,
         gates=_finite(note.gates, index, "gates"),
-        block_indices=None if choice.last is None else choice.last.block_indices.numpy(),
-        scores=None if choice.last is None else _finite(choice.last.scores, index, "scores"),
+        block_indices=None if last is None else last.block_indices.numpy(),
+        scores=None if scores is None else _finite(scores, index, "scores"),
     )
 
 

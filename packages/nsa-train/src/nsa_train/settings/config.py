@@ -258,7 +258,8 @@ class TrainTable(Table):
     samples: bool = flag(default=True)
     """Write samples of the model's text before the first step and after the last."""
     selection_loss: float = number(at_least=1e-6, at_most=1000, example=0.1, default=0.0, or_zero=True)
-    """Weight of an auxiliary loss, for each NSA layer, that teaches the choice of blocks what attention over all keys would read; 0: none."""
+    """Weight of an auxiliary loss, for each NSA layer, that teaches the choice of blocks what attention over all keys would read; 0: none.
+    Without the branch cmp the keys of the choice are frozen, and q alone learns."""
     selection_teacher: str | None = optional_text(example="'runs/dense'")
     """Run, step-N directory or Hugging Face folder of a frozen model whose attention over all keys is what selection_loss teaches, in place
     of each layer's own. As many layers and the same vocabulary; a resumed run reads it again, and may name another."""
