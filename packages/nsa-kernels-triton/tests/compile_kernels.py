@@ -2,10 +2,12 @@
 
 The operations run as they would, forward and backward, on CPU tensors; each launch is compiled for the target with its
 real arguments and the target's tiles, and not run. Prints one JSON object a kernel: its name, its shared memory in
-bytes, and its case. Needs a process without TRITON_INTERPRET.
+bytes, its case, and the reductions in it that Triton 3.6 gets wrong. Needs a process without TRITON_INTERPRET.
 """
 
+import ast
 import json
+import re
 import sys
 from typing import Any
 
@@ -47,8 +49,21 @@ CASES: dict[str, dict[str, Any]] = {
     "step": {"layout": "cached", "num_rows": 1},
     "step over a ring": {"layout": "cached", "num_rows": 1, "ring": True},
     "step of a group of 16": {"layout": "cached", "num_rows": 5, "num_heads": 16, "num_kv_heads": 1},
+    "long step": {"layout": "cached", "num_rows": 1, "num_heads": 32, "num_kv_heads": 8, "length": 8000},
     "step of small blocks": {"layout": "cached", "num_rows": 1, "geometry": BlockGeometry(4, 2, 8, 4, 1, 2, 20), "dtype": torch.float32},
 }
+
+
+def wrong_reductions(ttgir: str) -> tuple[str, ...]:
+    """Return the tensors that are reduced over lanes among which others hold copies: Triton 3.6 adds some twice and leaves others out."""
+    lanes = {name: ast.literal_eval(bases) for name, bases in re.findall(r"^(#\w+) = #ttg\.linear<\{.*?lane = (\[.*?\]), warp", ttgir, re.MULTILINE)}
+    reductions = re.findall(r'"tt\.reduce"\([^)]*\) <\{axis = (\d+).*?\}\) : \(tensor<(\w+), ([^>]*)>', ttgir, re.DOTALL)
+
+    def has_gap(axis: int, bases: list[list[int]]) -> bool:
+        along = [number for number, base in enumerate(bases) if base[axis]]
+        return bool(along) and not all(any(base) for base in bases[along[0] : along[-1]])
+
+    return tuple(f"{shape} over axis {axis}" for axis, shape, layout in reductions if layout in lanes and has_gap(int(axis), lanes[layout]))
 
 
 class Target:
@@ -71,7 +86,7 @@ class Compiler:
     """Stands in for a launch: compiles the kernel and notes its shared memory."""
 
     def __init__(self) -> None:
-        self.found: set[tuple[str, int]] = set()
+        self.found: set[tuple[str, int, tuple[str, ...]]] = set()
 
     def install(self) -> None:
         """Replace every launch in this process."""
@@ -82,7 +97,7 @@ class Compiler:
             # the kernels for one capability stand apart: "hopper forward forward_kernel"
             *_, folder, module = kernel.fn.__module__.split(".")
             prefix = f"hopper {module.removesuffix('_kernels')} " if folder == "hopper" else ""
-            self.found.add((prefix + kernel.fn.__name__, compiled.metadata.shared))
+            self.found.add((prefix + kernel.fn.__name__, compiled.metadata.shared, wrong_reductions(compiled.asm["ttgir"])))
             return compiled
 
         JITFunction.run = run
@@ -177,8 +192,8 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
         run_case([each for each in chosen if each != Operation.APPEND], int(head_dim_qk), int(head_dim_v), **CASES[name])
         if Operation.APPEND in chosen and "num_rows" in CASES[name]:
             run_append((int(head_dim_qk), int(head_dim_v)), **CASES[name])
-        for kernel, shared in sorted(compiler.found):
-            print(json.dumps({"kernel": kernel, "shared": shared, "case": name}))
+        for kernel, shared, wrong in sorted(compiler.found):
+            print(json.dumps({"kernel": kernel, "shared": shared, "case": name, "wrong": wrong}))
         compiler.found.clear()
 
 

@@ -30,11 +30,13 @@ NARROW_VALUES = {"hopper dkdv dkdv_kernel", "hopper wide backward_kernel"}
 
 
 def compiled(environment, capability, head_dims, operations, *cases):
-    """Return what compile_kernels.py reports."""
+    """Return what compile_kernels.py reports, without a reduction that Triton 3.6 gets wrong."""
     words = [f"{capability[0]}.{capability[1]}", *map(str, head_dims), ",".join(operations), *cases]
     done = subprocess.run([sys.executable, PROGRAM, *words], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each for each in found if each["wrong"]] == []
+    return found
 
 
 def assert_within_shared_memory(found, capability):
@@ -77,7 +79,7 @@ def test_the_choice_fits_whatever_the_group_and_the_blocks(without_interpreter, 
     ("capability", "head_dims"), [((8, 0), (192, 128)), ((8, 9), (256, 256)), ((9, 0), (192, 128))], ids=["sm_80", "sm_89", "sm_90"]
 )
 def test_a_steps_kernels_compile(without_interpreter, capability, head_dims):
-    found = compiled(without_interpreter, capability, head_dims, ("nsa", "append"), "step", "step of a group of 16", "step of small blocks")
+    found = compiled(without_interpreter, capability, head_dims, ("nsa", "append"), "step", "long step", "step of a group of 16", "step of small blocks")
     assert {each["kernel"] for each in found} == {"split_kernel", "choose_kernel", "attend_kernel", "append_kernel", "down_kernel"}
     assert_within_shared_memory(found, capability)
 

@@ -97,7 +97,9 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     Every row has a scale of its own, chosen from its largest value.
     """
     # never 0: a row of zeros stays one
-    scale = (x.abs().amax(-1).float() / LARGEST_FP8).clamp(min=torch.finfo(torch.float32).tiny)
+    largest = x.abs().amax(-1).float()
+    # torch multiplies by the reciprocal of a number on a GPU, which rounds otherwise
+    scale = (largest / torch.full_like(largest, LARGEST_FP8)).clamp(min=torch.finfo(torch.float32).tiny)
     return (x.float() / scale.unsqueeze(-1)).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scale
 
 

@@ -166,7 +166,9 @@ def _block_of_items(items, num_items, start_ptr, count_ptr, numbers, num_rows, G
     starts = tl.load(start_ptr + sequences, mask=is_item, other=0)
     counts = tl.load(count_ptr + sequences, mask=is_item, other=0)
     blocks = _num_complete(starts, SIZE, STRIDE) + items // G % numbers
-    return sequences, items % G, starts, blocks, is_item & (blocks < tl.minimum(_num_complete(starts + counts, SIZE, STRIDE), num_rows))
+    # Triton 3.6 takes a sum with `items % G` for a multiple of G, and reads four numbers at once where no address allows it
+    groups = tl.multiple_of(items % G, 1)
+    return sequences, groups, starts, blocks, is_item & (blocks < tl.minimum(_num_complete(starts + counts, SIZE, STRIDE), num_rows))
 
 
 @triton.jit
