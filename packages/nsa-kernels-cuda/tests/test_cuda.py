@@ -1,6 +1,8 @@
 """The choice on a GPU: equal to the rule, on the current stream, captured, and what it takes next to Triton's."""
 
 import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -32,6 +34,10 @@ def scores_of(num_tokens: int, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     scores = torch.rand(num_rows, num_kv_heads, num_blocks, device="cuda", generator=generator) ** 8
     return scores, torch.arange(num_tokens - num_rows, num_tokens, device="cuda", dtype=torch.int32)
+
+
+def capability_here() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
 
 
 def backend_of(name: str):
@@ -116,6 +122,54 @@ def test_it_launches_on_the_current_stream_and_is_captured():
         assert torch.equal(captured, choose(scores, None, positions, 4, geometry=GEOMETRY))
 
 
+@pytest.mark.parametrize("dtype", op.KERNELS)
+def test_a_first_call_is_captured_where_routing_came_before(dtype):
+    jit.load.cache_clear()
+    jit.library_of.cache_clear()
+    jit._why_unavailable.cache_clear()
+    assert routing.reasons_against(BranchRequest(operation="choose", device_type="cuda", compute_capability=capability_here())) == ()
+    scores, positions = scores_of(2_048, 4)
+    scores = scores.to(dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op.choose(scores, None, positions, 4, geometry=GEOMETRY)
+    graph.replay()
+    assert torch.equal(captured, choose(scores, None, positions, 4, geometry=GEOMETRY))
+
+
+@pytest.mark.parametrize("is_default", [True, False], ids=["default stream", "own stream"])
+def test_a_new_thread_launches_before_it_has_called_cuda(is_default):
+    scores, positions = scores_of(2_048, 4)
+    expected = choose(scores, None, positions, 4, geometry=GEOMETRY)
+    # the allocator keeps memory for the thread's result, which then comes without a call of CUDA
+    torch.empty_like(expected)
+    stream = torch.cuda.default_stream() if is_default else torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def call() -> Tensor:
+        with torch.cuda.stream(stream):
+            return op.choose(scores, None, positions, 4, geometry=GEOMETRY)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(call).result()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+def test_what_a_launch_takes_on_the_host(record_property):
+    """Print the median time of a call from Python that the GPU does not hold up."""
+    scores, positions = scores_of(128, 4)
+    times = []
+    for _ in range(200):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        op.choose(scores, None, positions, 4, geometry=GEOMETRY)
+        times.append(1e6 * (time.perf_counter() - start))
+    record_property("us", statistics.median(times))
+    print(f"\nchoose, us from Python: {statistics.median(times):.1f}")
+
+
 def test_the_op_passes_opcheck():
     scores, positions = scores_of(2_048, 4)
     arguments = (scores, None, positions, 4, list(GEOMETRY.as_tuple()))
@@ -147,7 +201,7 @@ def test_the_fused_operation_takes_it_by_routing(preferred, monkeypatch):
 
 def test_the_driver_loads_the_cached_cubin():
     capability = torch.cuda.get_device_capability()
-    assert jit.why_unavailable(op.SOURCE, "choose_float32", capability) == ""
+    assert jit.why_unavailable(op.SOURCE, tuple(op.KERNELS.values()), capability) == ""
     request = BranchRequest(operation="choose", device_type="cuda", compute_capability=capability)
     assert routing.reasons_against(request) == ()
 

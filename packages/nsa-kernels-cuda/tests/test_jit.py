@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 
 from nsa_core import BackendRegistry, BranchRequest, Operation
 from nsa_core.reference.sdpa import SDPABackend
 from nsa_kernels_cuda import cubin_cache, jit
+from nsa_kernels_cuda.choice import op
 from nsa_kernels_cuda.plugin import CudaChoice
 
 KERNEL = '#include "twice.cuh"\nextern "C" __global__ void scale(float* x) { x[threadIdx.x] = twice(x[threadIdx.x]); }\n'
@@ -45,6 +48,14 @@ def no_compiler(monkeypatch):
         raise AssertionError("compiled, although the cache holds it")
 
     monkeypatch.setattr(jit, "run_nvrtc", fail)
+
+
+def put_gpu(monkeypatch):
+    """Let torch say that CUDA has started on a GPU 1 of compute capability 9.0."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device", nullcontext)
 
 
 def chosen(request=REQUEST):
@@ -175,8 +186,37 @@ def test_a_driver_that_refuses_the_cubin_is_a_reason(nvrtc, monkeypatch):
         raise jit.KernelBuildError("the driver does not load choose.cu")
 
     monkeypatch.setattr(jit, "load", refuse)
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    put_gpu(monkeypatch)
     decision = chosen()
     assert decision.chosen == "sdpa"
     assert "the driver does not load choose.cu" in str(decision)
+
+
+def test_routing_loads_every_kernel_on_the_current_gpu_so_that_a_capture_need_not(nvrtc, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(jit, "load", lambda *arguments: loaded.append(arguments))
+    put_gpu(monkeypatch)
+    assert chosen().chosen == "cuda"
+    assert loaded == [(op.SOURCE, kernel, 1) for kernel in op.KERNELS.values()]
+
+
+def test_the_kernels_of_a_source_are_loaded_as_one_library_on_each_gpu(source, monkeypatch):
+    core = pytest.importorskip("cuda.core")
+    libraries, entered = [], []
+
+    class Library:
+        def get_kernel(self, name):
+            return SimpleNamespace(name=name, attributes=SimpleNamespace(num_regs=8))
+
+    def from_cubin(cubin, name):
+        libraries.append((cubin, name))
+        return Library()
+
+    put_gpu(monkeypatch)
+    monkeypatch.setattr(core, "ObjectCode", SimpleNamespace(from_cubin=from_cubin))
+    monkeypatch.setattr(jit, "compile_cached", lambda source, architecture: jit.Compiled(architecture.encode()))
+    monkeypatch.setattr(jit, "make_context_current", entered.append)
+    found = [jit.load(source, kernel, device).name for device in (0, 1) for kernel in ("one", "two")]
+    assert found == ["one", "two", "one", "two"]
+    assert libraries == [(b"sm_90a", "scale.cu")]
+    assert entered == [0, 0, 1, 1]

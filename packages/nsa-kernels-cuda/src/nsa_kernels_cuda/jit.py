@@ -14,7 +14,7 @@ from nsa_core import NSAError
 from nsa_kernels_cuda import cubin_cache
 
 if TYPE_CHECKING:
-    from cuda.core import Kernel
+    from cuda.core import Kernel, ObjectCode
 
 CSRC = Path(__file__).parent / "csrc"
 STANDARD = "c++17"
@@ -141,22 +141,23 @@ def driver_version() -> tuple[int, int] | None:
 
 
 @cache
-def load(source: Path, kernel: str, architecture: str) -> "Kernel":
-    """Return `kernel` of `source`, compiled for `architecture` and loaded for every GPU of it in this process.
+def load(source: Path, kernel: str, device: int) -> "Kernel":
+    """Return `kernel` of `source`, compiled for GPU `device` and loaded there.
 
     Raises:
         KernelBuildError: where it cannot be compiled, or the driver refuses it.
     """
-    cubin = compile_cached(source, architecture).cubin
-    from cuda.core import ObjectCode
+    library = library_of(source, architecture_of(torch.cuda.get_device_capability(device)))
     from cuda.core._utils.cuda_utils import CUDAError
 
     try:
-        found = ObjectCode.from_cubin(cubin, name=source.name).get_kernel(kernel)
-        # the driver may load code when it is first asked about it
-        registers = found.attributes.num_regs
-        # a method in cuda.core 0.x
-        _ = registers() if callable(registers) else registers
+        with torch.cuda.device(device):
+            make_context_current(device)
+            found = library.get_kernel(kernel)
+            # the driver may load code when it is first asked about it, which a capture of a CUDA graph does not allow
+            registers = found.attributes.num_regs
+            # a method in cuda.core 0.x
+            _ = registers() if callable(registers) else registers
     except (CUDAError, RuntimeError) as error:
         raise KernelBuildError(
             f"the driver (CUDA {_dotted(driver_version())}) does not load {source.name} of NVRTC {_dotted(nvrtc_version())}: {error}; "
@@ -165,17 +166,45 @@ def load(source: Path, kernel: str, architecture: str) -> "Kernel":
     return found
 
 
-def why_unavailable(source: Path, kernel: str, capability: tuple[int, int]) -> str:
-    """Return why `kernel` cannot run on a GPU of `capability`, with what to do; empty where it can.
+@cache
+def library_of(source: Path, architecture: str) -> "ObjectCode":
+    """Return all kernels of `source`, compiled for `architecture`; the driver loads them once for a process, where one is first asked for.
 
-    Compiles it, so that routing knows before a call does. Where CUDA has started on such a GPU, the driver loads it too.
+    Raises:
+        KernelBuildError: where the source cannot be compiled.
     """
-    return _why_unavailable(source, kernel, capability, torch.cuda.is_initialized())
+    cubin = compile_cached(source, architecture).cubin
+    from cuda.core import ObjectCode
+
+    return ObjectCode.from_cubin(cubin, name=source.name)
+
+
+def make_context_current(device: int) -> None:
+    """Make the primary context of GPU `device`, the current one of torch, current for the driver in a thread that has none yet.
+
+    Torch leaves that to the first call of CUDA's runtime, which a new thread may not have made.
+    """
+    from cuda.bindings import driver
+
+    _, context = driver.cuCtxGetCurrent()
+    if not int(context):
+        from cuda.core import Device
+
+        Device(device).set_current()
+
+
+def why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[int, int]) -> str:
+    """Return why `kernels` cannot run on a GPU of `capability`, with what to do; empty where they can.
+
+    Compiles them, so that routing knows before a call does. Where CUDA has started and the current GPU is such a one, the driver loads
+    all of them there: a CUDA graph may capture the first call of each.
+    """
+    is_here = torch.cuda.is_initialized() and torch.cuda.get_device_capability() == capability
+    return _why_unavailable(source, kernels, capability, torch.cuda.current_device() if is_here else None)
 
 
 @cache
-def _why_unavailable(source: Path, kernel: str, capability: tuple[int, int], has_started: bool) -> str:
-    architecture = architecture_of(capability)
+def _why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[int, int], device: int | None) -> str:
     try:
         newest = nvrtc_version()
         runs = driver_version()
@@ -184,10 +213,11 @@ def _why_unavailable(source: Path, kernel: str, capability: tuple[int, int], has
                 f"the driver runs CUDA {_dotted(runs)} and NVRTC is of {_dotted(newest)} (its major version must not be newer); "
                 f"update the driver, or install NVRTC {runs[0]}"
             )
-        if has_started and torch.cuda.get_device_capability() == capability:
-            load(source, kernel, architecture)
+        if device is None:
+            compile_cached(source, architecture_of(capability))
         else:
-            compile_cached(source, architecture)
+            for kernel in kernels:
+                load(source, kernel, device)
     except KernelBuildError as error:
         return str(error)
     return ""

@@ -1,13 +1,17 @@
 """Launches of compiled kernels on torch's current stream, so that CUDA graphs capture them."""
 
 from ctypes import c_int
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_kernels_cuda import jit
+
+if TYPE_CHECKING:
+    from cuda.core import Stream
 
 
 class Launch(NamedTuple):
@@ -23,14 +27,6 @@ class Launch(NamedTuple):
     """Pointers, as tensors on the GPU or None for nullptr, and numbers of type int, in the kernel's order."""
 
 
-class CurrentStream:
-    """Torch's current stream, by the protocol with which `cuda.core` takes streams of other libraries."""
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the version of the protocol and the handle of the stream."""
-        return 0, torch.cuda.current_stream().cuda_stream
-
-
 def run(source: Path, kernel: str, launch: Launch, device: torch.device) -> None:
     """Launch `kernel` of `source` on the current stream of `device`; the caller keeps the tensors, as for any op of torch.
 
@@ -40,8 +36,18 @@ def run(source: Path, kernel: str, launch: Launch, device: torch.device) -> None
     from cuda.core import LaunchConfig
     from cuda.core import launch as launch_kernel
 
-    loaded = jit.load(source, kernel, jit.architecture_of(torch.cuda.get_device_capability(device)))
+    assert device.index is not None
+    loaded = jit.load(source, kernel, device.index)
     config = LaunchConfig(grid=launch.grid, block=launch.num_threads, shmem_size=launch.shared_bytes)
     arguments = [c_int(x) if isinstance(x, int) else 0 if x is None else x.data_ptr() for x in launch.arguments]
     with torch.cuda.device(device):
-        launch_kernel(CurrentStream(), config, loaded, *arguments)
+        jit.make_context_current(device.index)
+        launch_kernel(stream_of(torch.cuda.current_stream().cuda_stream), config, loaded, *arguments)
+
+
+@lru_cache(maxsize=256)
+def stream_of(handle: int) -> "Stream":
+    """Return the stream of a handle of torch, which torch owns. It is remembered: making one takes longer than a launch."""
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)

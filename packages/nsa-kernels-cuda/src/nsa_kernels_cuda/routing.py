@@ -1,7 +1,5 @@
 """Which requests the kernels take, and should. Routing compiles the kernel that it judges: one that cannot run is a reason."""
 
-import torch
-
 from nsa_core import BranchRequest, Capability, Reason
 from nsa_core.blocks import num_selection_blocks
 from nsa_kernels_cuda import jit
@@ -33,14 +31,14 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
             ),
         )
     capability = supported_capability(request)
-    unavailable = jit.why_unavailable(SOURCE, KERNELS[torch.float32], capability) if capability else ""
+    unavailable = jit.why_unavailable(SOURCE, tuple(KERNELS.values()), capability) if capability else ""
     return reasons + ((Reason.incapable(unavailable),) if unavailable else ())
 
 
 def notes_on(request: BranchRequest) -> tuple[str, ...]:
     """Return why every process compiles the kernel anew, where it does."""
     capability = supported_capability(request)
-    if capability is None or jit.why_unavailable(SOURCE, KERNELS[torch.float32], capability):
+    if capability is None or jit.why_unavailable(SOURCE, tuple(KERNELS.values()), capability):
         return ()
     note = jit.note_on_cache(SOURCE, capability)
     return (note,) if note else ()
