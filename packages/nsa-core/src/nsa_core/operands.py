@@ -75,7 +75,7 @@ def keys_of(
     if len(tables) != 2:
         raise InputError(f"page_table is a tuple of {len(tables)} (one table, or a pair: tokens, compressed keys); give 1 or 2 tables")
     start, cu_seqlens, tokens = queries.start, queries.cu_seqlens, queries.max_count
-    offsets: tuple[Tensor | None, Tensor | None] = (None, None)
+    cu_blocks = None
     for table in tables:
         if table is not None and start is not None:
             checks.check_tensor("page_table", table, (start.shape[0], None), "(B, max_pages)", queries.q, torch.int32)
@@ -83,21 +83,22 @@ def keys_of(
         check_ranks(k, v, ending, is_paged=page_table is not None)
     if start is not None:
         tokens = min(INT32_MAX, _capacity(pairs, tables, geometry), INT32_MAX if max_seqlen is None else max_seqlen)
-    elif cu_seqlens is not None:
-        offsets = (cu_seqlens, cu_blocks_from_cu_seqlens(cu_seqlens, geometry) if "_cmp" in pairs else None)
-    found: dict[str, Keys | None] = {}
-    for ending, (k, v) in pairs.items():
-        is_compressed = ending == "_cmp"
-        rows = blocks.num_compressed_blocks(tokens, geometry) if is_compressed else tokens
-        found[ending] = None if k is None else Keys(k, k if v is None else v, rows, offsets[is_compressed], tables[is_compressed])
-    return found
+        cu_seqlens = None
+    elif cu_seqlens is not None and "_cmp" in pairs:
+        cu_blocks = cu_blocks_from_cu_seqlens(cu_seqlens, geometry)
+    # no bool is an index here: Dynamo of torch 2.11 traces none
+    of_tokens, of_blocks = (tokens, cu_seqlens, tables[0]), (blocks.num_compressed_blocks(tokens, geometry), cu_blocks, tables[1])
+    return {
+        ending: None if k is None else Keys(k, k if v is None else v, *(of_blocks if ending == "_cmp" else of_tokens))
+        for ending, (k, v) in pairs.items()
+    }
 
 
 def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometry: BlockGeometry) -> int:
     """Return the most tokens of a sequence that a store can hold: the first store of tokens, or that of compressed keys where it is alone."""
     rows = {ending: k.shape[1] for ending, (k, _) in pairs.items() if k is not None}
     for ending in rows:
-        table = tables[ending == "_cmp"]
+        table = tables[1 if ending == "_cmp" else 0]
         rows[ending] *= 1 if table is None else table.shape[1]
     blocks_held = rows.pop("_cmp", 0)
     return next(iter(rows.values()), blocks.max_tokens(blocks_held, geometry))
