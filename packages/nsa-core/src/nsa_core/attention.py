@@ -62,7 +62,7 @@ def compressed_attention(
     """
     _require(k_cmp=k_cmp, v_cmp=v_cmp)
     queries, keys, call = _begin(q, {"_cmp": (k_cmp, v_cmp)}, geometry, **keywords)
-    result: BranchOutput = run(Operation.CMP, call, queries, keys["_cmp"])
+    result: BranchOutput = run(Operation.CMP, call._replace(returns_lse=True), queries, keys["_cmp"])
     return result
 
 
@@ -92,7 +92,7 @@ def selected_attention(
     _require(k=k, v=v)
     queries, keys, call = _begin(q, {"": (k, v)}, geometry, **keywords)
     check_choice(queries, k, block_indices, geometry)
-    result: BranchOutput = run(Operation.SLC, call, queries, keys[""], block_indices)
+    result: BranchOutput = run(Operation.SLC, call._replace(returns_lse=True), queries, keys[""], block_indices)
     return result
 
 
@@ -103,7 +103,7 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, *, geometry: Block
     """
     _require(k=k, v=v)
     queries, keys, call = _begin(q, {"": (k, v)}, geometry, **keywords)
-    result: BranchOutput = run(Operation.WIN, call, queries, keys[""])
+    result: BranchOutput = run(Operation.WIN, call._replace(returns_lse=True), queries, keys[""])
     return result
 
 

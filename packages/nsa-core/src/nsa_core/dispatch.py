@@ -30,6 +30,8 @@ class Call(NamedTuple):
     backend: Backends
     registry: BackendRegistry
     observers: tuple[AttentionObserver, ...] = ()
+    returns_lse: bool = False
+    """True where lse reaches the caller, who may differentiate it."""
 
 
 def make_call(
@@ -72,7 +74,9 @@ def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
     name = name_for(operation, call)
     if name is None:
         return None
-    index = call.registry.resolve_index(name, operation is Operation.NSA, **facts_of(operation, operands, call.geometry))
+    index = call.registry.resolve_index(
+        name, operation is Operation.NSA, **facts_of(operation, operands, call.geometry, returns_lse=call.returns_lse)
+    )
     return None if index < 0 else call.registry.backends[index]
 
 
@@ -89,7 +93,7 @@ def name_for(operation: Operation, call: Call) -> str | None:
     return None if are_apart else name
 
 
-def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeometry) -> dict[str, Any]:
+def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeometry, *, returns_lse: bool = False) -> dict[str, Any]:
     """Return the request that a call makes, as the constants that `BackendRegistry.resolve_index` takes, also of a graph being traced.
 
     Heads and their dimensions may be symbols there (`dynamic=True`); `operator.index` makes the graph one of these very sizes.
@@ -134,6 +138,7 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
         "head_dim_v": operator.index(head_dim if operation is Operation.SELECT else keys.v.shape[3]),
         "layout": layout.value,
         "needs_grad": needs_grad,
+        "needs_lse_grad": needs_grad and returns_lse,
         # a graph being traced has no addresses
         "is_aligned": is_traced or not q.is_cuda or _are_aligned(q, *stores),
     }

@@ -43,9 +43,19 @@ def test_a_capability_without_limits_objects_to_nothing():
         assert not messages(Capability(), layout=layout, needs_grad=True, deterministic=True, head_dim_qk=4096, device_type="mps")
 
 
-def test_what_a_capability_says_is_incapable_and_never_policy():
+def test_what_a_capability_says_is_incapable():
     reasons = GPU_ONLY.reasons_against(request())
     assert {reason.kind for reason in reasons} == {ReasonKind.INCAPABLE}
+
+
+def test_a_gradient_of_lse_that_may_come_is_policy_since_the_backward_pass_alone_knows():
+    found = Capability(lse_gradient=False).reasons_against(request(needs_grad=True, needs_lse_grad=True))
+    assert [str(reason) for reason in found] == ["policy: lse may get a gradient (it differentiates out alone)"]
+    # Eq. 5 drops lse, and a backend that is forward only says so instead
+    assert not Capability(lse_gradient=False).reasons_against(request(needs_grad=True))
+    assert messages(Capability(gradient=False, lse_gradient=False), needs_grad=True, needs_lse_grad=True) == [
+        "gradients are needed (forward only)"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,22 @@ def test_observers_of_a_registry_are_told_every_choice_with_the_request_by_name(
     assert told == [("auto", "nsa", 4, "dense", None), *served]
 
 
+def test_auto_passes_over_a_backend_without_a_gradient_of_lse_only_where_lse_reaches_the_caller():
+    out_alone = CountingBackend(operation=Operation.WIN, level=9, capability=Capability(lse_gradient=False))
+    registry = BackendRegistry((out_alone, *sdpa_backends()))
+    q, _, _, _, _, k, v, gates = (x.requires_grad_() for x in operands())
+    result = sliding_window_attention(q, k, v, geometry=GEOMETRY, registry=registry)
+    assert out_alone.num_calls == 0
+    result.lse.sum().backward()
+    nsa_attention(q, None, None, None, None, k, v, gates, geometry=GEOMETRY, registry=registry)
+    with torch.no_grad():
+        sliding_window_attention(q, k, v, geometry=GEOMETRY, registry=registry)
+    assert out_alone.num_calls == 2
+    with pytest.warns(UserWarning, match="against policy because it was named: lse may get a gradient"):
+        sliding_window_attention(q, k, v, geometry=GEOMETRY, registry=registry, backend="counting")
+    assert out_alone.num_calls == 3
+
+
 def test_an_absent_branch_keeps_the_branches_apart():
     registry, fused = fused_registry()
     q, k_cmp, v_cmp, k_slc, v_slc, _, _, gates = operands()

@@ -132,6 +132,39 @@ class Composed:
         return result
 
 
+@frozen
+class OutAlone:
+    """The reference's window, whose lse carries no gradient."""
+
+    lse_gradient: bool = False
+    name: str = "out alone"
+    operation: Operation = Operation.WIN
+
+    @property
+    def capability(self) -> Capability:
+        return Capability(lse_gradient=self.lse_gradient)
+
+    def reasons_against(self, request: Any) -> tuple[Any, ...]:
+        return self.capability.reasons_against(request)
+
+    def preference(self, request: Any) -> int:
+        return -1
+
+    def __call__(self, *operands: Any, **options: Any) -> BranchOutput:
+        out, lse = SDPABackend(operation=Operation.WIN)(*operands, **options)
+        return BranchOutput(out, lse.detach())
+
+
+def test_a_gradient_of_lse_is_declined_where_a_backend_says_that_it_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "cases", few_cases("S=53", "cached, tail"))
+    report = check_backend(OutAlone())
+    # over a window's last tokens no lse is returned
+    assert report.passed == ("float64 S=53", "float64 cached, tail")
+    assert report.declined == ("float64 S=53, gradient of lse: it differentiates out alone",)
+    with pytest.raises(ConformanceError, match="gradient 0 with lse's is off by"):
+        check_backend(OutAlone(lse_gradient=True))
+
+
 LAYOUTS = ("packed", "cached", "paged", "ragged")
 RINGS = ("float64 cached, ring", "float64 cached, tail")
 SHARED = tuple(f"float64 {layout}, shared k and v" for layout in ("dense", "packed", "cached"))

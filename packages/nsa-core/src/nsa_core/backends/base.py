@@ -151,6 +151,8 @@ class BranchRequest:
     head_dim_v: int = 64
     layout: Layout = field(default=Layout.DENSE, converter=Layout)
     needs_grad: bool = False
+    needs_lse_grad: bool = False
+    """True where lse may get a gradient as well: an operation called by itself hands lse to its caller. Eq. 5 drops it."""
     is_aligned: bool = True
     """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices alone."""
     deterministic: bool = False
@@ -170,11 +172,16 @@ class Capability:
     layouts: tuple[Layout, ...] = tuple(Layout)
     gradient: bool = True
     """False: forward only."""
+    lse_gradient: bool = True
+    """False: out alone is differentiated, and a gradient of lse raises in the backward pass."""
     deterministic_gradient: bool = True
     max_head_dim: int | None = None
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason why `request` is out of reach, all of kind `incapable`; empty where it is within."""
+        """Return every reason why `request` is out of reach; empty where it is within.
+
+        All are of kind `incapable` but one: whether a gradient of lse comes is known in the backward pass alone, so that is `policy`.
+        """
         found = []
         if self.device_types is not None and request.device_type not in self.device_types:
             found.append(f"device {request.device_type} (needs {' or '.join(self.device_types)})")
@@ -193,7 +200,10 @@ class Capability:
         largest = max(request.head_dim_qk, request.head_dim_v)
         if self.max_head_dim is not None and largest > self.max_head_dim:
             found.append(f"head dimension {largest} (at most {self.max_head_dim})")
-        return tuple(map(Reason.incapable, found))
+        reasons = tuple(map(Reason.incapable, found))
+        if request.needs_lse_grad and self.gradient and not self.lse_gradient:
+            reasons += (Reason.policy("lse may get a gradient (it differentiates out alone)"),)
+        return reasons
 
 
 def _dotted(capability: tuple[int, int] | None) -> str:

@@ -89,7 +89,7 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
 
 def request_of(case: Case, operation: Operation, device: torch.device, *, needs_grad: bool) -> BranchRequest:
     """Return what routing would be asked for `case`."""
-    shape = case.shape
+    shape, is_differentiated = case.shape, needs_grad and operation is not Operation.SELECT
     return BranchRequest(
         operation=operation,
         geometry=shape.geometry,
@@ -106,7 +106,9 @@ def request_of(case: Case, operation: Operation, device: torch.device, *, needs_
         head_dim_qk=shape.head_dim_qk,
         head_dim_v=shape.head_dim_v,
         layout=case.layout,
-        needs_grad=needs_grad and operation is not Operation.SELECT,
+        needs_grad=is_differentiated,
+        # over a window's last tokens all of Eq. 5 is called
+        needs_lse_grad=is_differentiated and operation is not Operation.NSA and case.window == "whole",
     )
 
 

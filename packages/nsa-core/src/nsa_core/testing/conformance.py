@@ -17,7 +17,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from nsa_core import attention
-from nsa_core.backends.base import BranchBackend, Keys, Operation, ReasonKind
+from nsa_core.backends.base import BranchBackend, Capability, Keys, Operation, ReasonKind
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import NSAError
@@ -39,7 +39,7 @@ class ConformanceError(NSAError, AssertionError):
 
 @frozen(kw_only=True)
 class ConformanceReport:
-    """Cases that were run, cases that the backend declined, and failures."""
+    """Cases that were run, what the backend declined (cases, or the gradient of lse of cases that were run), and failures."""
 
     backend: str
     operation: Operation
@@ -65,6 +65,7 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
     loop over steps, CHOOSE with the reference's choice, bit by bit.
     float64 within 1e-12 and float32 within 1e-5 of the largest value; bf16 and fp16 within twice the error of torch's
     MATH attention plus 2^-8. Selections must equal the oracle's above the near-tie margin.
+    Without `capability.lse_gradient` everything else of a case is compared, and its gradient of lse is among what is declined.
 
     Raises:
         ConformanceError: when a case fails, the backend declines every case, or too few choices are far enough from a tie.
@@ -85,6 +86,8 @@ def _check_cases(backend: BranchBackend, device: torch.device, geometry: BlockGe
             report = evolve(report, declined=(*report.declined, f"{name}: {'; '.join(map(str, reasons))}"))
             continue
         problems, rows = judge()
+        if request.needs_lse_grad and not backend.capability.lse_gradient:
+            report = evolve(report, declined=(*report.declined, f"{name}, gradient of lse: it differentiates out alone"))
         report = evolve(report, near_ties=report.near_ties + rows.near_ties, decided=report.decided + rows.decided)
         if problems:
             report = evolve(report, failures=(*report.failures, *(f"  {name}: {problem}" for problem in problems)))
@@ -198,10 +201,10 @@ def _compare(
     yardstick: Callable[..., Any] | None,
 ) -> list[str]:
     """Return what differs between `theirs` in the operands' dtype and `oracle` in float64: outputs, lse, gradients."""
-    dtype, gradient = operands[0].dtype, backend.capability.gradient
-    got = _evaluate(theirs, operands, kept, gradient)
-    expected = _evaluate(oracle, tuple(x.double() for x in operands), kept, gradient)
-    yard = _evaluate(yardstick, operands, kept, gradient) if yardstick else {}
+    dtype, capability = operands[0].dtype, backend.capability
+    got = _evaluate(theirs, operands, kept, capability)
+    expected = _evaluate(oracle, tuple(x.double() for x in operands), kept, capability)
+    yard = _evaluate(yardstick, operands, kept, capability) if yardstick else {}
     problems = _wrong_dtypes(got, dtype)
     for name, value in expected.items():
         # torch's attention returns no lse: what its gradient without one may be off by serves for the gradient with it
@@ -221,17 +224,17 @@ def _wrong_dtypes(got: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
     return [f"{name} is {value.dtype}, not {wanted[name]}" for name, value in got.items() if value.dtype != wanted[name]]
 
 
-def _evaluate(function: Callable[..., Any], operands: tuple[Tensor, ...], kept: Tensor, gradient: bool) -> dict[str, Tensor]:
-    """Return out, lse and the gradients of a fixed random combination of out, and of one of out and lse."""
-    leaves = tuple(x.detach().clone().requires_grad_(gradient) for x in operands)
+def _evaluate(function: Callable[..., Any], operands: tuple[Tensor, ...], kept: Tensor, capability: Capability) -> dict[str, Tensor]:
+    """Return out, lse and, as far as `capability` goes, the gradients of a fixed random combination of out, and of one of out and lse."""
+    leaves = tuple(x.detach().clone().requires_grad_(capability.gradient) for x in operands)
     result = function(*leaves)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out * kept[..., None, None].to(out)
     values = {"out": out} if lse is None else {"out": out, "lse": lse}
-    if gradient:
+    if capability.gradient:
         loss = (out * _weights(out)).sum()
         values |= {f"gradient {place}": x for place, x in enumerate(torch.autograd.grad(loss, leaves, retain_graph=True))}
-    if gradient and lse is not None:
+    if capability.gradient and capability.lse_gradient and lse is not None:
         # rows that see nothing have lse -inf and no gradient
         finite = torch.where(lse == float("-inf"), 0, lse)
         loss = (out * _weights(out)).sum() + (finite * _weights(lse)).sum()
