@@ -23,7 +23,7 @@ from nsa_core import (
 )
 from nsa_core.backends.base import BranchOutput
 from nsa_core.testing.conformance import check_backend
-from nsa_core.testing.inputs import Shape, make_inputs
+from nsa_core.testing.inputs import Inputs, Shape, make_inputs
 from nsa_kernels_cuda.flash_attention import providers
 from nsa_kernels_cuda.flash_attention.backend import FlashAttentionBackend, flash_attention_backends
 from nsa_kernels_cuda.flash_attention.op import chunks_of
@@ -43,10 +43,10 @@ class PlainTorch:
 
     name: str = "plain"
     is_installed: bool = True
-    takes_lse_gradient: bool = True
+    capability: Capability = Capability(layouts=providers.FLASH_2.layouts)
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        return Capability(layouts=providers.FLASH_2.layouts).reasons_against(request)
+        return self.capability.reasons_against(request)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
         assert q.shape[1] == k.shape[1] == v.shape[1] > 0
@@ -83,6 +83,9 @@ class PlainTorch:
         return scores.softmax(-1), scores.logsumexp(-1)
 
 
+OUT_ONLY = PlainTorch(name="out_only", capability=evolve(PlainTorch().capability, lse_gradient=False))
+
+
 def backend_of(operation: Operation, provider: Any = None) -> FlashAttentionBackend:
     return FlashAttentionBackend(operation=operation, provider=provider or PlainTorch(), name="flash_attn")
 
@@ -93,6 +96,16 @@ def test_it_conforms_to_the_oracle(operation):
     report = check_backend(backend_of(operation))
     print(report)
     assert len(report.passed) >= 20
+    assert not [each for each in report.declined if "gradient of lse" in each]
+
+
+@pytest.mark.filterwarnings("ignore:.*against policy.*")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_it_conforms_without_a_gradient_of_lse(operation):
+    # of a provider that is given none, everything else is compared
+    report = check_backend(backend_of(operation, OUT_ONLY))
+    assert len(report.passed) >= 20
+    assert len([each for each in report.declined if "gradient of lse" in each]) == len(report.passed)
 
 
 @pytest.mark.parametrize("num_queries", [0, 1, 7, 8, 9, 11, 12, 13, 40])
@@ -113,20 +126,27 @@ def test_queries_and_keys_are_not_copied():
     assert chunks.expand(k).stride(0) == 0
 
 
-def call(operation, registry, dtype=torch.float32):
-    shape = Shape(geometry=SIZES, num_queries=23, num_heads=4, num_kv_heads=2, head_dim_qk=8, head_dim_v=8)
-    inputs = make_inputs(shape, dtype).with_grad()
+def limited(name: str, **limits: Any) -> PlainTorch:
+    return PlainTorch(name=name, capability=evolve(PlainTorch().capability, **limits))
+
+
+def inputs_of() -> Inputs:
+    return make_inputs(Shape(geometry=SIZES, num_queries=23, num_heads=4, num_kv_heads=2, head_dim_qk=8, head_dim_v=8)).with_grad()
+
+
+def call(operation: Operation, registry: BackendRegistry, inputs: Inputs) -> BranchOutput:
     options = {"geometry": SIZES, "backend": "flash_attn", "registry": registry}
     if operation is Operation.CMP:
-        return inputs, compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **options)
-    return inputs, sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, **options)
+        return compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, **options)
+    return sliding_window_attention(inputs.q, inputs.k_win, inputs.v_win, **options)
 
 
 @pytest.mark.filterwarnings("ignore:.*against policy.*")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_gradient_of_lse_that_a_provider_does_not_take_is_refused(operation):
-    registry = BackendRegistry((backend_of(operation, PlainTorch(name="out_only", takes_lse_gradient=False)),))
-    inputs, found = call(operation, registry)
+    registry = BackendRegistry((backend_of(operation, OUT_ONLY),))
+    inputs = inputs_of()
+    found = call(operation, registry, inputs)
     found.out.sum().backward(retain_graph=True)
     assert inputs.q.grad is not None
     with pytest.raises(BackendUnavailableError, match=r"flash_attn\[out_only\] was given a gradient of lse"):
@@ -143,15 +163,46 @@ def test_auto_does_not_take_it_before_a_length_is_measured(operation):
     assert not decision.chosen.startswith("flash_attn")
 
 
-def test_the_first_installed_provider_serves_and_each_can_be_pinned():
-    absent, first, second = PlainTorch(name="a", is_installed=False), PlainTorch(name="b"), PlainTorch(name="c")
+def test_the_first_installed_provider_that_serves_is_taken_and_each_can_be_pinned():
+    absent, first, second = PlainTorch(name="a", is_installed=False), limited("b", max_head_dim=8), PlainTorch(name="c")
     found = flash_attention_backends((absent, first, second))
-    assert {(each.operation.value, each.name, each.provider.name) for each in found} == {
-        (operation.value, name, provider)
-        for operation in OPERATIONS
-        for name, provider in (("flash_attn", "b"), ("flash_attn[a]", "a"), ("flash_attn[b]", "b"), ("flash_attn[c]", "c"))
-    }
-    assert found[0].notes_on(REQUEST) == ("by flash_attn[b]",)
+    names = ["flash_attn", "flash_attn[a]", "flash_attn[b]", "flash_attn[c]"]
+    assert [(each.operation, each.name) for each in found] == [(operation, name) for operation in OPERATIONS for name in names]
+    for size, provider in ((8, "b"), (16, "c")):
+        assert found[0].notes_on(evolve(REQUEST, operation="cmp", head_dim_qk=size, head_dim_v=size)) == (f"by flash_attn[{provider}]",)
+
+
+@pytest.mark.filterwarnings("ignore:.*against policy.*")
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_call_takes_the_provider_that_routing_notes(operation, is_compiled, monkeypatch):
+    used = []
+    forward = PlainTorch.forward
+    monkeypatch.setattr(PlainTorch, "forward", lambda self, *x, **keywords: used.append(self.name) or forward(self, *x, **keywords))
+    small, large = limited("small", max_head_dim=4), PlainTorch(name="large")
+    registry = BackendRegistry(flash_attention_backends((small, large)))
+    run = torch.compile(call, fullgraph=True, backend="eager") if is_compiled else call
+    inputs, found = inputs_of(), None
+    for _ in range(2):
+        found = run(operation, registry, inputs)
+    found.out.sum().backward()
+    assert set(used) == {"large"}
+    assert inputs.q.grad is not None
+
+
+def test_where_no_provider_serves_the_reasons_of_each_are_given():
+    [found, *_] = flash_attention_backends((limited("a", max_head_dim=64), limited("b", gradient=False)))
+    assert [str(reason) for reason in found.reasons_against(evolve(REQUEST, operation="cmp"))] == [
+        "incapable: flash_attn[a]: head dimension 128 (at most 64)",
+        "incapable: flash_attn[b]: gradients are needed (forward only)",
+        "policy: no length is measured from which it is faster than the kernels of this project; name it to take it",
+    ]
+
+
+@pytest.mark.parametrize(("takes", "expected"), [((True, True), True), ((True, False), False), ((False, True), False)])
+def test_flash_attn_takes_a_gradient_of_lse_where_all_of_its_providers_do(takes, expected):
+    first, second = (limited(name, lse_gradient=is_taken) for name, is_taken in zip("ab", takes, strict=True))
+    assert flash_attention_backends((first, second))[0].capability.lse_gradient is expected
 
 
 @pytest.mark.parametrize(
@@ -261,6 +312,6 @@ def test_a_library_is_called_by_its_released_signature(monkeypatch, provider, mo
     expected = plain.forward(q, k, v, scale=0.5, window=window)
     found = provider.forward(q, k, v, scale=0.5, window=window)
     torch.testing.assert_close(found, expected)
-    grads = ResultGradients(dout, found.lse.cos() if provider.takes_lse_gradient else None)
+    grads = ResultGradients(dout, found.lse.cos() if provider.capability.lse_gradient else None)
     gradients = provider.backward(grads, q, k, v, found, scale=0.5, window=window)
     torch.testing.assert_close(gradients, plain.backward(grads, q, k, v, expected, scale=0.5, window=window))

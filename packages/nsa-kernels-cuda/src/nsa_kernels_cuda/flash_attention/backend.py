@@ -1,13 +1,17 @@
 """The backends `flash_attn` and `flash_attn[PROVIDER]`."""
 
+from collections.abc import Callable
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
-from nsa_core import BranchRequest, Capability, Operation, Reason
+from nsa_core import BackendRegistry, BranchOutput, BranchRequest, Capability, Operation, Reason
+from nsa_core.backends.registry import AUTO
+from nsa_core.dispatch import facts_of
+from nsa_kernels_cuda.flash_attention.op import op_of
 from nsa_kernels_cuda.flash_attention.providers import FLASH_2, PROVIDERS, Provider
 
-UNMEASURED = "no length is measured from which it is faster than the kernels of this project; name it to take it"
+UNMEASURED = Reason.policy("no length is measured from which it is faster than the kernels of this project; name it to take it")
 
 
 @frozen(kw_only=True)
@@ -17,33 +21,81 @@ class FlashAttentionBackend:
     operation: Operation
     provider: Provider
     name: str
-    capability: Capability = FLASH_2
+    level: int = 40
+    policy: tuple[Reason, ...] = (UNMEASURED,)
+    # a graph being traced cannot declare an op
+    _op: Callable[..., BranchOutput] = field(init=False, eq=False, repr=False)
+
+    @_op.default
+    def _declared(self) -> Callable[..., BranchOutput]:
+        return op_of(self.operation, self.provider)
+
+    @property
+    def capability(self) -> Capability:
+        """Return what the provider can do."""
+        return self.provider.capability
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return the limits of the provider, and that no length was measured."""
-        return (*self.provider.reasons_against(request), Reason.policy(UNMEASURED))
+        return (*self.provider.reasons_against(request), *self.policy)
 
     def preference(self, request: BranchRequest) -> int:
         """Return how much it is wanted: on a GPU less than the kernels of this project and more than the reference."""
-        return 40 if request.device_type == "cuda" else -100
-
-    def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
-        """Return which provider serves where the name does not say it."""
-        return (f"by flash_attn[{self.provider.name}]",) if self.name == "flash_attn" else ()
+        return self.level if request.device_type == "cuda" else -100 + self.level
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation on the operands of `nsa_core.backends.base.AttentionBackend`."""
-        from nsa_kernels_cuda.flash_attention.op import op_of
-
-        return op_of(self.operation, self.provider)(*operands, **keywords)
+        return self._op(*operands, **keywords)
 
 
-def flash_attention_backends(providers: tuple[Provider, ...] = PROVIDERS) -> tuple[FlashAttentionBackend, ...]:
-    """Return `flash_attn` by the first installed provider, and `flash_attn[PROVIDER]` by each, for both operations."""
-    first = next(provider for provider in providers if provider.is_installed)
-    named = [("flash_attn", first), *((f"flash_attn[{provider.name}]", provider) for provider in providers)]
-    return tuple(
-        FlashAttentionBackend(operation=operation, provider=provider, name=name)
-        for operation in (Operation.CMP, Operation.WIN)
-        for name, provider in named
-    )
+@frozen(kw_only=True)
+class FirstProviderBackend:
+    """Compressed or sliding-window attention by the first provider that can serve the call."""
+
+    operation: Operation
+    providers: BackendRegistry
+    """One backend for each installed provider, the first preferred; policy is none of theirs."""
+    name: str = "flash_attn"
+
+    @property
+    def capability(self) -> Capability:
+        """Return what one of the providers can do; a gradient of lse only where all of them take it."""
+        return evolve(FLASH_2, lse_gradient=all(each.capability.lse_gradient for each in self.providers.backends))
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return the limits of the provider that serves, or of all of them where none does, and that no length was measured."""
+        serving = self._serving(request)
+        if serving is not None:
+            return (*self.providers.named(self.operation, serving).reasons_against(request), UNMEASURED)
+        limits = [(each.name, reason) for each in self.providers.backends for reason in each.reasons_against(request)]
+        return (*(evolve(reason, message=f"{name}: {reason.message}") for name, reason in limits), UNMEASURED)
+
+    def preference(self, request: BranchRequest) -> int:
+        """Return how much it is wanted; a provider that is named apart is wanted less."""
+        return 41 if request.device_type == "cuda" else -59
+
+    def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
+        """Return which provider serves."""
+        serving = self._serving(request)
+        return () if serving is None else (f"by {serving}",)
+
+    def __call__(self, *operands: Any, geometry: Any, scale: float) -> Any:
+        """Compute the operation on the operands of `nsa_core.backends.base.AttentionBackend`."""
+        index = self.providers.resolve_index(AUTO, False, **facts_of(self.operation, operands, geometry))
+        return self.providers.backends[index](*operands, geometry=geometry, scale=scale)
+
+    def _serving(self, request: BranchRequest) -> str | None:
+        """Return the name of the backend that serves `request`; a call does not know whether its lse is differentiated, so that has no say."""
+        return self.providers.explain(evolve(request, needs_lse_grad=False)).chosen
+
+
+def flash_attention_backends(
+    providers: tuple[Provider, ...] = PROVIDERS,
+) -> tuple[FlashAttentionBackend | FirstProviderBackend, ...]:
+    """Return `flash_attn` by the first provider that serves, and `flash_attn[PROVIDER]` by each, for both operations."""
+    found: list[FlashAttentionBackend | FirstProviderBackend] = []
+    for operation in (Operation.CMP, Operation.WIN):
+        named = [FlashAttentionBackend(operation=operation, provider=each, name=f"flash_attn[{each.name}]") for each in providers]
+        installed = tuple(evolve(each, level=-place, policy=()) for place, each in enumerate(named) if each.provider.is_installed)
+        found += [FirstProviderBackend(operation=operation, providers=BackendRegistry(installed)), *named]
+    return tuple(found)

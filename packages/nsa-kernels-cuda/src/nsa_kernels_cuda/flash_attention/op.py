@@ -82,7 +82,7 @@ def differentiate_blocks(
 
 @cache
 def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutput]:
-    """Return the op of `operation` by `provider`, declared at its first use."""
+    """Return the op of `operation` by `provider`, declared when it is first asked for; imports no library of FlashAttention."""
     is_window = operation is Operation.WIN
 
     def forward(queries: Queries, keys: Keys, *, geometry: BlockGeometry, scale: float, needs_grad: bool) -> BranchOutput:
@@ -94,7 +94,7 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
 
     def backward(grads: Any, results: Any, queries: Queries, keys: Keys, *, geometry: BlockGeometry, scale: float) -> tuple[Tensor, ...]:
         dout, dlse = grads
-        if dlse is not None and not provider.takes_lse_gradient:
+        if dlse is not None and not provider.capability.lse_gradient:
             raise BackendUnavailableError(
                 f"flash_attn[{provider.name}] was given a gradient of lse (it differentiates out alone); use backend 'triton' or 'sdpa'"
             )

@@ -20,9 +20,10 @@ FLASH_2 = Capability(
     dtypes=(torch.bfloat16, torch.float16),
     layouts=(Layout.DENSE,),
     max_head_dim=256,
+    lse_gradient=False,
 )
 """The abilities of FlashAttention-2, in dense batches: the adapter is written for no other layout."""
-FLASH_4 = evolve(FLASH_2, min_compute_capability=(9, 0))
+FLASH_4 = evolve(FLASH_2, min_compute_capability=(9, 0), lse_gradient=True)
 
 
 class Gradients(NamedTuple):
@@ -54,12 +55,12 @@ class Provider(Protocol):
     def is_installed(self) -> bool:
         """Return True where its package is installed; imports nothing of it."""
 
-    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason why it cannot serve `request`."""
-
     @property
-    def takes_lse_gradient(self) -> bool:
-        """Return True where it differentiates lse as well."""
+    def capability(self) -> Capability:
+        """Return what it can do, as far as a Capability says it."""
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return every reason why it cannot serve `request`, its capability's included."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
         """Return attention and its lse."""
@@ -67,7 +68,7 @@ class Provider(Protocol):
     def backward(
         self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
     ) -> Gradients:
-        """Return the gradients for those of out and lse; `grads.lse` is not read without `takes_lse_gradient`."""
+        """Return the gradients for those of out and lse; `grads.lse` is not read without `capability.lse_gradient`."""
 
 
 @frozen(kw_only=True)
@@ -75,7 +76,7 @@ class FlashAttention2:
     """flash-attn 2, by the functions below its autograd, as released in 2.8. Not run: it cannot be installed where this was written."""
 
     name: str = "fa2"
-    takes_lse_gradient: bool = False
+    capability: Capability = FLASH_2
 
     @property
     def is_installed(self) -> bool:
@@ -84,7 +85,7 @@ class FlashAttention2:
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return its limits."""
-        return _missing(self, "flash-attn") + _reasons(FLASH_2, request) + _unequal_heads(request)
+        return _missing(self, "flash-attn") + _reasons(self, request) + _unequal_heads(request)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
         """Return attention and its lse."""
@@ -114,11 +115,11 @@ class TorchFlash:
 
     name: str = "torch"
     is_installed: bool = True
-    takes_lse_gradient: bool = False
+    capability: Capability = FLASH_2
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return its limits."""
-        return _reasons(FLASH_2, request) + _unequal_heads(request)
+        return _reasons(self, request) + _unequal_heads(request)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
         """Return attention and its lse."""
@@ -148,7 +149,7 @@ class FlashAttention4:
     """flash-attn 4 (`flash_attn.cute`), by the functions below its autograd, as in 4.0.0b36. Not run through this adapter yet."""
 
     name: str = "fa4"
-    takes_lse_gradient: bool = True
+    capability: Capability = FLASH_4
 
     @property
     def is_installed(self) -> bool:
@@ -157,7 +158,7 @@ class FlashAttention4:
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
         """Return its limits."""
-        found = _missing(self, "flash-attn-4") + _reasons(FLASH_4, request)
+        found = _missing(self, "flash-attn-4") + _reasons(self, request)
         if request.compute_capability not in (None, (9, 0)):
             found += (Reason.incapable("compute capability {}.{} (the adapter is for 9.0)".format(*request.compute_capability)),)
         # with as many KV heads as heads it takes them
@@ -190,7 +191,7 @@ class FlashAttention4:
 
 
 PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), FlashAttention2(), TorchFlash())
-"""`flash_attn` is the first that is installed."""
+"""`flash_attn` is the first that is installed and serves the call."""
 
 
 def _sides(window: int | None) -> tuple[int, int]:
@@ -198,8 +199,8 @@ def _sides(window: int | None) -> tuple[int, int]:
     return (-1, -1) if window is None else (window - 1, 0)
 
 
-def _reasons(capability: Capability, request: BranchRequest) -> tuple[Reason, ...]:
-    found = capability.reasons_against(request)
+def _reasons(provider: Provider, request: BranchRequest) -> tuple[Reason, ...]:
+    found = provider.capability.reasons_against(request)
     if request.head_dim_qk % 8:
         found += (Reason.incapable(f"head dimension {request.head_dim_qk} (needs a multiple of 8)"),)
     return found
