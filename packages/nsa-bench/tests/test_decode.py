@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa_bench import decode, measurement
 from nsa_bench.cli import run_command
-from nsa_bench.decode import DecodeStep, make_decode_plan, measure_case
+from nsa_bench.decode import DecodeResult, DecodeStep, make_decode_plan, measure_case
 from nsa_bench.options import DecodeOptions
 from nsa_core import blocks
 
@@ -34,7 +34,7 @@ def plan_of(**options: Any) -> decode.DecodePlan:
 
 def test_steps_are_compared_timed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "d.json"), "--csv", str(tmp_path / "d.csv")]
-    assert run_command(["decode", *WORDS, "--context", "7,100,129", "--batch", "1,3", *files]) == 0
+    assert run_command(["decode", *WORDS, "--context", "7,100,129", "--batch", "1,3", "--parts", "all", *files]) == 0
     with (tmp_path / "d.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0])[: len(COLUMNS)] == COLUMNS
@@ -50,7 +50,62 @@ def test_steps_are_compared_timed_and_written(tmp_path: Path, capsys: pytest.Cap
     result = json.loads((tmp_path / "d.json").read_text())
     assert result["options"]["context"] == "7,100,129"
     assert "commit" in result["environment"]
-    assert "decode, us a step" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "decode, us a step" in printed.out
+    assert "ms a step (compared in " in printed.err
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ("total,append,attend", {"total", "append", "attend"}),
+        ("win,total", {"total", "win"}),
+        ("all", {"total", "append", "attend", "cmp", "sel", "win"}),
+    ],
+)
+def test_the_parts_that_are_asked_for_are_timed_and_the_columns_of_others_are_empty(parts: str, expected: set[str]) -> None:
+    plan = plan_of(context="100", batch="1", baseline=False, parts=parts)
+    result = measure_case(plan.cases[0], plan)
+    assert set(result.times) == expected
+    row = decode.to_row(result, {})
+    assert {name for name in (*decode.STEP_PARTS, *decode.BRANCH_PARTS) if row[f"ms_{name}"] is not None} == expected
+
+
+def test_a_step_alone_is_timed_by_default() -> None:
+    assert plan_of().parts == ("total", "append", "attend")
+
+
+def test_the_table_shows_what_dense_attention_takes_over_what_a_step_takes() -> None:
+    case = plan_of(context="100", batch="1").cases[0]
+    times = {"total": 9.0, "graph total": 0.05}
+    result = DecodeResult(case=case, times=times, dense={"torch flash": 1.0, "graph torch flash": 0.1, "graph torch cuDNN": 0.2})
+    table = decode.decode_table([result, DecodeResult(case=case, times=times)])
+    [ratios] = [list(column.cells) for column in table.columns if column.header == "dense / step"]
+    assert ratios == ["2.00", "-"]
+
+
+@pytest.mark.parametrize("context", [7, 8, 30, 100, 129])
+def test_the_reference_equals_the_oracle_in_float64(context: int) -> None:
+    plan = plan_of(context=str(context), batch="3", dtype="fp64")
+    step = DecodeStep(plan.cases[0], plan.device, "auto")
+    step.append()
+    result = step.check()
+    assert result.failure is None
+    assert result.error is not None
+    assert result.error < 1e-12
+
+
+def test_the_reference_reads_the_rows_alone_that_a_step_sees() -> None:
+    plan = plan_of(context="129", batch="1")
+    step = DecodeStep(plan.cases[0], plan.device, "auto")
+    step.append()
+    record = decode._Record()
+    step.attend(observers=(record,))
+    is_chosen = (record.block_indices[0, 0, :, :, None] == torch.arange(129) // 16).any(1)
+    assert not is_chosen.all()
+    for store in (step.slc.k, step.slc.v):
+        store[0].masked_fill_(~is_chosen.T[:, :, None], float("nan"))
+    assert step.check().failure is None
 
 
 def test_a_wrong_step_gets_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +143,7 @@ def test_what_nothing_serves_is_said(capsys: pytest.CaptureFixture[str]) -> None
         (["--batch", "x"], "--batch has 'x'"),
         (["--shapes", "4/2/15/8"], "D_k is even"),
         (["--geometry", "1/2"], "is not l/d/l'/n/w"),
+        (["--parts", "total,slc"], "--parts has 'slc'"),
     ],
 )
 def test_options_that_cannot_be_are_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ A step is APPEND of its rows and the attention of all branches; projections, RoP
 random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; what is wrong gets no time.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -27,12 +28,11 @@ from nsa_bench.reporting import number
 from nsa_bench.results import Output
 from nsa_core import blocks
 from nsa_core.attention import append_rows, attend
-from nsa_core.backends.base import Keys, NewBlocks, Operation, Queries
+from nsa_core.backends.base import Keys, NewBlocks, Queries
 from nsa_core.compression import build_compressor
 from nsa_core.config import BlockGeometry, NSAConfig
 from nsa_core.gating import gated_sum
 from nsa_core.kv_cache import NSACache
-from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.selection import choose_blocks, pool_importance
 from nsa_core.telemetry import AttentionObserver, count_reads
@@ -42,6 +42,11 @@ GPU_CONTEXTS, CPU_CONTEXTS = "4k,8k,16k,32k,64k,128k", "256"
 GPU_BATCHES, CPU_BATCHES = "1,4,16,64", "2"
 CHECKED_SEQUENCES = 2
 """Sequences of a batch that are compared with the reference."""
+STEP_PARTS = ("total", "append", "attend")
+BRANCH_PARTS = ("cmp", "sel", "win")
+"""Branches alone: kernels of their own, compiled for each case, that a step does not run."""
+HOST_COUNT = 10
+"""Repetitions of calls from Python on a GPU, at most."""
 
 
 @frozen(kw_only=True)
@@ -65,6 +70,7 @@ class DecodePlan:
     cases: tuple[DecodeCase, ...]
     device: torch.device
     backend: str
+    parts: tuple[str, ...]
     has_baselines: bool
 
 
@@ -85,6 +91,10 @@ class DecodeResult:
     dense: dict[str, float] = attrs.field(factory=dict)
     """The dense kernels, likewise."""
     notes: tuple[str, ...] = ()
+    check_seconds: float = 0.0
+    """What the comparison took, the caches and the compilation of its kernels included."""
+    time_seconds: float = 0.0
+    """What the measurements took, likewise."""
 
     def best_dense(self, way: str = "") -> float | None:
         """Return the least time of a dense kernel, eager or by graph ("graph ")."""
@@ -110,7 +120,21 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
         DecodeCase(shape=shape, context=context, batch=batch, geometry=geometry, dtype=dtype)
         for shape, batch, context in product(shapes, batches, contexts)
     )
-    return DecodePlan(cases=cases, device=device, backend=options.backend, has_baselines=options.baseline)
+    parts = parse_parts(options.parts)
+    return DecodePlan(cases=cases, device=device, backend=options.backend, parts=parts, has_baselines=options.baseline)
+
+
+def parse_parts(text: str) -> tuple[str, ...]:
+    """Return the names in `text`, by commas, in the order of STEP_PARTS and BRANCH_PARTS; "all" is every one.
+
+    Raises:
+        OptionError: for a name that is no part.
+    """
+    parts, names = (*STEP_PARTS, *BRANCH_PARTS), text.split(",")
+    unknown = [name for name in names if name not in (*parts, "all")]
+    if unknown:
+        raise OptionError(f"--parts has {unknown[0]!r} (the rule: all, or of {', '.join(parts)}); use {','.join(STEP_PARTS)}")
+    return parts if "all" in names else tuple(part for part in parts if part in names)
 
 
 def run_decode(options: DecodeOptions, output: Output) -> list[DecodeResult]:
@@ -132,15 +156,19 @@ def run_decode(options: DecodeOptions, output: Output) -> list[DecodeResult]:
 @torch.no_grad()
 def measure_case(case: DecodeCase, plan: DecodePlan) -> DecodeResult:
     """Return the figures of a step, or why there are none: it does not fit, nothing serves it, or it is wrong."""
+    began = time.perf_counter()
     try:
         step = DecodeStep(case, plan.device, plan.backend)
         step.append()
         result = step.check()
+        checked = time.perf_counter()
+        result = attrs.evolve(result, check_seconds=checked - began)
         if result.failure is None:
             dense = dense_kernels(case, step, plan.device) if plan.has_baselines else {}
-            times, notes = _times(step.parts(), plan.device)
+            times, notes = _times({name: call for name, call in step.parts().items() if name in plan.parts}, plan.device)
             dense_times, dense_notes = _times(dense, plan.device)
-            result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_notes))
+            spent = time.perf_counter() - checked
+            result = attrs.evolve(result, times=times, dense=dense_times, notes=(*notes, *dense_notes), time_seconds=spent)
     except Exception as error:  # noqa: BLE001 - a kernel of a plug-in may raise anything; the table says what
         return DecodeResult(case=case, failure=describe_failure(error))
     return result
@@ -151,8 +179,9 @@ def _times(calls: dict[str, Callable[[], object]], device: torch.device) -> tupl
     found, notes = {}, []
     for name, call in calls.items():
         try:
-            found[name] = time_call(call, device).median_ms
-            if device.type == "cuda":
+            is_gpu = device.type == "cuda"
+            found[name] = time_call(call, device, max_count=HOST_COUNT if is_gpu else None).median_ms
+            if is_gpu:
                 timing: Timing = time_call(replay_of(call, device), device)
                 found[f"graph {name}"] = timing.median_ms
         except Exception as error:  # noqa: BLE001 - an absent dense kernel may raise anything
@@ -254,24 +283,27 @@ class DecodeStep:
         )  # fmt: skip
 
     def _reference(self, few: slice, chosen: Tensor) -> tuple[Tensor, int, int]:
-        """Return Eq. 5 in float64 with the blocks that were chosen, and how many choices differ as near ties, and wrongly."""
+        """Return Eq. 5 in float64 with the blocks that were chosen, and how many choices differ as near ties, and wrongly.
 
-        def exact(keys: Keys) -> Keys:
-            return keys._replace(k=keys.k[few].double(), v=keys.v[few].double())
+        Of the stores it reads the rows that the step's queries see.
+        """
+        num_groups, last, size = self.case.shape.num_kv_heads, self.case.context - 1, self.geometry.selection_block_size
+        q = self.queries.q[few, 0].double().unflatten(1, (num_groups, -1))
 
-        def run(operation: Operation, *operands: Any) -> Any:
-            return SDPABackend(operation=operation)(*operands, geometry=self.geometry, scale=self.case.shape.head_dim_qk**-0.5)
+        def branch(keys: Keys, positions: Tensor) -> tuple[Tensor, Tensor]:
+            """Return out and weights over the rows at `positions` (B, G, m); those before 0 or after the last are not seen."""
+            rows = positions.clamp(0, last) % keys.k.shape[1] if keys.ring else positions.clamp(0, last)
+            k, v = (x[few].transpose(1, 2).gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])).double() for x in (keys.k, keys.v))
+            is_seen = ((positions >= 0) & (positions <= last)).unsqueeze(2)
+            weights = (q @ k.mT * self.case.shape.head_dim_qk**-0.5).masked_fill(~is_seen, float("-inf")).softmax(-1)
+            return (weights @ v).flatten(1, 2).unsqueeze(1), weights
 
-        q, cmp = self.queries.q[few].double(), exact(self.cmp)
-        queries = Queries(q, 1, None, self.start[few], self.count[few])
-        compressed = run(Operation.CMP, queries, cmp)
-        num_groups = self.case.shape.num_kv_heads
-        grouped = q[:, 0].unflatten(1, (num_groups, -1))
-        held = blocks.num_compressed_blocks(self.case.context, self.geometry)
-        scores = torch.einsum("bghd,bcgd->bghc", grouped, cmp.k[:, :held]) * self.case.shape.head_dim_qk**-0.5
-        weights = (scores - compressed.lse[:, 0].unflatten(1, (num_groups, -1)).unsqueeze(-1)).exp().sum(2)
+        def alike(positions: Tensor) -> Tensor:
+            return positions.to(q.device).expand(q.shape[0], num_groups, -1)
+
+        compressed, weights = branch(self.cmp, alike(torch.arange(blocks.num_compressed_blocks(self.case.context, self.geometry))))
         num_blocks = blocks.num_selection_blocks(self.case.context, self.geometry)
-        importance = pool_importance(weights, self.geometry, num_blocks)
+        importance = pool_importance(weights.sum(2), self.geometry, num_blocks)
         wanted = choose_blocks(importance, (self.start[few].long())[:, None], self.geometry)
         differs = (wanted != chosen[:, 0]).any(-1)
         near_ties = 0
@@ -280,8 +312,10 @@ class DecodeStep:
             swapped = set(wanted[b, g].tolist()) ^ set(chosen[b, 0, g].tolist())
             spread = row[list(swapped)].max() - row[list(swapped)].min() if min(swapped) >= 0 else row.new_tensor(torch.inf)
             near_ties += int(spread <= near_tie_margin(row.max(), self.case.dtype))
-        outs = (run(Operation.SLC, queries, exact(self.slc), chosen).out, run(Operation.WIN, queries, exact(self.win)).out)
-        return gated_sum(self.gates[few].double(), compressed.out, *outs), near_ties, int(differs.sum()) - near_ties
+        of_blocks = chosen[:, 0].long().unsqueeze(-1) * size + torch.arange(size, device=q.device)
+        selected, _ = branch(self.slc, of_blocks.flatten(2))
+        window, _ = branch(self.win, alike(torch.arange(last - self.geometry.window_size + 1, last + 1)))
+        return gated_sum(self.gates[few].double(), compressed, selected, window), near_ties, int(differs.sum()) - near_ties
 
 
 def dense_kernels(case: DecodeCase, step: DecodeStep, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -333,14 +367,23 @@ def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
 def progress_line(one: DecodeResult) -> str:
     """Return the line of a case while a run goes on."""
     best = one.times.get("graph total", one.times.get("total"))
-    return f"{one.case}: {one.failure or f'{number(best)} ms a step'}"
+    spent = f"compared in {one.check_seconds:.1f} s, timed in {one.time_seconds:.1f} s"
+    return f"{one.case}: {one.failure or f'{number(best)} ms a step ({spent})'}"
 
 
 def decode_table(results: list[DecodeResult]) -> Table:
     """Return a line per case, in microseconds: by graph where there is one, else from Python."""
     way = "graph " if any("graph total" in one.times for one in results) else ""
     table = Table(
-        "case", "append", "attend", "step", "from Python", "dense", "error", title=f"decode, us a step{', by graph' if way else ''}"
+        "case",
+        "append",
+        "attend",
+        "step",
+        "from Python",
+        "dense",
+        "dense / step",
+        "error",
+        title=f"decode, us a step{', by graph' if way else ''}",
     )
     for one in results:
         if one.failure is not None:
@@ -349,8 +392,10 @@ def decode_table(results: list[DecodeResult]) -> Table:
         dense = one.best_dense(way)
         figures = [one.times.get(f"{way}{name}") for name in ("append", "attend", "total")]
         figures += [one.times.get("total"), dense]
+        step = figures[2]
+        ratio = "-" if dense is None or step is None else f"{dense / step:.2f}"
         error = "-" if one.error is None else f"{one.error:.1e}"
-        table.add_row(Text(str(one.case)), *(Text(number(None if x is None else 1e3 * x)) for x in figures), error)
+        table.add_row(Text(str(one.case)), *(Text(number(None if x is None else 1e3 * x)) for x in figures), ratio, error)
     notes = dict.fromkeys(note for one in results for note in one.notes)
     table.caption = Text("\n".join(notes)) if notes else None
     return table

@@ -42,8 +42,8 @@ class Timing:
         return cls(median_ms=median(times_ms), min_ms=min(times_ms), max_ms=max(times_ms), count=len(times_ms))
 
 
-def time_call(call: Callable[[], object], device: torch.device, patience_ms: float = float("inf")) -> Timing:
-    """Return the times of `call` after a warm-up; a single one where that already exceeds `patience_ms`."""
+def time_call(call: Callable[[], object], device: torch.device, patience_ms: float = float("inf"), max_count: int | None = None) -> Timing:
+    """Return the times of `call` after a warm-up, `max_count` at most; a single one where that already exceeds `patience_ms`."""
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     for _ in range(WARM_UPS if device.type == "cuda" else 1):
         call()
@@ -51,7 +51,7 @@ def time_call(call: Callable[[], object], device: torch.device, patience_ms: flo
     if first[0] > patience_ms:
         return Timing.of(first)
     count = int(BUDGET_MS / max(first[0], 1e-3))
-    return Timing.of(_times_ms(call, min(max(count, MIN_COUNT), MAX_COUNT), flushed))
+    return Timing.of(_times_ms(call, min(max(count, MIN_COUNT), MAX_COUNT if max_count is None else max_count), flushed))
 
 
 def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], object]:

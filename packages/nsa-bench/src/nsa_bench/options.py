@@ -74,6 +74,9 @@ class DecodeOptions:
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backend: Backend = "auto"
+    parts: Annotated[str, Parameter(help="What is timed: of total, append, attend, cmp, sel, win, by commas; or all.")] = (
+        "total,append,attend"
+    )
     baseline: Annotated[bool, Parameter(help="Time dense attention over the same tokens as well.")] = True
 
 
