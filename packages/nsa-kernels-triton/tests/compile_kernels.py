@@ -56,7 +56,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 def wrong_reductions(ttgir: str) -> tuple[str, ...]:
     """Return the tensors that are reduced over lanes among which others hold copies: Triton 3.6 adds some twice and leaves others out."""
-    lanes = {name: ast.literal_eval(bases) for name, bases in re.findall(r"^(#\w+) = #ttg\.linear<\{.*?lane = (\[.*?\]), warp", ttgir, re.MULTILINE)}
+    lanes = {
+        name: ast.literal_eval(bases)
+        for name, bases in re.findall(r"^(#\w+) = #ttg\.linear<\{.*?lane = (\[.*?\]), warp", ttgir, re.MULTILINE)
+    }
     reductions = re.findall(r'"tt\.reduce"\([^)]*\) <\{axis = (\d+).*?\}\) : \(tensor<(\w+), ([^>]*)>', ttgir, re.DOTALL)
 
     def has_gap(axis: int, bases: list[list[int]]) -> bool:

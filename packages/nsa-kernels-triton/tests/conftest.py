@@ -47,6 +47,12 @@ def simulator():
 
 
 @pytest.fixture(scope="session")
+def compiling():
+    """Give the module that compiles kernels for GPUs that are not here."""
+    return beside_this_file("compile_kernels")
+
+
+@pytest.fixture(scope="session")
 def extremes():
     """Give the module of `test_extremes.py`, whose assertions hold for simulated kernels as well."""
     return beside_this_file("test_extremes")

@@ -39,6 +39,16 @@ def compiled(environment, capability, head_dims, operations, *cases):
     return found
 
 
+def test_a_reduction_over_lanes_with_copies_between_them_is_found(compiling):
+    program = """#linear = #ttg.linear<{register = [], lane = [[0, 1], [0, 2], [%s], [0, 4], [0, 8]], warp = [[1, 0]], block = []}>
+      %%2 = "tt.reduce"(%%1) <{axis = 1 : i32}> ({
+      ^bb0(%%a: i32, %%b: i32):
+        tt.reduce.return %%a : i32
+      }) : (tensor<2x16xi32, #linear>) -> tensor<2xi32, #ttg.slice<{dim = 1, parent = #linear}>>"""
+    assert compiling.wrong_reductions(program % "0, 0") == ("2x16xi32 over axis 1",)
+    assert compiling.wrong_reductions(program % "1, 0") == ()
+
+
 def assert_within_shared_memory(found, capability):
     limit = shared_memory_bytes(capability)
     # two programs of the other kernels for 9.0 share a multiprocessor, and each takes 1 KiB more than its own
@@ -79,7 +89,8 @@ def test_the_choice_fits_whatever_the_group_and_the_blocks(without_interpreter, 
     ("capability", "head_dims"), [((8, 0), (192, 128)), ((8, 9), (256, 256)), ((9, 0), (192, 128))], ids=["sm_80", "sm_89", "sm_90"]
 )
 def test_a_steps_kernels_compile(without_interpreter, capability, head_dims):
-    found = compiled(without_interpreter, capability, head_dims, ("nsa", "append"), "step", "long step", "step of a group of 16", "step of small blocks")
+    cases = ("step", "long step", "step of a group of 16", "step of small blocks")
+    found = compiled(without_interpreter, capability, head_dims, ("nsa", "append"), *cases)
     assert {each["kernel"] for each in found} == {"split_kernel", "choose_kernel", "attend_kernel", "append_kernel", "down_kernel"}
     assert_within_shared_memory(found, capability)
 

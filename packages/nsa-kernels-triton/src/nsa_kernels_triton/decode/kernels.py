@@ -1,11 +1,11 @@
 """Eq. 5 for a few rows of each sequence over stores: three launches, each cut so that the whole GPU reads.
 
-1. `split_kernel` cuts the compressed keys into splits. Each gives a partial output with its maximum and sum, and each head's weights summed
-   by block, relative to the maximum when they were computed.
+1. `split_kernel` cuts the compressed keys and the window into splits. Each gives a partial output with its maximum and sum; those of the compressed
+   branch give each head's weights summed by block as well, relative to the maximum when they were computed.
 2. `choose_kernel` normalises these sums, adds up a group's heads and chooses blocks, once for each row and KV head. Further programs of it
-   merge the partial outputs of the splits meanwhile.
-3. `attend_kernel` cuts the window and the chosen blocks into splits. The last split of a row to finish merges all partial outputs and adds the
-   branches up, times their gates.
+   merge the partial outputs of the compressed branch meanwhile.
+3. `attend_kernel` cuts the chosen blocks into splits. The last split of a row to finish merges the partial outputs of each branch and adds
+   the branches up, times their gates.
 
 A tile of keys lies in SLICES parts, one for each warp: every warp has a softmax of its own, and warps meet when a split ends.
 
@@ -133,32 +133,84 @@ def _store_partial(
         tl.store(target + columns[None, :], tl.sum(acc2 * kept[:, :, None], 0), mask=exists[:, None] & (columns < D_V)[None, :])
 
 
+@triton.jit
+def _window_split(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, first_ptr, outs_ptr, maxima_ptr, sums_ptr,
+    sequence, group, row, t, head_tile, split, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, factor,
+    H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+    D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, EXACT: tl.constexpr,
+    SPLITS: tl.constexpr, FIRST_SLOT: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write the partial result of one split of the window of one row of q, at position `t`, for a tile of a group's heads."""
+    HG: tl.constexpr = H // G
+    in_group = head_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    exists = in_group < HG
+    heads = row * H + group * HG + in_group
+    slices = tl.arange(0, SLICES)
+    q1, q2 = _load_queries(q_ptr, heads, exists, D_K, K1, K2, SLICES)
+    first, _end = visible_keys(t, True, 1, 1, WINDOW)
+    last = tl.minimum(t, end_of_store - 1)
+    if first_ptr is not None:
+        first_held = tl.load(first_ptr + sequence)
+        first = tl.maximum(first, first_held)
+        last = tl.minimum(t, end_of_store - 1 + first_held)
+    tiles = tl.cdiv(t + 1 - first, SLICES * SLICE_KEYS)
+    share = tl.cdiv(tiles, SPLITS)
+    in_tile = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
+    acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
+    for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=STAGES):
+        keys = first + tile * (SLICES * SLICE_KEYS) + in_tile
+        is_key = keys <= last
+        key_rows = _store_rows(sequence, keys, is_key, table_ptr, first_ptr, num_rows, num_pages, table_width, RING)
+        acc1, acc2, row_max, row_sum, _weights = _fold(
+            q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_key[:, None, :], group, factor,
+            G, D_K, K1, K2, D_V, V1, V2, EXACT,
+        )  # fmt: skip
+    _store_partial(
+        outs_ptr, maxima_ptr, sums_ptr, FIRST_SLOT + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
+    )  # fmt: skip
+
+
 @CachedLaunch
 @triton.jit
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, cu_seqlens_ptr, start_ptr, count_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr,
-    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, num_blocks, num_tops, factor,
+    q_ptr, k_ptr, v_ptr, table_ptr, k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, win_table_ptr, win_first_ptr,
+    cu_seqlens_ptr, start_ptr, count_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr,
+    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, win_rows, win_pages, win_table_width, win_end,
+    num_blocks, num_tops, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, PADDED_STRIDES: tl.constexpr, REACH: tl.constexpr,
-    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
+    CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_SLOT: tl.constexpr, HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    SLICES: tl.constexpr, SLICE_BLOCKS: tl.constexpr, WIN_SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr,
+    STAGES: tl.constexpr, WIN_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial results of one split of the compressed keys; grid (N * G, SPLITS, tiles of rows).
+    """Write the partial results of one split of the compressed keys, or of one query's window.
 
+    Grid (N * G, CMP_SPLITS + WIN_SPLITS, tiles of rows): those of the compressed keys, or each query's of heads where these are more.
     A sequence's rows are its queries times a group's heads. Weights summed by block go to `blocks_ptr`, float32 (rows of q * H, 2,
     num_blocks): first what a block gets of its own strides, then what reaches into it from the block before. The maximum that they are
     relative to when they are written goes to `tops_ptr`, (rows of q * H, num_tops), for every SLICE_BLOCKS blocks.
     """
     if PDL:
-        # in this order: `attend_kernel` reads the window before it waits
+        # in this order: the launches after this one read what `append` wrote
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
     split = tl.program_id(1)
     first_row, count, start = _rows_of_step(sequence, cu_seqlens_ptr, start_ptr, count_ptr, num_queries, RAGGED)
+    if split >= CMP_SPLITS:
+        query, head_tile = tl.program_id(2) // HEAD_TILES, tl.program_id(2) % HEAD_TILES
+        if query < count:
+            _window_split(
+                q_ptr, k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, win_table_ptr, win_first_ptr, outs_ptr, maxima_ptr, sums_ptr,
+                sequence, group, first_row + query, start + query, head_tile, split - CMP_SPLITS, num_heads_of_rows,
+                win_rows, win_pages, win_table_width, win_end, factor,
+                H, G, D_K, K1, K2, D_V, V1, V2, WINDOW, RING, EXACT, WIN_SPLITS, WIN_SLOT, BLOCK_ROWS, WIN_SLICES, SLICE_KEYS, WIN_STAGES,
+            )  # fmt: skip
+        return
     row0 = tl.program_id(2) * BLOCK_ROWS
     if row0 >= count * HG:
         return
@@ -173,7 +225,7 @@ def split_kernel(
     last_end = tl.minimum(last_end, end_of_store)
     TILE_BLOCKS: tl.constexpr = SLICES * SLICE_BLOCKS
     tiles = tl.cdiv(last_end, TILE_BLOCKS * STRIDES)
-    share = tl.cdiv(tiles, SPLITS)
+    share = tl.cdiv(tiles, CMP_SPLITS)
     chooses = t_last // SELECTION_SIZE >= NUM_SELECTED
     slices = tl.arange(0, SLICES)
     column = tl.arange(0, SLICE_BLOCKS * PADDED_STRIDES)
@@ -333,22 +385,18 @@ def choose_kernel(
 @CachedLaunch
 @triton.jit
 def attend_kernel(
-    q_ptr, k_slc_ptr, v_slc_ptr, k_win_ptr, v_win_ptr, k_slc_scale_ptr, v_slc_scale_ptr, k_win_scale_ptr, v_win_scale_ptr,
-    slc_table_ptr, win_table_ptr, win_first_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
     indices_ptr, gates_ptr, outs_ptr, maxima_ptr, sums_ptr, counters_ptr, out_ptr,
-    num_queries, num_heads_of_rows, slc_rows, slc_pages, slc_table_width, slc_end, win_rows, win_pages, win_table_width, win_end, factor,
+    num_queries, num_heads_of_rows, num_rows, num_pages, table_width, end_of_store, factor,
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, WIDTH: tl.constexpr,
-    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
-    RAGGED: tl.constexpr, EXACT: tl.constexpr, SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, SLC_SPLITS: tl.constexpr,
-    CMP_SLOT: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr, HEAD_TILES: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, WIN_STAGES: tl.constexpr, SLC_STAGES: tl.constexpr,
+    SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
+    CMP_SLOT: tl.constexpr, WIN_SPLITS: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a share of one query's window and of its chosen blocks; the last of its programs writes the output.
+    """Attend to SLOTS of the blocks that one query chose; the last of its programs writes the output. Grid (N * G, queries * HEAD_TILES, SPLITS).
 
-    Grid (N * G, queries * HEAD_TILES, SPLITS). The first WIN_SPLITS programs have a share of the window, the last SLC_SPLITS SLOTS blocks each.
     A row that does not count has its output already. The order in which partial outputs are added is fixed, whichever program is last.
     """
     HG: tl.constexpr = H // G
@@ -367,106 +415,73 @@ def attend_kernel(
     heads = row * H + group * HG + in_group
     slices = tl.arange(0, SLICES)
     q1, q2 = _load_queries(q_ptr, heads, exists, D_K, K1, K2, SLICES)
-    if split < WIN_SPLITS:
-        first, _end = visible_keys(t, True, 1, 1, WINDOW)
-        last = tl.minimum(t, win_end - 1)
-        if win_first_ptr is not None:
-            first_held = tl.load(win_first_ptr + sequence)
-            first = tl.maximum(first, first_held)
-            last = tl.minimum(t, win_end - 1 + first_held)
-        tiles = tl.cdiv(t + 1 - first, SLICES * SLICE_KEYS)
-        share = tl.cdiv(tiles, WIN_SPLITS)
-        in_tile = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
-        acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
-        for tile in tl.range(split * share, tl.minimum((split + 1) * share, tiles), num_stages=WIN_STAGES):
-            keys = first + tile * (SLICES * SLICE_KEYS) + in_tile
-            is_key = keys <= last
-            key_rows = _store_rows(sequence, keys, is_key, win_table_ptr, win_first_ptr, win_rows, win_pages, win_table_width, RING)
-            acc1, acc2, row_max, row_sum, _weights = _fold(
-                q1, q2, acc1, acc2, row_max, row_sum, k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, key_rows, is_key,
-                is_key[:, None, :], group, factor, G, D_K, K1, K2, D_V, V1, V2, EXACT,
-            )  # fmt: skip
-        _store_partial(
-            outs_ptr, maxima_ptr, sums_ptr, CMP_SLOT + 1 + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum,
-            D_V, V1, V2, EXACT,
-        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-    number = split - (SPLITS - SLC_SPLITS)
-    if number >= 0:
-        slots = number * SLOTS + tl.arange(0, PADDED_SLOTS)
-        is_slot = (tl.arange(0, PADDED_SLOTS) < SLOTS) & (slots < NUM_SELECTED)
-        chosen = tl.load(indices_ptr + (row * G + group) * NUM_SELECTED + slots, mask=is_slot, other=-1)
-        in_part = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
-        PARTS: tl.constexpr = (SELECTION_SIZE + SLICES * SLICE_KEYS - 1) // (SLICES * SLICE_KEYS)
-        acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
-        for part in tl.range(0, SLOTS * PARTS, num_stages=SLC_STAGES):
-            block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
-            in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
-            keys = block * SELECTION_SIZE + in_block
-            # no scalar in a mask: Triton 3.9's interpreter makes it a number
-            is_key = (in_block < tl.where(block >= 0, SELECTION_SIZE, 0)) & (keys <= tl.minimum(t, slc_end - 1))
-            key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, slc_table_ptr, None, slc_rows, slc_pages, slc_table_width, False)
-            acc1, acc2, row_max, row_sum, _weights = _fold(
-                q1, q2, acc1, acc2, row_max, row_sum, k_slc_ptr, v_slc_ptr, k_slc_scale_ptr, v_slc_scale_ptr, key_rows, is_key,
-                is_key[:, None, :], group, factor, G, D_K, K1, K2, D_V, V1, V2, EXACT,
-            )  # fmt: skip
-        _store_partial(
-            outs_ptr, maxima_ptr, sums_ptr, CMP_SLOT + 1 + WIN_SPLITS + number, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum,
-            D_V, V1, V2, EXACT,
+    slots = split * SLOTS + tl.arange(0, PADDED_SLOTS)
+    is_slot = (tl.arange(0, PADDED_SLOTS) < SLOTS) & (slots < NUM_SELECTED)
+    chosen = tl.load(indices_ptr + (row * G + group) * NUM_SELECTED + slots, mask=is_slot, other=-1)
+    in_part = (slices * SLICE_KEYS)[:, None] + tl.arange(0, SLICE_KEYS)[None, :]
+    PARTS: tl.constexpr = (SELECTION_SIZE + SLICES * SLICE_KEYS - 1) // (SLICES * SLICE_KEYS)
+    acc1, acc2, row_max, row_sum = _start(BLOCK_ROWS, V1, V2, SLICES)
+    for part in tl.range(0, SLOTS * PARTS, num_stages=STAGES):
+        block = tl.sum(tl.where(tl.arange(0, PADDED_SLOTS) == part // PARTS, chosen, 0), 0)
+        in_block = part % PARTS * (SLICES * SLICE_KEYS) + in_part
+        keys = block * SELECTION_SIZE + in_block
+        # no scalar in a mask: Triton 3.9's interpreter makes it a number
+        is_key = (in_block < tl.where(block >= 0, SELECTION_SIZE, 0)) & (keys <= tl.minimum(t, end_of_store - 1))
+        key_rows = _store_rows(sequence, tl.maximum(keys, 0), is_key, table_ptr, None, num_rows, num_pages, table_width, False)
+        acc1, acc2, row_max, row_sum, _weights = _fold(
+            q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_key[:, None, :], group, factor,
+            G, D_K, K1, K2, D_V, V1, V2, EXACT,
         )  # fmt: skip
+    # one of the compressed branch, the window's, and these
+    SLC_SLOT: tl.constexpr = CMP_SLOT + 1 + WIN_SPLITS
+    _store_partial(
+        outs_ptr, maxima_ptr, sums_ptr, SLC_SLOT + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
+    )  # fmt: skip
     # every warp's partial output is written before the program counts as arrived
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr + (row * G + group) * HEAD_TILES + head_tile, 1, sem="acq_rel", scope="gpu")
     if arrived == SPLITS - 1:
-        total = _combined(
-            outs_ptr, maxima_ptr, sums_ptr, gates_ptr, heads, exists, CMP_SLOT, num_heads_of_rows, D_V, WIDTH, EXACT,
-            WIN_SPLITS, 1 + WIN_SPLITS + SLC_SPLITS, PADDED_SPLITS, MERGED_SPLITS,
+        # the order of the gates: cmp, slc, win
+        gates = gates_ptr + 3 * heads
+        total = _gated(outs_ptr, maxima_ptr, sums_ptr, gates, heads, exists, num_heads_of_rows, CMP_SLOT, 1, D_V, WIDTH, EXACT)
+        total += _gated(
+            outs_ptr, maxima_ptr, sums_ptr, gates + 2, heads, exists, num_heads_of_rows, CMP_SLOT + 1, WIN_SPLITS, D_V, WIDTH, EXACT
         )  # fmt: skip
+        total += _gated(outs_ptr, maxima_ptr, sums_ptr, gates + 1, heads, exists, num_heads_of_rows, SLC_SLOT, SPLITS, D_V, WIDTH, EXACT)
         columns = tl.arange(0, WIDTH)
         mask = exists[:, None] & (columns < D_V)[None, :]
         tl.store(out_ptr + (heads * D_V)[:, None] + columns[None, :], cast(total, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _combined(
-    outs_ptr, maxima_ptr, sums_ptr, gates_ptr, heads, exists, first_slot, num_heads_of_rows,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, WIN_SPLITS: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr, SOME: tl.constexpr,
+def _gated(
+    outs_ptr, maxima_ptr, sums_ptr, gate_ptr, heads, exists, num_heads_of_rows,
+    FIRST: tl.constexpr, SPLITS: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return the gated sum of the branches (heads, WIDTH), SOME splits at a time: one of the compressed branch, the window's, and the rest.
+    """Return the output of one branch, from splits FIRST .. FIRST + SPLITS - 1, times its gate (heads, WIDTH); 0 where a row sees none of it.
 
-    A branch of which a row sees nothing adds 0, whatever its gate.
+    Splits come one after another: no sum goes over threads. They are read where every multiprocessor's writes meet.
     """
-    splits = tl.arange(0, PADDED_SPLITS)
-    maxima = _numbers(maxima_ptr, first_slot + splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
-    sums = _numbers(sums_ptr, first_slot + splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
-    # the order of the gates: cmp, slc, win
-    gates_ptr += 3 * heads
-    cmp_shift, cmp_factor = _factor(maxima, sums, splits < 1, gates_ptr, exists, EXACT)
-    win_shift, win_factor = _factor(maxima, sums, (splits >= 1) & (splits <= WIN_SPLITS), gates_ptr + 2, exists, EXACT)
-    slc_shift, slc_factor = _factor(maxima, sums, splits > WIN_SPLITS, gates_ptr + 1, exists, EXACT)
-    total = tl.zeros([heads.shape[0], WIDTH], tl.float32)
-    for first in tl.static_range(0, NUM_SPLITS, SOME):
-        some = first + tl.arange(0, SOME)
-        is_cmp, is_win = (some < 1)[:, None], (some <= WIN_SPLITS)[:, None]
-        outs = _outputs(outs_ptr, first_slot + some, some < NUM_SPLITS, heads, exists, num_heads_of_rows, D_V, WIDTH)
-        maxima = _numbers(maxima_ptr, first_slot + some, some < NUM_SPLITS, heads, exists, num_heads_of_rows)
-        shift = tl.where(is_cmp, cmp_shift[None, :], tl.where(is_win, win_shift[None, :], slc_shift[None, :]))
-        factor = tl.where(is_cmp, cmp_factor[None, :], tl.where(is_win, win_factor[None, :], slc_factor[None, :]))
-        total += tl.sum(outs * (exponential(maxima - shift, EXACT) * factor)[:, :, None], 0)
-    return total
-
-
-@triton.jit
-def _factor(maxima, sums, is_branch, gate_ptr, exists, EXACT: tl.constexpr):
-    """Return the largest maximum of one branch's splits (heads,), and its gate over its sum of weights relative to that; 0 without any."""
-    maxima = tl.where(is_branch[:, None], maxima, float("-inf"))
-    largest = tl.max(maxima, 0)
+    columns = tl.arange(0, WIDTH)
+    mask = exists[:, None] & (columns < D_V)[None, :]
+    largest = tl.full([heads.shape[0]], float("-inf"), tl.float32)
+    for split in tl.static_range(SPLITS):
+        slot = (FIRST + split) * wide(num_heads_of_rows) + heads
+        largest = tl.maximum(largest, tl.load(maxima_ptr + slot, mask=exists, other=float("-inf"), cache_modifier=".cg"))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.where(maxima > float("-inf"), sums * exponential(maxima - shift[None, :], EXACT), 0.0), 0)
+    total = tl.zeros([heads.shape[0]], tl.float32)
+    merged = tl.zeros([heads.shape[0], WIDTH], tl.float32)
+    for split in tl.static_range(SPLITS):
+        slot = (FIRST + split) * wide(num_heads_of_rows) + heads
+        maxima = tl.load(maxima_ptr + slot, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        kept = exponential(maxima - shift, EXACT)
+        total += tl.where(maxima > float("-inf"), tl.load(sums_ptr + slot, mask=exists, other=0.0, cache_modifier=".cg") * kept, 0.0)
+        out = tl.load(outs_ptr + (slot * D_V)[:, None] + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        merged += out * kept[:, None]
     gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
-    return shift, tl.where(total > 0, gate / total, 0.0)
+    return merged * tl.where(total > 0, gate / total, 0.0)[:, None]
 
 
 @triton.jit

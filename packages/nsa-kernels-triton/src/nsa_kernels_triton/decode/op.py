@@ -18,9 +18,12 @@ from nsa_kernels_triton.tile_table import padded, parts_of
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs of a launch that are aimed at: as many as shared memory holds tiles for, all at once."""
-MOST_SPLITS = 64
+MOST_SPLITS = 32
+"""Splits of the compressed keys: the next launch merges them."""
+MOST_SLC_SPLITS = 16
+"""Splits of the chosen blocks: the last one merges them, one after another."""
 LEAST_TILES = 2
-"""Fewest tiles of the window or of chosen blocks that a program of `attend_kernel` takes where programs abound: each adds a partial output."""
+"""Fewest tiles of chosen blocks that a program takes where programs abound: each adds a partial output."""
 SLICES = 4
 """Parts of a tile of keys, one for each warp."""
 SLICE_KEYS = 16
@@ -30,38 +33,30 @@ BLOCK_ROWS = 16
 MOST_IN_FLIGHT = 3
 """Tiles of a program that arrive at a time, at most."""
 CHOICE_WARPS = 8
-MERGED_NUMBERS = 16384
-"""Numbers of partial outputs that a program of `attend_kernel` holds at a time to merge them."""
 SUMMED_WEIGHTS = 8192
 """Numbers of a kind that a program of `choose_kernel` holds at a time to add up a group's heads, or splits."""
 
 
 class Splits(NamedTuple):
-    """The parts that the keys of each branch are cut into, and the programs that share window and chosen blocks of a row."""
+    """The parts that the keys of each branch are cut into."""
 
     cmp: int
     win: int
     slc: int
-    programs: int
-    """The first `win` of them have a share of the window, the last `slc` one of the chosen blocks."""
 
     @classmethod
     def of(cls, num_multiprocessors: int, num_tiles: int, num_rows: int, geometry: BlockGeometry) -> "Splits":
-        """Return the splits of a step of `num_tiles` tiles of rows in `split_kernel`, and `num_rows` in `attend_kernel`.
+        """Return the splits of a step of `num_tiles` tiles of rows of the compressed branch, and `num_rows` of the others.
 
         Both are numbers of sequences, KV heads and rows, not of keys.
         """
         programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
         cmp, wanted = min(max(1, programs // num_tiles), MOST_SPLITS), max(1, programs // num_rows)
-        window, slots = cdiv(geometry.window_size, SLICES * SLICE_KEYS), geometry.num_selected_blocks
-        of_block = cdiv(geometry.selection_block_size, SLICES * SLICE_KEYS)
-        tiles = max(LEAST_TILES, cdiv(window + slots * of_block, wanted))
-        win, slc = cdiv(window, tiles), cdiv(slots, max(1, tiles // of_block))
-        if win + slc <= wanted:
-            return cls(cmp, win, slc, win + slc)
-        # few programs: each takes a share of both, and the window's keys arrive while blocks are chosen
-        win, slc = min(wanted, window), min(wanted, slots)
-        return cls(cmp, win, slc, max(win, slc))
+        # the window is short beside the compressed keys of a long sequence, and runs beside them
+        win = min(cdiv(geometry.window_size, SLICES * SLICE_KEYS), max(1, wanted // 8))
+        slots, of_block = geometry.num_selected_blocks, cdiv(geometry.selection_block_size, SLICES * SLICE_KEYS)
+        tiles = max(LEAST_TILES, cdiv(slots * of_block, min(wanted, MOST_SLC_SPLITS)))
+        return cls(cmp, win, cdiv(slots, max(1, tiles // of_block)))
 
 
 class Tiles(NamedTuple):
@@ -73,12 +68,12 @@ class Tiles(NamedTuple):
     """Tiles that arrive at a time; 0: none while another is computed with."""
 
     @classmethod
-    def of(cls, q: Tensor, keys: Keys, slice_keys: int) -> "Tiles":
-        """Return tiles of parts of `slice_keys`, and as many in flight as leave room for two programs on a multiprocessor."""
+    def of(cls, q: Tensor, keys: Keys, slice_keys: int, most: int | None = None) -> "Tiles":
+        """Return tiles of `most` parts of `slice_keys`, or of fewer, and as many in flight as leave room for two programs on a multiprocessor."""
         capability = capability_of(q)
         limit = int(0.9 * shared_memory_bytes(OLDEST if capability is None else capability))
         slice_elements = slice_keys * (padded(keys.k.shape[3]) + padded(keys.v.shape[3]))
-        slices = SLICES
+        slices = SLICES if most is None else most
         while slices > 1 and slices * slice_elements * q.element_size() > limit:
             slices //= 2
         if q.element_size() > 2:
@@ -162,11 +157,17 @@ def _decode(
     reach = geometry.compression_block_size // geometry.compression_stride
     factor = score_factor(q, scale)
     in_cmp, in_slc, in_win = Extent.of(cmp), Extent.of(slc), Extent.of(win)
-    kernels.split_kernel[(num_pairs, splits.cmp, row_tiles)](
-        q, cmp.k, cmp.v, cmp.page_table, queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
-        length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, num_blocks * strides), num_blocks, num_tops, factor,
+    # a program has as many warps as its tiles have slices
+    win_tiles = Tiles.of(q, win, SLICE_KEYS, most=tiles.slices)
+    kernels.split_kernel[(num_pairs, splits.cmp + splits.win, max(row_tiles, num_queries))](
+        q, cmp.k, cmp.v, cmp.page_table, win.k, win.v, win.k_scale, win.v_scale, win.page_table, win.first,
+        queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
+        length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, num_blocks * strides), *in_win,
+        num_blocks, num_tops, factor,
         SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides, REACH=reach,
-        SPLITS=splits.cmp, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, num_warps=tiles.slices, STAGES=tiles.num_stages(cmp), **both, **attends,
+        WINDOW=geometry.window_size, RING=win.ring, CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, WIN_SLOT=cmp_slot + 1, HEAD_TILES=head_tiles,
+        SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, WIN_SLICES=win_tiles.slices, SLICE_KEYS=SLICE_KEYS, num_warps=tiles.slices,
+        STAGES=tiles.num_stages(cmp), WIN_STAGES=win_tiles.num_stages(win), **both, **attends,
     )  # fmt: skip
     padded_splits, padded_tops = next_power_of_2(splits.cmp), next_power_of_2(num_tops)
     merged_heads = max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_splits * width)))
@@ -183,15 +184,11 @@ def _decode(
     )  # fmt: skip
     tiles = Tiles.of(q, slc, SLICE_KEYS)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
-    padded_splits = next_power_of_2(1 + splits.win + splits.slc)
-    kernels.attend_kernel[(num_pairs, num_queries, splits.programs)](
-        q, slc.k, slc.v, win.k, win.v, slc.k_scale, slc.v_scale, win.k_scale, win.v_scale, slc.page_table, win.page_table, win.first,
-        queries.cu_seqlens, queries.start, queries.count, indices, gates, outs, maxima, sums, counters, out,
-        length, rows_of_heads, *in_slc, *in_win, factor,
-        WIDTH=width, WINDOW=geometry.window_size, RING=win.ring, SPLITS=splits.programs, WIN_SPLITS=splits.win, SLC_SPLITS=splits.slc,
-        CMP_SLOT=cmp_slot, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots), HEAD_TILES=head_tiles, PADDED_SPLITS=padded_splits,
-        MERGED_SPLITS=max(1, min(MERGED_NUMBERS // (BLOCK_ROWS * width), padded_splits)), SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS,
-        num_warps=tiles.slices, SLC_STAGES=tiles.num_stages(slc), WIN_STAGES=tiles.num_stages(win), **both, **attends,
+    kernels.attend_kernel[(num_pairs, num_queries, splits.slc)](
+        q, slc.k, slc.v, slc.k_scale, slc.v_scale, slc.page_table, queries.cu_seqlens, queries.start, queries.count,
+        indices, gates, outs, maxima, sums, counters, out, length, rows_of_heads, *in_slc, factor,
+        WIDTH=width, CMP_SLOT=cmp_slot, WIN_SPLITS=splits.win, SPLITS=splits.slc, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots),
+        HEAD_TILES=head_tiles, SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS, num_warps=tiles.slices, STAGES=tiles.num_stages(slc), **both, **attends,
     )  # fmt: skip
     return out, indices
 
