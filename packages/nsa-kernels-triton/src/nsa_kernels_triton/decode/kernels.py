@@ -115,6 +115,21 @@ def _fold(
 
 
 @triton.jit
+def _sum_of_slices(x):
+    """Return x (slices, rows, columns) summed over its 1, 2 or 4 slices: halves are added, since a reduction over warps takes more instructions."""
+    ROWS: tl.constexpr = x.shape[1]
+    COLUMNS: tl.constexpr = x.shape[2]
+    if x.shape[0] == 4:
+        first, second = tl.split(tl.permute(tl.reshape(x, (2, 2, ROWS, COLUMNS)), (1, 2, 3, 0)))
+        x = first + second
+    if x.shape[0] == 2:
+        first, second = tl.split(tl.permute(x, (1, 2, 0)))
+        return first + second
+    else:
+        return tl.sum(x, 0)
+
+
+@triton.jit
 def _store_partial(
     outs_ptr, maxima_ptr, sums_ptr, slot, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, EXACT: tl.constexpr,
@@ -127,10 +142,10 @@ def _store_partial(
     tl.store(sums_ptr + offset, tl.sum(row_sum * kept, 0), mask=exists)
     columns = tl.arange(0, V1)
     target = outs_ptr + (offset * D_V)[:, None]
-    tl.store(target + columns[None, :], tl.sum(acc1 * kept[:, :, None], 0), mask=exists[:, None] & (columns < D_V)[None, :])
+    tl.store(target + columns[None, :], _sum_of_slices(acc1 * kept[:, :, None]), mask=exists[:, None] & (columns < D_V)[None, :])
     if V2 > 0:
         columns = V1 + tl.arange(0, V2)
-        tl.store(target + columns[None, :], tl.sum(acc2 * kept[:, :, None], 0), mask=exists[:, None] & (columns < D_V)[None, :])
+        tl.store(target + columns[None, :], _sum_of_slices(acc2 * kept[:, :, None]), mask=exists[:, None] & (columns < D_V)[None, :])
 
 
 @triton.jit
