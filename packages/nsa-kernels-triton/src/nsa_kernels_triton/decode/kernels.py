@@ -125,8 +125,7 @@ def _sum_of_slices(x):
     if x.shape[0] == 2:
         first, second = tl.split(tl.permute(x, (1, 2, 0)))
         return first + second
-    else:
-        return tl.sum(x, 0)
+    return tl.sum(x, 0)
 
 
 @triton.jit
