@@ -1,4 +1,4 @@
-"""NVRTC where it is installed, and the kernels of choose.cu on the host."""
+"""NVRTC where it is installed, and kernels on the host."""
 
 import ctypes
 import shutil
@@ -35,10 +35,21 @@ def fresh_jit():
 @pytest.fixture(scope="session")
 def emulated_choose(tmp_path_factory):
     """Give the library of `emulated_choose.cpp`."""
+    return build("emulated_choose", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def emulated_decode(tmp_path_factory):
+    """Give the library of `emulated_decode.cpp`."""
+    return build("emulated_decode", tmp_path_factory)
+
+
+def build(name, tmp_path_factory):
+    """Return the library of a source that runs kernels in the emulator."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed; it compiles the emulator of a warp")
-    library = tmp_path_factory.mktemp("emulator") / "choose.so"
+    library = tmp_path_factory.mktemp("emulator") / f"{name}.so"
     options = ["-std=c++20", "-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC", "-include", "warp_emulator.h"]
-    subprocess.run([compiler, *options, "-I", str(jit.CSRC), "emulated_choose.cpp", "-o", str(library)], cwd=HERE, check=True)
+    subprocess.run([compiler, *options, "-I", str(jit.CSRC), f"{name}.cpp", "-o", str(library)], cwd=HERE, check=True)
     return ctypes.CDLL(str(library))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_core import BlockGeometry, InputError
 from nsa_core.reference.choose import choose
+from nsa_kernels_cuda import jit
 from nsa_kernels_cuda.choice import op
 
 BLOCK_SIZE = 16
@@ -143,7 +144,7 @@ def test_any_row_is_chosen_as_the_rule_says(emulated_choose, scores, numbers, ow
 
 
 def test_the_source_and_the_launch_agree_on_a_warps_memory():
-    assert f"constexpr int MOST_SURVIVORS = {op.MOST_SURVIVORS};" in op.SOURCE.read_text()
+    assert f"constexpr int MOST_SURVIVORS = {op.MOST_SURVIVORS};" in (jit.CSRC / "choice.cuh").read_text()
 
 
 def test_scores_of_another_dtype_are_refused():

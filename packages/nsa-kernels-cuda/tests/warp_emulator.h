@@ -1,7 +1,9 @@
-// Runs a CUDA kernel on the host, for tests: the lanes of a warp are coroutines that meet at every collective function.
+// Runs a CUDA kernel on the host, for tests: threads are coroutines that meet at collective functions of a warp, and at barriers.
 //
-// Warps of a grid run one after another, so a kernel may use functions of a warp and no barrier of a block. Compile a file that
-// includes the kernel with `-include warp_emulator.h`, and call `emulator::launch`.
+// The blocks of a cluster run at once, clusters one after another. A warp runs until all of its lanes stand at one barrier; which warp runs
+// first is the caller's choice, and no result may depend on it. Shared memory starts as NaN, ends in guard bytes, and holds NaN where
+// an asynchronous copy was not waited for. Compile a file that includes the kernel with `-include warp_emulator.h`, and call
+// `emulator::launch`.
 #pragma once
 
 #include <ucontext.h>
@@ -13,13 +15,18 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #define __global__
 #define __device__
 #define __shared__
+#define __launch_bounds__(...)
+// the functions of ptx.cuh stand at the end of this file
+#define PTX_CUH
 
 using std::max;
 using std::min;
@@ -34,10 +41,6 @@ struct alignas(16) float4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// Dynamic shared memory; kernels declare it as `extern __shared__ float4 shared[]`.
-constexpr int SHARED_BYTES = 48 * 1024;
-float4 shared[SHARED_BYTES / sizeof(float4)];
-
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -48,111 +51,319 @@ inline int __ffs(unsigned bits) { return bits == 0 ? 0 : std::countr_zero(bits) 
 namespace emulator {
 
 constexpr int LANES = 32;
-constexpr int STACK_BYTES = 256 * 1024;
+constexpr int WORDS = 8;  // that a lane gives to a collective, at most
+constexpr int STACK_BYTES = 64 * 1024;
+constexpr int GUARD_BYTES = 256;
+constexpr unsigned char GUARD = 0xEE;
 
-struct Lane {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack = std::make_unique<char[]>(STACK_BYTES);
-  int num_collectives = 0;
-  bool has_ended = false;
+enum class At { COLLECTIVE, PART_OF_BLOCK, BLOCK, CLUSTER, END };
+
+struct Copy {
+  char* target;
+  const void* source;
+  bool exists;
 };
 
-inline std::vector<Lane> lanes(LANES);
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
+  At at;
+  int num_expected;  // threads of a barrier of a part of a block
+  int num_collectives;
+  std::deque<std::vector<Copy>> copies;  // groups, the last one open
+};
+
+struct Words {
+  std::uint64_t words[WORDS];
+};
+
+struct Warp {
+  // what each lane gave to its last two collectives: a lane is one ahead of another at most
+  Words given[2][LANES];
+  At at;
+};
+
+struct Cluster {
+  int num_ranks = 1, block_size = 0;
+  std::size_t shared_bytes = 0, pitch = 0;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::unique_ptr<char[]> memory;
+
+  char* memory_of(int rank) { return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(memory.get()) + 15) / 16 * 16) + rank * pitch; }
+};
+
+inline Cluster cluster;
 inline ucontext_t scheduler;
-inline int running = 0;
+inline int running = 0;  // the thread, of all in the cluster
 inline std::function<void()> body;
-// what each lane gave to its last two collectives: a lane is one ahead of another at most
-inline std::uint32_t given[2][LANES];
 
 [[noreturn]] inline void fail(const char* why) {
   std::fprintf(stderr, "warp_emulator: %s\n", why);
   std::abort();
 }
 
-inline void start_lane() {
+inline Thread& this_thread() { return cluster.threads[running]; }
+inline Warp& this_warp() { return cluster.warps[running / LANES]; }
+inline int this_lane() { return running % LANES; }
+inline int this_rank() { return running / cluster.block_size; }
+
+inline void pause(At at, int num_expected = 0) {
+  Thread& thread = this_thread();
+  thread.at = at;
+  thread.num_expected = num_expected;
+  swapcontext(&thread.context, &scheduler);
+}
+
+inline void start_thread() {
   body();
-  lanes[running].has_ended = true;
-  swapcontext(&lanes[running].context, &scheduler);
+  pause(At::END);
 }
 
-// Give `value` and return what all lanes gave to the same collective.
-inline const std::uint32_t* exchange(unsigned mask, std::uint32_t value) {
+// Give `words` and return what all lanes gave to the same collective.
+inline const Words* exchange(unsigned mask, Words words) {
   if (mask != 0xFFFFFFFFu) fail("a collective without all lanes");
-  Lane& lane = lanes[running];
-  std::uint32_t* values = given[lane.num_collectives++ % 2];
-  values[running] = value;
-  swapcontext(&lane.context, &scheduler);
-  return values;
+  Words* given = this_warp().given[this_thread().num_collectives++ % 2];
+  given[this_lane()] = words;
+  pause(At::COLLECTIVE);
+  return given;
 }
 
-inline void run_warp(int first_thread) {
-  for (int i = 0; i < LANES; ++i) {
-    Lane& lane = lanes[i];
-    getcontext(&lane.context);
-    lane.context.uc_stack.ss_sp = lane.stack.get();
-    lane.context.uc_stack.ss_size = STACK_BYTES;
-    lane.context.uc_link = nullptr;
-    lane.num_collectives = 0;
-    lane.has_ended = false;
-    makecontext(&lane.context, start_lane, 0);
-  }
-  while (!lanes[0].has_ended) {
-    for (running = 0; running < LANES; ++running) {
-      threadIdx.x = first_thread + running;
-      swapcontext(&scheduler, &lanes[running].context);
+inline const Words* exchange(unsigned mask, std::uint64_t word) { return exchange(mask, Words{{word}}); }
+
+// Run a warp until its lanes stand at a barrier, or have ended.
+inline void run_warp(int warp) {
+  const int first = warp * LANES;
+  do {
+    for (running = first; running < first + LANES; ++running) {
+      threadIdx.x = running % cluster.block_size;
+      swapcontext(&scheduler, &this_thread().context);
     }
-    for (const Lane& lane : lanes) {
-      if (lane.has_ended != lanes[0].has_ended || lane.num_collectives != lanes[0].num_collectives) fail("lanes part before a collective");
+    const Thread& one = cluster.threads[first];
+    for (int i = first; i < first + LANES; ++i) {
+      const Thread& each = cluster.threads[i];
+      if (each.at != one.at || each.num_collectives != one.num_collectives || each.num_expected != one.num_expected) {
+        fail("lanes part before a collective");
+      }
+    }
+    cluster.warps[warp].at = one.at;
+  } while (cluster.warps[warp].at == At::COLLECTIVE);
+}
+
+// Return the warps that may run: those of which all that they wait for stand at the same barrier.
+inline std::vector<int> released() {
+  const int per_block = cluster.block_size / LANES, num_warps = cluster.warps.size();
+  const auto count = [&](int begin, int end, At at) {
+    return std::count_if(cluster.warps.begin() + begin, cluster.warps.begin() + end, [&](const Warp& warp) { return warp.at == at; });
+  };
+  std::vector<int> found;
+  for (int warp = 0; warp < num_warps; ++warp) {
+    const At at = cluster.warps[warp].at;
+    const int begin = warp / per_block * per_block, expected = cluster.threads[warp * LANES].num_expected / LANES;
+    if ((at == At::CLUSTER && count(0, num_warps, at) == num_warps) ||
+        (at == At::BLOCK && count(begin, begin + per_block, at) == per_block) ||
+        (at == At::PART_OF_BLOCK && count(begin, begin + per_block, at) == expected)) {
+      found.push_back(warp);
+    }
+  }
+  return found;
+}
+
+// Run the blocks of one cluster, from `first_block` on.
+inline void run_cluster(int first_block, bool backwards) {
+  for (std::size_t i = 0; i < cluster.threads.size(); ++i) {
+    Thread& thread = cluster.threads[i];
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = STACK_BYTES;
+    thread.context.uc_link = nullptr;
+    thread.num_collectives = 0;
+    thread.copies.assign(1, {});
+    makecontext(&thread.context, start_thread, 0);
+  }
+  for (int rank = 0; rank < cluster.num_ranks; ++rank) {
+    std::memset(cluster.memory_of(rank), 0xFF, cluster.shared_bytes);
+    std::memset(cluster.memory_of(rank) + cluster.shared_bytes, GUARD, GUARD_BYTES);
+  }
+  std::vector<int> warps(cluster.warps.size());
+  for (std::size_t i = 0; i < warps.size(); ++i) warps[i] = i;
+  while (!warps.empty()) {
+    if (backwards) std::reverse(warps.begin(), warps.end());
+    for (int warp : warps) {
+      blockIdx.x = first_block + warp * LANES / cluster.block_size;
+      run_warp(warp);
+    }
+    warps = released();
+  }
+  for (const Warp& warp : cluster.warps) {
+    if (warp.at != At::END) fail("a barrier that not all threads reach");
+  }
+  for (const Thread& thread : cluster.threads) {
+    for (const std::vector<Copy>& group : thread.copies) {
+      if (!group.empty()) fail("a copy that no thread waits for");
+    }
+  }
+  for (int rank = 0; rank < cluster.num_ranks; ++rank) {
+    const char* guard = cluster.memory_of(rank) + cluster.shared_bytes;
+    if (!std::all_of(guard, guard + GUARD_BYTES, [](char byte) { return static_cast<unsigned char>(byte) == GUARD; })) {
+      fail("a write behind the end of shared memory");
     }
   }
 }
 
-inline void run_grid(Index grid, int block, std::function<void()> kernel) {
-  body = std::move(kernel);
-  blockDim = {block, 1};
-  for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
-    for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-      // NaN, so that an element read before it is written shows
-      std::memset(shared, 0xFF, sizeof shared);
-      for (int thread = 0; thread < block; thread += LANES) run_warp(thread);
-    }
-  }
-}
-
-template <class T>
-T from_bits(std::uint32_t bits) {
-  return std::bit_cast<T>(bits);
-}
+struct Shape {
+  Index grid;  // blocks
+  int block_size;
+  std::size_t shared_bytes = 48 * 1024;
+  int num_ranks = 1;       // blocks of a cluster, along x
+  bool backwards = false;  // the last warp first, every other time
+};
 
 template <class... Parameters>
-void launch(void (*kernel)(Parameters...), Index grid, int block, std::type_identity_t<Parameters>... arguments) {
-  run_grid(grid, block, [=] { kernel(arguments...); });
+void launch(void (*kernel)(Parameters...), Shape shape, std::type_identity_t<Parameters>... arguments) {
+  body = [=] { kernel(arguments...); };
+  blockDim = {shape.block_size, 1};
+  cluster.num_ranks = shape.num_ranks;
+  cluster.block_size = shape.block_size;
+  cluster.shared_bytes = shape.shared_bytes;
+  cluster.pitch = (shape.shared_bytes + GUARD_BYTES + 15) / 16 * 16;
+  cluster.memory.reset(new char[cluster.pitch * shape.num_ranks + 16]);
+  cluster.threads.resize(shape.num_ranks * shape.block_size);
+  cluster.warps.resize(cluster.threads.size() / LANES);
+  for (blockIdx.y = 0; blockIdx.y < shape.grid.y; ++blockIdx.y) {
+    for (int block = 0; block < shape.grid.x; block += shape.num_ranks) run_cluster(block, shape.backwards);
+  }
+}
+
+inline std::uint16_t half_of(const void* row, int column) {
+  std::uint16_t bits;
+  std::memcpy(&bits, static_cast<const char*>(row) + 2 * column, 2);
+  return bits;
+}
+
+inline void load_matrices(unsigned (&tile)[4], const void* row, bool is_transposed) {
+  const Words* rows = exchange(0xFFFFFFFFu, reinterpret_cast<std::uintptr_t>(row));
+  const int lane = this_lane();
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    tile[matrix] = 0;
+    for (int i = 0; i < 2; ++i) {
+      const int line = is_transposed ? 2 * (lane % 4) + i : lane / 4, column = is_transposed ? lane / 4 : 2 * (lane % 4) + i;
+      tile[matrix] |= static_cast<unsigned>(half_of(reinterpret_cast<const void*>(rows[8 * matrix + line].words[0]), column)) << (16 * i);
+    }
+  }
+}
+
+// Lane 4 * i + j gives, of a: rows i and i + 8, columns 2 * j, 2 * j + 1, and those plus 8; of b the same rows of column i.
+template <class T>
+void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  const Words* given = exchange(0xFFFFFFFFu, Words{{a[0], a[1], a[2], a[3], b0, b1}});
+  const auto number = [](std::uint64_t word, int half) { return to_float(T{static_cast<unsigned short>(word >> (16 * half))}); };
+  const int lane = this_lane();
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4, column = 2 * (lane % 4) + i % 2;
+    double sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      const int at = k % 8 / 2, high = k / 8;
+      sum += static_cast<double>(number(given[4 * row + at].words[i / 2 + 2 * high], k % 2)) * number(given[4 * column + at].words[4 + high], k % 2);
+    }
+    c[i] = static_cast<float>(c[i] + sum);
+  }
 }
 
 }  // namespace emulator
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source) {
-  return emulator::from_bits<T>(emulator::exchange(mask, std::bit_cast<std::uint32_t>(value))[source % emulator::LANES]);
+  const std::uint32_t bits = emulator::exchange(mask, std::bit_cast<std::uint32_t>(value))[source % emulator::LANES].words[0];
+  return std::bit_cast<T>(bits);
 }
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int offset) {
-  const int source = emulator::running ^ offset;
-  return emulator::from_bits<T>(emulator::exchange(mask, std::bit_cast<std::uint32_t>(value))[source]);
+  return __shfl_sync(mask, value, emulator::this_lane() ^ offset);
 }
 
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, int offset) {
-  const int source = emulator::running >= offset ? emulator::running - offset : emulator::running;
-  return emulator::from_bits<T>(emulator::exchange(mask, std::bit_cast<std::uint32_t>(value))[source]);
+  const int lane = emulator::this_lane();
+  return __shfl_sync(mask, value, lane >= offset ? lane - offset : lane);
 }
 
 inline unsigned __ballot_sync(unsigned mask, bool vote) {
-  const std::uint32_t* votes = emulator::exchange(mask, vote);
+  const emulator::Words* votes = emulator::exchange(mask, vote);
   unsigned bits = 0;
-  for (int lane = 0; lane < emulator::LANES; ++lane) bits |= votes[lane] << lane;
+  for (int lane = 0; lane < emulator::LANES; ++lane) bits |= static_cast<unsigned>(votes[lane].words[0]) << lane;
   return bits;
 }
 
 inline void __syncwarp() { emulator::exchange(0xFFFFFFFFu, 0); }
+inline void __syncthreads() { emulator::pause(emulator::At::BLOCK); }
+
+// ---- ptx.cuh
+#include "numbers.cuh"
+
+inline char* dynamic_shared() { return emulator::cluster.memory_of(emulator::this_rank()); }
+inline float power_of_two(float x) { return std::exp2(x); }
+
+inline void copy_async(void* target, const void* source, bool exists) {
+  std::memset(target, 0xFF, 16);
+  emulator::this_thread().copies.back().push_back({static_cast<char*>(target), source, exists});
+}
+
+inline void commit_copies() { emulator::this_thread().copies.emplace_back(); }
+
+inline void wait_for_copies(int num_pending) {
+  auto& copies = emulator::this_thread().copies;
+  if (!copies.back().empty()) emulator::fail("a copy in no group");
+  for (; static_cast<int>(copies.size()) - 1 > num_pending; copies.pop_front()) {
+    for (const emulator::Copy& copy : copies.front()) {
+      if (copy.exists) {
+        std::memcpy(copy.target, copy.source, 16);
+      } else {
+        std::memset(copy.target, 0, 16);
+      }
+    }
+  }
+}
+
+inline void load_matrices(unsigned (&tile)[4], const void* row) { emulator::load_matrices(tile, row, false); }
+inline void load_transposed(unsigned (&tile)[4], const void* row) { emulator::load_matrices(tile, row, true); }
+
+template <class T>
+void multiply_add(T, float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  emulator::multiply_add<T>(c, a, b0, b1);
+}
+
+// Round to nearest, ties to even.
+inline unsigned bits_of(BFloat16, float x) {
+  const unsigned bits = __float_as_uint(x);
+  return x != x ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+}
+
+inline unsigned bits_of(Float16, float x) {
+  const unsigned sign = __float_as_uint(x) >> 16 & 0x8000u;
+  const float size = std::fabs(x);
+  if (x != x) return 0x7FFFu;
+  // 65520 rounds to infinity; below 2^-14 numbers are multiples of 2^-24
+  if (size >= 65520.0f) return sign | 0x7C00u;
+  if (size < 0x1p-14f) return sign | static_cast<unsigned>(std::nearbyint(size * 0x1p24f));
+  const unsigned bits = __float_as_uint(size);
+  return sign | (((bits + 0xFFFu + (bits >> 13 & 1u)) >> 13) - (112u << 10));
+}
+
+template <class T>
+unsigned pack(T type, float low, float high) {
+  return bits_of(type, low) | bits_of(type, high) << 16;
+}
+
+inline void partial_barrier(int num_threads) { emulator::pause(emulator::At::PART_OF_BLOCK, num_threads); }
+inline int cluster_rank() { return emulator::this_rank(); }
+inline void cluster_barrier() { emulator::pause(emulator::At::CLUSTER); }
+
+template <class T>
+T* of_rank(T* pointer, int rank) {
+  if (rank < 0 || rank >= emulator::cluster.num_ranks) emulator::fail("a rank outside the cluster");
+  return pointer + (emulator::cluster.memory_of(rank) - dynamic_shared()) / static_cast<std::ptrdiff_t>(sizeof(T));
+}
+
+inline void wait_for_previous_launch() {}

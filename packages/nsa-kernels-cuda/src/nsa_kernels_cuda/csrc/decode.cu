@@ -1,0 +1,427 @@
+// Eq. 5 (arXiv 2502.11089) for one row of each sequence over its stores, in one launch: a cluster of blocks to each sequence and KV head.
+//
+// 1. The cluster's blocks share the compressed keys, and the warps of a block its share. A warp also sums each head's weights by selection
+//    block, relative to its maximum at the time. The warps' softmaxes are merged into one of the block.
+// 2. Blocks exchange maxima and sums. Each normalises its sums by selection block, adds up the group's heads (Eq. 9, 10), and writes these
+//    scores to all blocks.
+// 3. One warp of every block makes the same choice (Eq. 11). Meanwhile some warps attend to the block's share of the window, whose keys were
+//    asked for in step 1. The others attend to its share of the chosen blocks.
+// 4. Blocks exchange outputs, maxima and sums of the three branches; each adds up a part of the output's numbers, times gates.
+//
+// Blocks exchange by distributed shared memory. Nothing behind a sequence's last token is read, and nothing outside the stores.
+#include "attend.cuh"
+#include "choice.cuh"
+
+constexpr int NUM_WARPS = 8;
+constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
+constexpr int NUM_BRANCHES = 3;
+enum Branch { CMP, SLC, WIN };         // in the order of the gates
+constexpr int WEIGHT_PITCH = KEYS + 1;  // numbers of a row of weights in shared memory
+
+template <class T>
+struct Operands {
+  const T *q, *k_cmp, *v_cmp, *k_slc, *v_slc, *k_win, *v_win;
+  const void* gates;     // float32 or T, (sequences, heads, 3)
+  const int *win_first;  // position of the window's first row; nullptr: 0
+  const int *start, *count;
+  T* out;
+  int* indices;
+};
+
+struct Problem {
+  int num_ranks;  // blocks of a cluster
+  int num_heads, num_groups;
+  HeadDims dims;
+  int cmp_rows, slc_rows, win_rows, is_ring, has_float_gates;
+  int compression_size, stride, window;
+  Selection selection;
+  int log_columns;
+  int num_blocks;  // selection blocks that the stores hold
+  int num_win_warps, num_stages;
+  float factor;  // of products: the scale times log2(e)
+
+  __device__ int group_size() const { return num_heads / num_groups; }
+  __device__ int padded_heads() const { return (group_size() + ROWS - 1) / ROWS * ROWS; }
+  // compressed keys from one selection block to the next: they take 2^log_columns columns of a tile
+  __device__ int strides() const { return selection.block_size / stride; }
+  __device__ int blocks_per_tile() const { return KEYS >> log_columns; }
+  __device__ int reach() const { return compression_size / stride; }
+  // numbers that a tile of compressed keys leaves for each head: sums by block, what reaches into the next tile, and the maximum
+  __device__ int record_size() const { return (blocks_per_tile() + 2) * padded_heads(); }
+  __device__ int scratch_pitch() const { return dims.v + 8; }
+  __device__ int stage_bytes() const {
+    return max(KEYS * (dims.k_pitch() + dims.v_pitch()), ROWS * scratch_pitch() * static_cast<int>(sizeof(float)));
+  }
+};
+
+struct Stats {
+  float max, sum;
+};
+
+// The shared memory of a block.
+struct Memory {
+  char *q, *rings;
+  float* outs;        // (branches, heads, D_v), relative to `stats`
+  Stats* stats;       // (branches, heads)
+  Stats* totals;      // (heads): maximum of the compressed branch, and 1 over its sum
+  float* factors;     // (ranks, branches, heads)
+  Stats* warp_stats;  // (warps, ROWS)
+  float* weights;     // (warps, ROWS, WEIGHT_PITCH)
+  float* records;     // (tiles of this block, record_size)
+  WarpMemory choice;
+  int* indices;
+  int num_bytes;
+
+  __device__ Memory(char* base, const Problem& problem) : num_bytes(0) {
+    const int heads = problem.padded_heads(), tiles = (problem.num_blocks + problem.blocks_per_tile() - 1) / problem.blocks_per_tile();
+    q = take<char>(base, heads * problem.dims.k_pitch());
+    rings = take<char>(base, NUM_WARPS * problem.num_stages * problem.stage_bytes());
+    outs = take<float>(base, NUM_BRANCHES * heads * problem.dims.v);
+    stats = take<Stats>(base, NUM_BRANCHES * heads);
+    totals = take<Stats>(base, heads);
+    factors = take<float>(base, problem.num_ranks * NUM_BRANCHES * heads);
+    warp_stats = take<Stats>(base, NUM_WARPS * ROWS);
+    weights = take<float>(base, NUM_WARPS * ROWS * WEIGHT_PITCH);
+    records = take<float>(base, (tiles + problem.num_ranks - 1) / problem.num_ranks * problem.record_size());
+    choice.survivors = take<Survivor>(base, MOST_SURVIVORS);
+    choice.chosen = take<int>(base, WARP_SIZE);
+    choice.scores = take<float>(base, (problem.num_blocks + PIECE - 1) / PIECE * PIECE);
+    indices = take<int>(base, problem.selection.num_selected);
+  }
+
+  template <class T>
+  __device__ T* take(char* base, int count) {
+    T* taken = reinterpret_cast<T*>(base + num_bytes);
+    num_bytes += (count * static_cast<int>(sizeof(T)) + 15) / 16 * 16;
+    return taken;
+  }
+};
+
+// The compressed keys that a row sees, and the share of a block of the cluster.
+struct Share {
+  int num_keys, num_tiles, tiles_per_rank, first, end;
+
+  __device__ Share(const Problem& problem, int position, int rank) {
+    const int behind = position + 1 - problem.compression_size;
+    const int visible = behind >= 0 ? behind / problem.stride + 1 : 0;
+    num_keys = min(visible, min(problem.cmp_rows, problem.num_blocks * problem.strides()));
+    const int keys_per_tile = problem.blocks_per_tile() * problem.strides();
+    num_tiles = (num_keys + keys_per_tile - 1) / keys_per_tile;
+    tiles_per_rank = (num_tiles + problem.num_ranks - 1) / problem.num_ranks;
+    first = min(rank * tiles_per_rank, num_tiles);
+    end = min(first + tiles_per_rank, num_tiles);
+  }
+};
+
+__device__ inline int warp_index() { return threadIdx.x / WARP_SIZE; }
+
+template <class T>
+__device__ Store<T> store_of(const T* k, const T* v, const Problem& problem, int sequence, int group, int num_rows) {
+  const long long k_stride = static_cast<long long>(problem.num_groups) * problem.dims.k;
+  const long long v_stride = static_cast<long long>(problem.num_groups) * problem.dims.v;
+  const long long row = static_cast<long long>(sequence) * num_rows;
+  return {k + row * k_stride + group * problem.dims.k, v + row * v_stride + group * problem.dims.v, k_stride, v_stride};
+}
+
+__device__ inline Tiles compressed_tiles(const Problem& problem, const Share& share) {
+  const int num_keys = problem.blocks_per_tile() * problem.strides();
+  return {share.first + warp_index(), NUM_WARPS, share.end, 0, num_keys, problem.strides(), problem.log_columns, share.num_keys - 1, nullptr,
+          0, 1, 0, 0};
+}
+
+__device__ inline Tiles window_tiles(const Problem& problem, int first_row, int position, int rank) {
+  const int first_key = max(max(0, position + 1 - problem.window), first_row);
+  const int last_key = problem.is_ring ? position : min(position, first_row + problem.win_rows - 1);
+  return {warp_index() * problem.num_ranks + rank, problem.num_win_warps * problem.num_ranks, (last_key - first_key + KEYS) / KEYS, first_key,
+          KEYS, KEYS, LOG_KEYS, last_key, nullptr, 0, 1, first_row, problem.is_ring ? problem.win_rows : 0};
+}
+
+__device__ inline Tiles selected_tiles(const Problem& problem, const Memory& memory, int position, int num_chosen, int rank) {
+  const int block_size = problem.selection.block_size, tiles_per_block = (block_size + KEYS - 1) / KEYS;
+  const int num_warps = NUM_WARPS - problem.num_win_warps;
+  return {(warp_index() - problem.num_win_warps) * problem.num_ranks + rank, num_warps * problem.num_ranks, num_chosen * tiles_per_block, 0,
+          KEYS, KEYS, LOG_KEYS, min(position, problem.slc_rows - 1), memory.indices, block_size, tiles_per_block, 0, 0};
+}
+
+// Copy the group's rows of q to shared memory; rows without a head are 0.
+template <class T>
+__device__ void stage_queries(const T* q, const Problem& problem, const Memory& memory) {
+  const int pieces = problem.dims.k / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < problem.padded_heads() * pieces; i += NUM_THREADS) {
+    const int head = i / pieces, piece = i % pieces;
+    char* target = memory.q + head * problem.dims.k_pitch() + 16 * piece;
+    copy_async(target, q + static_cast<long long>(head) * problem.dims.k + 8 * piece, head < problem.group_size());
+  }
+  commit_copies();
+  wait_for_copies(0);
+  __syncthreads();
+}
+
+// Write what a tile of compressed keys gives to selection blocks: sums of weights by head and block, relative to the maximum.
+__device__ inline void record_tile(const Problem& problem, float* own_weights, float* record, const float (&weights)[2][4], const float (&maxima)[2]) {
+  const int lane = lane_index(), heads = problem.padded_heads(), strides = problem.strides(), reach = problem.reach();
+  const int columns = 1 << problem.log_columns, num_blocks = problem.blocks_per_tile();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    own_weights[(lane / 4 + i % 4 / 2 * 8) * WEIGHT_PITCH + i / 4 * 8 + 2 * (lane % 4) + i % 2] = weights[i / 4][i % 4];
+  }
+  if (lane % 4 == 0) {
+    record[(num_blocks + 1) * heads + lane / 4] = maxima[0];
+    record[(num_blocks + 1) * heads + lane / 4 + 8] = maxima[1];
+  }
+  __syncwarp();
+  // the last of the sums holds only what reaches behind the tile
+#pragma unroll 1
+  for (int i = lane; i < (num_blocks + 1) * ROWS; i += WARP_SIZE) {
+    const float* row = own_weights + i % ROWS * WEIGHT_PITCH;
+    const int block = i / ROWS;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int stride = max(0, strides - reach + 1); stride < strides && block > 0; ++stride) {
+      sum += static_cast<float>(stride + reach - strides) * row[(block - 1) * columns + stride];
+    }
+#pragma unroll 1
+    for (int stride = 0; stride < strides && block < num_blocks; ++stride) {
+      sum += static_cast<float>(min(reach, strides - stride)) * row[block * columns + stride];
+    }
+    record[block * heads + i % ROWS] = sum;
+  }
+}
+
+// Write the warp's softmax to stage 0 of its ring, and to `warp_stats`.
+template <int WIDTH>
+__device__ void store_softmax(const Softmax<WIDTH>& softmax, const Problem& problem, const Memory& memory, const Ring& ring) {
+  float* scratch = reinterpret_cast<float*>(ring.first);
+  const int row = lane_index() / 4, column = 2 * (lane_index() % 4), pitch = problem.scratch_pitch();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float* target = scratch + (row + 8 * half) * pitch + column;
+#pragma unroll
+    for (int i = 0; i < WIDTH / 8; ++i) {
+      if (8 * i < problem.dims.v) {
+        target[8 * i] = softmax.outs[i][2 * half];
+        target[8 * i + 1] = softmax.outs[i][2 * half + 1];
+      }
+    }
+    const float sum = quad_sum(softmax.sums[half]);
+    if (column == 0) memory.warp_stats[warp_index() * ROWS + row + 8 * half] = Stats{softmax.maxima[half], sum};
+  }
+}
+
+// Merge the softmaxes of warps begin .. end - 1 into the block's, for the rows of one tile.
+__device__ inline void merge_warps(const Problem& problem, const Memory& memory, Branch branch, int tile, int begin, int end) {
+  constexpr int THREADS_PER_ROW = NUM_THREADS / ROWS;
+  const int row = threadIdx.x / THREADS_PER_ROW, lane = threadIdx.x % THREADS_PER_ROW;
+  const int slot = branch * problem.padded_heads() + tile * ROWS + row;
+  float largest = absent(), sum = 0.0f, kept[NUM_WARPS];
+#pragma unroll
+  for (int warp = 0; warp < NUM_WARPS; ++warp) {
+    if (warp >= begin && warp < end) largest = fmaxf(largest, memory.warp_stats[warp * ROWS + row].max);
+  }
+#pragma unroll
+  for (int warp = 0; warp < NUM_WARPS; ++warp) {
+    kept[warp] = 0.0f;
+    if (warp >= begin && warp < end) {
+      const Stats stats = memory.warp_stats[warp * ROWS + row];
+      kept[warp] = power_of_two(stats.max - shift_of(largest));
+      sum += stats.sum * kept[warp];
+    }
+  }
+  const int ring_bytes = problem.num_stages * problem.stage_bytes();
+#pragma unroll 2
+  for (int column = lane; column < problem.dims.v; column += THREADS_PER_ROW) {
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < NUM_WARPS; ++warp) {
+      if (warp >= begin && warp < end) {
+        const float* scratch = reinterpret_cast<const float*>(memory.rings + warp * ring_bytes);
+        total += kept[warp] * scratch[row * problem.scratch_pitch() + column];
+      }
+    }
+    memory.outs[slot * problem.dims.v + column] = total;
+  }
+  if (lane == 0) memory.stats[slot] = Stats{largest, sum};
+}
+
+// Return in every lane the sum, or the maximum, over its half of the warp.
+__device__ inline float half_sum(float value) {
+  for (int offset = 8; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
+  return value;
+}
+
+__device__ inline float half_max(float value) {
+  for (int offset = 8; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, offset));
+  return value;
+}
+
+// Call `use(slot, rank, kept, total)` for slots 0 .. num_slots - 1 of `stats` and every rank: `total` is maximum and sum of the cluster,
+// and `kept` brings what is relative to the rank's maximum to the cluster's. Half a warp to a slot, a lane to a rank.
+template <class Use>
+__device__ void over_cluster(const Problem& problem, const Memory& memory, int num_slots, Use use) {
+  const int rank = lane_index() % 16;
+#pragma unroll 1
+  for (int first = 2 * warp_index(); first < num_slots; first += 2 * NUM_WARPS) {
+    const int slot = first + lane_index() / 16;
+    const bool exists = slot < num_slots && rank < problem.num_ranks;
+    const Stats stats = exists ? of_rank(memory.stats, rank)[slot] : Stats{absent(), 0.0f};
+    const float max = half_max(stats.max), kept = power_of_two(stats.max - shift_of(max)), sum = half_sum(stats.sum * kept);
+    if (exists) use(slot, rank, kept, Stats{max, sum});
+  }
+}
+
+// Write the scores (Eq. 9, 10) of the selection blocks of this block's share to every block of the cluster. Half a warp to a selection
+// block, a lane to each head of the group.
+__device__ inline void share_scores(const Problem& problem, const Memory& memory, const Share& share, int rank) {
+  const int heads = problem.padded_heads(), num_blocks = problem.blocks_per_tile(), size = problem.record_size();
+  // those of the compressed branch come first
+  over_cluster(problem, memory, heads, [&](int head, int, float, Stats total) {
+    memory.totals[head] = Stats{total.max, total.sum > 0.0f ? 1.0f / total.sum : 0.0f};
+  });
+  __syncthreads();
+  const int end = (share.end - share.first) * num_blocks, lane = lane_index() % 16;
+#pragma unroll 1
+  for (int first = 2 * warp_index(); first < end; first += 2 * NUM_WARPS) {
+    const int block = first + lane_index() / 16;
+    float score = 0.0f;
+#pragma unroll 1
+    for (int head = lane; head < problem.group_size() && block < end; head += 16) {
+      const Stats total = memory.totals[head];
+      const float* record = memory.records + block / num_blocks * size + head;
+      const float sum = record[block % num_blocks * heads], max = record[(num_blocks + 1) * heads];
+      const float scale = power_of_two(max - total.max) * total.sum;
+      if (block % num_blocks > 0 || share.first + block == 0) {
+        score += sum * scale;
+        continue;
+      }
+      const float* before = block > 0 ? record - size : of_rank(memory.records, rank - 1) + (share.tiles_per_rank - 1) * size + head;
+      const float reaching = before[num_blocks * heads], max_before = before[(num_blocks + 1) * heads];
+      // of equal keys all blocks get equal scores
+      score += max == max_before ? (sum + reaching) * scale : sum * scale + reaching * (power_of_two(max_before - total.max) * total.sum);
+    }
+    score = half_sum(score);
+    if (block < end && lane < problem.num_ranks) of_rank(memory.choice.scores, lane)[share.first * num_blocks + block] = score;
+  }
+}
+
+// Write this block's part of the output: the gated sum of the branches over all blocks of the cluster.
+template <class T>
+__device__ void store_out(const Operands<T>& operands, const Problem& problem, const Memory& memory, long long first_head, int rank) {
+  const int heads = problem.padded_heads(), group_size = problem.group_size(), dim = problem.dims.v;
+  over_cluster(problem, memory, NUM_BRANCHES * heads, [&](int slot, int each, float kept, Stats total) {
+    const int branch = slot / heads, head = slot % heads;
+    if (head >= group_size) return;
+    const long long at = (first_head + head) * NUM_BRANCHES + branch;
+    const float gate = problem.has_float_gates ? static_cast<const float*>(operands.gates)[at] : to_float(static_cast<const T*>(operands.gates)[at]);
+    // a branch that sees no key adds 0, whatever its gate
+    memory.factors[each * NUM_BRANCHES * heads + slot] = total.sum > 0.0f ? gate / total.sum * kept : 0.0f;
+  });
+  __syncthreads();
+  const int num_numbers = group_size * dim, share = (num_numbers + problem.num_ranks - 1) / problem.num_ranks;
+#pragma unroll 1
+  for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, num_numbers); i += NUM_THREADS) {
+    float total = 0.0f;
+#pragma unroll 4
+    for (int each = 0; each < problem.num_ranks; ++each) {
+      const float* outs = of_rank(memory.outs, each) + i;
+      const float* factors = memory.factors + each * NUM_BRANCHES * heads + i / dim;
+#pragma unroll
+      for (int branch = 0; branch < NUM_BRANCHES; ++branch) total += factors[branch * heads] * outs[branch * heads * dim];
+    }
+    operands.out[first_head * dim + i].bits = static_cast<unsigned short>(pack(T{}, total, 0.0f));
+  }
+}
+
+template <class T, int WIDTH>
+__device__ void decode(const Operands<T>& operands, const Problem& problem) {
+  const int rank = cluster_rank(), pair = blockIdx.x / problem.num_ranks, warp = warp_index();
+  const int sequence = pair / problem.num_groups, group = pair % problem.num_groups, group_size = problem.group_size();
+  const long long first_head = static_cast<long long>(pair) * group_size;
+  const HeadDims dims = problem.dims;
+  const Selection selection = problem.selection;
+  int* indices = operands.indices + static_cast<long long>(pair) * selection.num_selected;
+  wait_for_previous_launch();
+  if (operands.count != nullptr && operands.count[sequence] < 1) {
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < group_size * dims.v && rank == 0; i += NUM_THREADS) operands.out[first_head * dims.v + i].bits = 0;
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < selection.num_selected && rank == 0; i += NUM_THREADS) indices[i] = -1;
+    return;
+  }
+  const Memory memory(dynamic_shared(), problem);
+  const Ring ring = {memory.rings + warp * problem.num_stages * problem.stage_bytes(), problem.stage_bytes(), problem.num_stages};
+  const int position = operands.start[sequence], num_head_tiles = problem.padded_heads() / ROWS;
+  const Share share(problem, position, rank);
+  const Candidates candidates = candidates_of(position, problem.num_blocks, selection);
+  const bool is_win_warp = warp < problem.num_win_warps, scores_decide = candidates.end > selection.num_selected;
+  Tiles tiles = compressed_tiles(problem, share);
+  Store<T> store = store_of(operands.k_cmp, operands.v_cmp, problem, sequence, group, problem.cmp_rows);
+  Softmax<WIDTH> softmax;
+  stage_queries(operands.q + first_head * dims.k, problem, memory);
+  // the compressed branch for each tile of heads, then the two others
+#pragma unroll 1
+  for (int pass = 0; pass < 2 * num_head_tiles; ++pass) {
+    const bool is_cmp = pass < num_head_tiles;
+    const int tile = is_cmp ? pass : pass - num_head_tiles;
+    if (pass == num_head_tiles) {
+      cluster_barrier();
+      if (scores_decide) {
+        share_scores(problem, memory, share, rank);
+        cluster_barrier();
+      }
+      if (!is_win_warp) {
+        const Scores<float> scores = {memory.choice.scores, nullptr, 1, problem.num_blocks, true};
+        if (warp == NUM_WARPS - 1) choose_row(scores, position, selection, memory.choice, memory.indices);
+        partial_barrier((NUM_WARPS - problem.num_win_warps) * WARP_SIZE);
+        tiles = selected_tiles(problem, memory, position, min(candidates.end, selection.num_selected), rank);
+        store = store_of(operands.k_slc, operands.v_slc, problem, sequence, group, problem.slc_rows);
+      }
+    }
+    float* records = memory.records + tile * ROWS;
+    float* own_weights = memory.weights + warp * ROWS * WEIGHT_PITCH;
+    attend(softmax, memory.q + tile * ROWS * dims.k_pitch(), store, dims, ring, tiles, pass == num_head_tiles && is_win_warp, problem.factor,
+           [&](int number, const float(&weights)[2][4]) {
+             if (!is_cmp || !scores_decide) return;
+             record_tile(problem, own_weights, records + (number - share.first) * problem.record_size(), weights, softmax.maxima);
+           });
+    store_softmax(softmax, problem, memory, ring);
+    if (pass == num_head_tiles - 1 && is_win_warp) {
+      // keys of the window arrive while blocks are chosen
+      tiles = window_tiles(problem, operands.win_first == nullptr ? 0 : operands.win_first[sequence], position, rank);
+      store = store_of(operands.k_win, operands.v_win, problem, sequence, group, problem.win_rows);
+#pragma unroll 1
+      for (int index = 0; index < ring.num_stages - 1; ++index) copy_tile(store, dims, ring, tiles, index);
+    }
+    __syncthreads();
+    const int num_first = is_cmp ? NUM_WARPS : problem.num_win_warps;
+    merge_warps(problem, memory, is_cmp ? CMP : WIN, tile, 0, num_first);
+    if (!is_cmp) merge_warps(problem, memory, SLC, tile, num_first, NUM_WARPS);
+    __syncthreads();
+  }
+  cluster_barrier();
+  store_out(operands, problem, memory, first_head, rank);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < selection.num_selected && rank == 0; i += NUM_THREADS) indices[i] = memory.indices[i];
+  // no block ends while another reads its shared memory
+  cluster_barrier();
+}
+
+#define DECODE_PARAMETERS(T)                                                                                                            \
+  const T *q, const T *k_cmp, const T *v_cmp, const T *k_slc, const T *v_slc, const T *k_win, const T *v_win, const void *gates,        \
+      const int *win_first, const int *start, const int *count, T *out, int *indices, int num_ranks, int num_heads, int num_groups,     \
+      int head_dim_k, int head_dim_v, int cmp_rows, int slc_rows, int win_rows, int is_ring, int has_float_gates, int compression_size, \
+      int stride, int window, int block_size, int num_selected, int num_initial, int num_local, int log_columns, int num_blocks,        \
+      int num_win_warps, int num_stages, int factor_bits
+
+#define DECODE_KERNEL(name, T, WIDTH)                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) name(DECODE_PARAMETERS(T)) {                                             \
+    decode<T, WIDTH>({q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, win_first, start, count, out, indices},                       \
+                     {num_ranks, num_heads, num_groups, {head_dim_k, head_dim_v}, cmp_rows, slc_rows, win_rows, is_ring,                \
+                      has_float_gates, compression_size, stride, window, {block_size, num_selected, num_initial, num_local},            \
+                      log_columns, num_blocks, num_win_warps, num_stages, __uint_as_float(factor_bits)});                               \
+  }
+
+DECODE_KERNEL(decode_bfloat16_128, BFloat16, 128)
+DECODE_KERNEL(decode_bfloat16_256, BFloat16, 256)
+DECODE_KERNEL(decode_float16_128, Float16, 128)
+DECODE_KERNEL(decode_float16_256, Float16, 256)
