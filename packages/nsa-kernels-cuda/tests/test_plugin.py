@@ -52,11 +52,15 @@ def test_the_entry_point_leads_to_the_plug_in():
     assert found.load() is plugin
 
 
-def test_it_offers_the_choice_and_flash_attention():
+def test_it_offers_the_choice_the_decode_step_and_flash_attention():
     [loaded] = [each for each in load_plugins().loaded if each.name == "cuda"]
     names = [(backend.operation, backend.name) for backend in loaded.backends]
     flash = ["flash_attn", "flash_attn[fa4]", "flash_attn[fa2]", "flash_attn[torch]"]
-    assert names == [(Operation.CHOOSE, "cuda"), *((operation, name) for operation in (Operation.CMP, Operation.WIN) for name in flash)]
+    assert names == [
+        (Operation.CHOOSE, "cuda"),
+        (Operation.NSA, "cuda"),
+        *((operation, name) for operation in (Operation.CMP, Operation.WIN) for name in flash),
+    ]
     assert all(isinstance(backend, BranchBackend) for backend in loaded.backends)
     assert "cuda" not in {broken.name for broken in default_plugins().broken}
 

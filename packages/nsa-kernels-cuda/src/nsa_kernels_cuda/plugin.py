@@ -9,6 +9,7 @@ from nsa_core import BranchBackend, BranchRequest, Capability, Operation, Reason
 from nsa_core.plugins import hookimpl
 from nsa_kernels_cuda import routing
 from nsa_kernels_cuda.choice import op
+from nsa_kernels_cuda.decode.backend import CudaDecode
 from nsa_kernels_cuda.flash_attention.backend import flash_attention_backends
 
 
@@ -40,4 +41,4 @@ class CudaChoice:
 @hookimpl
 def nsa_branch_backends() -> Sequence[BranchBackend]:
     """Return the kernels of this package, and the adapters to FlashAttention."""
-    return [CudaChoice(), *flash_attention_backends()]
+    return [CudaChoice(), CudaDecode(), *flash_attention_backends()]

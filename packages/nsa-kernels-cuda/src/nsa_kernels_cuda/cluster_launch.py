@@ -1,0 +1,73 @@
+"""Launches of kernels whose blocks form clusters, on torch's current stream."""
+
+from ctypes import c_int
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_kernels_cuda import jit
+from nsa_kernels_cuda.launch import stream_of
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a block may have at compute capability 9.0."""
+
+
+class ClusterLaunch(NamedTuple):
+    """One launch of a kernel in clusters."""
+
+    num_clusters: int
+    num_ranks: int
+    """Blocks of a cluster; above 8 a GPU need not have room for one."""
+    num_threads: int
+    """Threads of a block."""
+    shared_bytes: int
+    """Dynamic shared memory of a block."""
+    arguments: tuple[Tensor | int | None, ...]
+    """Pointers, as tensors on the GPU or None for nullptr, and numbers of type int, in the kernel's order."""
+
+
+def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) -> None:
+    """Launch `kernel` of `source` on the current stream of `device`; the caller keeps the tensors, as for any op of torch.
+
+    It may start before the launch before it has ended (programmatic dependent launch), so the kernel waits for that.
+
+    Raises:
+        KernelBuildError: where the kernel cannot be compiled or loaded.
+    """
+    from cuda.core import LaunchConfig
+    from cuda.core import launch as launch_kernel
+
+    # cuda.core before 1.2 has no such option
+    pdl = {"programmatic_stream_serialization": True} if hasattr(LaunchConfig, "programmatic_stream_serialization") else {}
+    config = LaunchConfig(
+        grid=launch.num_clusters, cluster=launch.num_ranks, block=launch.num_threads, shmem_size=launch.shared_bytes, **pdl
+    )
+    arguments = [c_int(x) if isinstance(x, int) else 0 if x is None else x.data_ptr() for x in launch.arguments]
+    assert device.index is not None
+    with torch.cuda.device(device):
+        loaded = _load(source, kernel, device.index)
+        jit.make_context_current(device.index)
+        launch_kernel(stream_of(torch.cuda.current_stream().cuda_stream), config, loaded, *arguments)
+
+
+@cache
+def _load(source: Path, kernel: str, device: int) -> "Kernel":
+    """Return `kernel`, allowed on GPU `device` SHARED_BYTES of shared memory, and clusters of more than 8 blocks."""
+    from cuda.bindings import driver
+
+    loaded = jit.load(source, kernel, device)
+    attributes = driver.CUfunction_attribute
+    for attribute, value in (
+        (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, SHARED_BYTES),
+        (attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+    ):
+        (status,) = driver.cuKernelSetAttribute(attribute, value, loaded.handle, driver.CUdevice(device))
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise jit.KernelBuildError(f"the driver refuses {attribute.name}={value} of {kernel} ({status.name}); name another backend")
+    return loaded

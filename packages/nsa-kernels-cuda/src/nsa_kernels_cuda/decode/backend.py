@@ -1,0 +1,90 @@
+"""The backend `cuda` of the operation NSA: which decode steps it takes, and should. Routing compiles the kernels that it judges."""
+
+from typing import Any
+
+from attrs import frozen
+
+from nsa_core import BranchRequest, Capability, Operation, Reason
+from nsa_core.backends.base import Layout
+from nsa_core.blocks import num_compressed_blocks
+from nsa_kernels_cuda import jit
+from nsa_kernels_cuda.decode import op
+from nsa_kernels_cuda.decode.plan import KERNELS, KEYS, WIDTHS, Plan, Sizes, num_blocks_of
+
+ONLY_ON = (9, 0)
+"""The compute capability whose clusters and shared memory the kernels are cut for."""
+CAPABILITY = Capability(
+    device_types=("cuda",),
+    min_compute_capability=ONLY_ON,
+    dtypes=tuple(KERNELS),
+    layouts=(Layout.CACHED,),
+    gradient=False,
+    max_head_dim=WIDTHS[-1],
+)
+IS_MEASURED = False
+"""True once a step was measured to be faster than Triton's on a GPU. It has not run on one."""
+
+
+@frozen(kw_only=True)
+class CudaDecode:
+    """A decode step in one launch, by CUDA C++."""
+
+    name: str = "cuda"
+    operation: Operation = Operation.NSA
+    capability: Capability = CAPABILITY
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        """Return every reason against the kernels for `request`; compiles them where nothing else stands against them."""
+        reasons = CAPABILITY.reasons_against(request) + tuple(map(Reason.incapable, _limits(request)))
+        if reasons:
+            return reasons
+        unavailable = jit.why_unavailable(op.SOURCE, (op.kernel_of(request.dtype, request.head_dim_v),), ONLY_ON)
+        return (Reason.incapable(unavailable),) if unavailable else ()
+
+    def preference(self, request: BranchRequest) -> int:
+        """Return how much it is wanted: above Triton's kernels (100) where it was measured to be faster, else between them and the branches."""
+        return 110 if IS_MEASURED else 50
+
+    def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
+        """Return why every process compiles the kernels anew, where it does."""
+        note = "" if self.reasons_against(request) else jit.note_on_cache(op.SOURCE, ONLY_ON)
+        return (note,) if note else ()
+
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
+        """Compute the operation on the operands of `nsa_core.backends.base.FusedBackend`."""
+        return op.decode(*operands, **keywords)
+
+
+def _limits(request: BranchRequest) -> list[str]:
+    """Return what the kernels do not take, beside what `CAPABILITY` lists."""
+    geometry, found = request.geometry, []
+    if request.compute_capability is not None and request.compute_capability > ONLY_ON:
+        found.append("compute capability {}.{} (its clusters are cut for 9.0)".format(*request.compute_capability))
+    if request.num_queries != 1:
+        found.append(f"{request.num_queries} rows of a sequence (takes 1)")
+    if request.kv_dtype in KERNELS and request.kv_dtype is not request.dtype:
+        found.append(f"k, v of {request.kv_dtype} with q of {request.dtype} (takes one dtype)")
+    for name, size in (("D_k", request.head_dim_qk), ("D_v", request.head_dim_v)):
+        if size % 16:
+            found.append(f"{name}={size} (takes multiples of 16)")
+    if not request.is_aligned:
+        found.append("a tensor starts off a multiple of 16 bytes (keys are copied 16 bytes at a time)")
+    strides = geometry.selection_block_size // geometry.compression_stride
+    if strides > KEYS:
+        found.append(f"{strides} compressed blocks begin in a selection block (takes {KEYS}); use smaller selection blocks")
+    elif Plan.of(_sizes_of(request)) is None:
+        found.append(
+            f"{request.num_keys} tokens of {request.num_heads // request.num_kv_heads} heads (above the shared memory of a cluster)"
+        )
+    return found
+
+
+def _sizes_of(request: BranchRequest) -> Sizes:
+    return Sizes(
+        num_pairs=request.num_sequences * request.num_kv_heads,
+        group_size=request.num_heads // request.num_kv_heads,
+        head_dim_qk=request.head_dim_qk,
+        head_dim_v=request.head_dim_v,
+        num_blocks=num_blocks_of(num_compressed_blocks(request.num_keys, request.geometry), request.geometry),
+        geometry=request.geometry,
+    )

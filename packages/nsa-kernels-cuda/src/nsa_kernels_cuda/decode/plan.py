@@ -1,0 +1,108 @@
+"""How a step is cut into clusters, and the shared memory that a block of them takes. Plain numbers."""
+
+from typing import NamedTuple
+
+import torch
+from attrs import frozen
+
+from nsa_core.blocks import max_tokens, num_selection_blocks
+from nsa_core.config import BlockGeometry
+from nsa_kernels_cuda.cluster_launch import SHARED_BYTES
+
+KERNELS = {torch.bfloat16: "decode_bfloat16", torch.float16: "decode_float16"}
+"""The kernels for each dtype; their names end in the widest D_v."""
+WIDTHS = (128, 256)
+"""D_v up to which a kernel's threads hold outputs."""
+NUM_WARPS = 8
+WARP_SIZE = 32
+ROWS = 16
+"""Heads of a tile: the rows of a tensor-core product."""
+KEYS = 16
+"""Keys of a tile, and so the most compressed keys from one selection block to the next."""
+MOST_STAGES = 4
+CLUSTERS = ((4, 16), (16, 8), (32, 4), (64, 2))
+"""Blocks of a cluster for up to so many pairs of a sequence and a KV head, and 1 for more; 132 multiprocessors take a block each."""
+MOST_RANKS = 16
+
+
+class Sizes(NamedTuple):
+    """What the launch of a step depends on."""
+
+    num_pairs: int
+    """Pairs of a sequence and a KV head."""
+    group_size: int
+    """Heads of a group, H / G."""
+    head_dim_qk: int
+    head_dim_v: int
+    num_blocks: int
+    """Selection blocks of a sequence, at most."""
+    geometry: BlockGeometry
+
+    @property
+    def log_columns(self) -> int:
+        """Return log2 of the columns of a tile that the compressed keys of one selection block take."""
+        return (self.geometry.selection_block_size // self.geometry.compression_stride - 1).bit_length()
+
+
+@frozen(kw_only=True)
+class Plan:
+    """How a step is launched."""
+
+    num_ranks: int
+    """Blocks of a cluster."""
+    num_stages: int
+    """Tiles of each warp's ring."""
+    num_win_warps: int
+    """Warps of a block that attend to the window; the others attend to chosen blocks."""
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> "Plan | None":
+        """Return the plan for `sizes`; None where shared memory does not hold it. It does not depend on lengths."""
+        num_ranks = next((num_ranks for most_pairs, num_ranks in CLUSTERS if sizes.num_pairs <= most_pairs), 1)
+        geometry = sizes.geometry
+        selected = geometry.num_selected_blocks * geometry.selection_block_size
+        share = round(NUM_WARPS * geometry.window_size / (geometry.window_size + selected))
+        num_win_warps = min(max(share, 1), NUM_WARPS - 1)
+        while num_ranks <= MOST_RANKS:
+            for num_stages in range(MOST_STAGES, 0, -1):
+                shared_bytes = shared_bytes_of(sizes, num_ranks, num_stages)
+                if shared_bytes <= SHARED_BYTES:
+                    return cls(num_ranks=num_ranks, num_stages=num_stages, num_win_warps=num_win_warps, shared_bytes=shared_bytes)
+            # a block's share of the scores shrinks
+            num_ranks *= 2
+        return None
+
+
+def num_blocks_of(num_compressed: int, geometry: BlockGeometry) -> int:
+    """Return the selection blocks that scores are held for where sequences have up to `num_compressed` compressed ones."""
+    return max(1, num_selection_blocks(max_tokens(num_compressed, geometry), geometry))
+
+
+def shared_bytes_of(sizes: Sizes, num_ranks: int, num_stages: int) -> int:
+    """Return the bytes of `Memory` in decode.cu."""
+    heads = _cdiv(sizes.group_size, ROWS) * ROWS
+    k_pitch, v_pitch = 2 * sizes.head_dim_qk + 16, 2 * sizes.head_dim_v + 16
+    stage = max(KEYS * (k_pitch + v_pitch), ROWS * (sizes.head_dim_v + 8) * 4)
+    blocks_per_tile = KEYS >> sizes.log_columns
+    tiles_per_rank = _cdiv(_cdiv(sizes.num_blocks, blocks_per_tile), num_ranks)
+    parts = (
+        heads * k_pitch,
+        NUM_WARPS * num_stages * stage,
+        3 * heads * sizes.head_dim_v * 4,
+        3 * heads * 8,
+        heads * 8,
+        num_ranks * 3 * heads * 4,
+        NUM_WARPS * ROWS * 8,
+        NUM_WARPS * ROWS * (KEYS + 1) * 4,
+        tiles_per_rank * (blocks_per_tile + 2) * heads * 4,
+        128 * 8,
+        WARP_SIZE * 4,
+        _cdiv(sizes.num_blocks, 128) * 128 * 4,
+        sizes.geometry.num_selected_blocks * 4,
+    )
+    return sum(_cdiv(part, 16) * 16 for part in parts)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)

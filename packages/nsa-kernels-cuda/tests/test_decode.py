@@ -1,0 +1,541 @@
+"""A decode step in one launch: the kernel on the host, cluster by cluster, and on a GPU, against the reference branch by branch."""
+
+import ctypes
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nsa_core import BlockGeometry, BranchRequest, InputError, Operation, default_registry, explain_routing
+from nsa_core.backends.base import FusedOutput, Keys, Layout, Queries
+from nsa_core.blocks import num_compressed_blocks
+from nsa_core.gating import gated_sum
+from nsa_core.reference.sdpa import SDPABackend
+from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
+from nsa_core.testing.tolerances import allowed_error, max_error
+from nsa_kernels_cuda import jit
+from nsa_kernels_cuda.cluster_launch import SHARED_BYTES
+from nsa_kernels_cuda.decode import backend as decode_backend
+from nsa_kernels_cuda.decode import op
+from nsa_kernels_cuda.decode import plan as plans
+from nsa_kernels_cuda.decode.backend import CudaDecode
+
+SCALE = 0.3
+
+
+class Case(NamedTuple):
+    """A step of sequences that hold different numbers of tokens; the last row stands at `starts`."""
+
+    starts: tuple[int, ...] = (0, 37, 90)
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim_qk: int = 16
+    head_dim_v: int = 16
+    geometry: BlockGeometry = SMALL
+    dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
+    scale: float = SCALE
+
+
+class Step(NamedTuple):
+    """The operands of a step."""
+
+    queries: Queries
+    cmp: Keys
+    slc: Keys
+    win: Keys
+    gates: Tensor
+
+    def of_sequence(self, b: int) -> "Step":
+        """Return the step of one sequence alone."""
+
+        def part(x: Any) -> Any:
+            return x[b : b + 1] if isinstance(x, Tensor) else x
+
+        return Step(*(type(x)(*map(part, x)) if isinstance(x, tuple) else part(x) for x in self))
+
+
+def int32(*numbers: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def make_step(case: Case, device: str = "cpu") -> Step:
+    """Return a step over stores that are NaN behind each sequence's last token and last whole block."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    batch, longest = len(case.starts), max(case.starts) + 10
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(case.dtype)
+
+    def store(length: int, held: Callable[[int], int]) -> Keys:
+        k, v = (normal(batch, length, case.num_kv_heads, width) for width in (case.head_dim_qk, case.head_dim_v))
+        for b, start in enumerate(case.starts):
+            k[b, held(start + 1) :], v[b, held(start + 1) :] = torch.nan, torch.nan
+        return Keys(k, v, length)
+
+    queries = Queries(normal(batch, 1, case.num_heads, case.head_dim_qk), 1, None, int32(*case.starts, device=device))
+    cmp = store(num_compressed_blocks(longest, case.geometry), lambda tokens: num_compressed_blocks(tokens, case.geometry))
+    gates = torch.rand(batch, 1, case.num_heads, 3, generator=generator, device=device)
+    return Step(queries, cmp, store(longest, int), store(longest, int), gates)
+
+
+def by_the_reference(step: Step, case: Case) -> FusedOutput:
+    """Return Eq. 5 by the reference in float64, branch by branch."""
+
+    def run(operation: Operation, *operands: Any) -> Any:
+        return SDPABackend(operation=operation)(*operands, geometry=case.geometry, scale=case.scale)
+
+    def double(keys: Keys) -> Keys:
+        return keys._replace(k=keys.k.double(), v=keys.v.double())
+
+    queries, cmp, slc, win = step.queries._replace(q=step.queries.q.double()), *map(double, step[1:4])
+    compressed = run(Operation.CMP, queries, cmp)
+    chosen = run(Operation.SELECT, queries, cmp, compressed.lse)
+    selected = run(Operation.SLC, queries, slc, chosen).out
+    return FusedOutput(gated_sum(step.gates.double(), compressed.out, selected, run(Operation.WIN, queries, win).out), chosen)
+
+
+def assert_same(found: FusedOutput, expected: FusedOutput) -> None:
+    """Assert equal choices, and outputs within the rounding of q's dtype: weights are rounded as well."""
+    assert torch.equal(found.block_indices, expected.block_indices)
+    limit = allowed_error(expected.out, found.out.dtype, torch.finfo(found.out.dtype).eps / 2)
+    error = max_error(found.out, expected.out)
+    assert error <= limit, f"out is off by {error:.2e} (allowed: {limit:.2e})"
+
+
+def in_a_ring(step: Step, case: Case) -> Step:
+    """Return the step with the window's keys in a ring of w rows."""
+    length = case.geometry.window_size
+    stores = []
+    for x in (step.win.k, step.win.v):
+        ring = torch.full_like(x[:, :1].expand(-1, length, -1, -1), torch.nan)
+        for b, start in enumerate(case.starts):
+            for position in range(max(0, start + 1 - length), start + 1):
+                ring[b, position % length] = x[b, position]
+        stores.append(ring)
+    return step._replace(win=Keys(stores[0], stores[1], step.win.max_count, ring=True))
+
+
+def as_a_tail(step: Step, case: Case) -> Step:
+    """Return the step with the window's last tokens alone, whose first is at `Keys.first`."""
+    firsts = [max(0, start - case.geometry.window_size + 1) for start in case.starts]
+    length = case.geometry.window_size
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, length), value=torch.nan) for x in (step.win.k, step.win.v)]
+    k, v = (torch.stack([x[b, first : first + length] for b, first in enumerate(firsts)]) for x in padded)
+    return step._replace(win=Keys(k, v, length, first=int32(*firsts, device=str(k.device))))
+
+
+def with_shared_keys(step: Step, case: Case) -> Step:
+    """Return the step with one store for the selected and the sliding branch."""
+    return step._replace(win=step.slc)
+
+
+PLACES: dict[str, Callable[[Step, Case], Step]] = {"ring": in_a_ring, "tail": as_a_tail, "shared": with_shared_keys}
+
+
+def run_on(library: ctypes.CDLL, step: Step, case: Case, *, backwards: bool = False) -> FusedOutput:
+    """Return what the kernel makes of CPU tensors. What it does not write is NaN, or -7; `backwards`: the last warp runs first."""
+    queries, *stores, gates = step
+    out = torch.full((*queries.q.shape[:3], step.cmp.v.shape[3]), math.nan, dtype=case.dtype)
+    indices = torch.full((*queries.q.shape[:2], step.cmp.k.shape[2], case.geometry.num_selected_blocks), -7, dtype=torch.int32)
+    kernel, launch = op.launch_of(queries, stores, gates, out, indices, geometry=case.geometry, scale=case.scale)
+    assert launch.shared_bytes <= SHARED_BYTES
+    assert launch.num_threads == plans.NUM_WARPS * plans.WARP_SIZE
+    pointers = [None if x is None else x.data_ptr() for x in launch.arguments if not isinstance(x, int)]
+    numbers = [x for x in launch.arguments if isinstance(x, int)]
+    library.emulate_decode(
+        kernel.encode(), launch.num_clusters * launch.num_ranks, launch.shared_bytes, launch.num_ranks, int(backwards),
+        (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int * len(numbers))(*numbers),
+    )  # fmt: skip
+    return FusedOutput(out, indices)
+
+
+@pytest.fixture
+def run(emulated_decode):
+    """Give `run_on` of the emulated kernels."""
+    return partial(run_on, emulated_decode)
+
+
+def with_clusters_of(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "CLUSTERS", ((2**31, num_ranks),))
+
+
+FP16 = torch.float16
+CASES = {
+    "one row": Case(),
+    "group of 1": Case(num_heads=2),
+    "group of 3": Case(num_heads=6),
+    "group of 16": Case(num_heads=16, num_kv_heads=1),
+    "group of 40": Case(num_heads=40, num_kv_heads=1),
+    "D_k above D_v": Case(head_dim_qk=192, head_dim_v=128, starts=(90, 61)),
+    "D_v above D_k": Case(head_dim_qk=16, head_dim_v=256),
+    "largest heads": Case(head_dim_qk=256, head_dim_v=256, starts=(77,), dtype=FP16),
+    "D of 48 and 80": Case(head_dim_qk=48, head_dim_v=80, dtype=FP16),
+    "one local block": Case(geometry=ONE_LOCAL, starts=(63, 150, 8)),
+    "l = l'": Case(geometry=EQUAL_BLOCKS, starts=(63, 150, 8)),
+    "default geometry": Case(starts=(1500, 20, 1150), geometry=BlockGeometry(), num_heads=8),
+    "three strides to a block": Case(starts=(90, 211), geometry=BlockGeometry(4, 4, 12, 4, 1, 1, 20)),
+    "five strides to a block": Case(starts=(90, 211), geometry=BlockGeometry(8, 4, 20, 4, 1, 1, 20)),
+    "40 blocks of 8": Case(starts=(700,), geometry=BlockGeometry(4, 2, 8, 40, 2, 3, 20), scale=1.0),
+    "blocks of 16 strides": Case(starts=(530, 70), geometry=BlockGeometry(8, 4, 64, 4, 0, 1, 20)),
+    "blocks that a tile does not divide": Case(starts=(900,), geometry=BlockGeometry(8, 8, 72, 4, 1, 2, 100)),
+    "longer than a cluster's first tiles": Case(starts=(5000,), num_heads=2, num_kv_heads=1, geometry=BlockGeometry(8, 4, 8, 8, 1, 2, 40)),
+    "fp16": Case(dtype=FP16, starts=(5, 41, 63)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_step_equals_the_branches_one_by_one(run, case):
+    step = make_step(case)
+    assert_same(run(step, case), by_the_reference(step, case))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("starts", [(0, 37, 90), (700,), (7, 15)], ids=str)
+def test_clusters_of_every_size_agree(run, num_ranks, starts, monkeypatch):
+    with_clusters_of(num_ranks, monkeypatch)
+    case = Case(starts=starts, geometry=BlockGeometry(8, 4, 8, 6, 1, 2, 20))
+    step = make_step(case)
+    assert_same(run(step, case), by_the_reference(step, case))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_rings_of_every_depth_agree(run, num_stages, monkeypatch):
+    monkeypatch.setattr(plans, "MOST_STAGES", num_stages)
+    with_clusters_of(2, monkeypatch)
+    case = Case(starts=(1500, 400), geometry=BlockGeometry(8, 4, 16, 12, 1, 2, 300), num_heads=40)
+    step = make_step(case)
+    assert_same(run(step, case), by_the_reference(step, case))
+
+
+@pytest.mark.parametrize("case", [CASES["default geometry"], CASES["group of 40"]], ids=["default geometry", "group of 40"])
+def test_no_result_depends_on_which_warp_runs_first(run, case):
+    step = make_step(case)
+    found, other = run(step, case), run(step, case, backwards=True)
+    assert torch.equal(found.out, other.out)
+    assert torch.equal(found.block_indices, other.block_indices)
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_the_windows_keys_may_lie_anywhere(run, place):
+    case = Case(starts=(0, 37, 90, 19))
+    step = place(make_step(case), case)
+    whole = make_step(case)
+    assert_same(run(step, case), by_the_reference(whole._replace(win=whole.slc) if step.win is step.slc else whole, case))
+
+
+def test_gates_may_have_the_dtype_of_q_or_any_other(run):
+    case = Case()
+    step = make_step(case)
+    for dtype in (torch.bfloat16, torch.float64, torch.float16):
+        cast = step._replace(gates=step.gates.to(dtype))
+        assert_same(run(cast, case), by_the_reference(cast, case))
+
+
+def test_sequences_of_unlike_lengths_equal_each_alone(run, monkeypatch):
+    with_clusters_of(4, monkeypatch)
+    case = Case(starts=(0, 1500, 20, 1150), geometry=BlockGeometry())
+    step = make_step(case)
+    together = run(step, case)
+    for b in range(len(case.starts)):
+        alone = run(step.of_sequence(b), case)
+        assert torch.equal(alone.out, together.out[b : b + 1])
+        assert torch.equal(alone.block_indices, together.block_indices[b : b + 1])
+
+
+def test_an_empty_row_is_zero_whatever_it_holds(run):
+    case = Case()
+    step = make_step(case)
+    expected = run(step, case)
+    step.queries.q[1], step.gates[1] = torch.nan, torch.nan
+    found = run(step._replace(queries=step.queries._replace(count=int32(1, 0, 1))), case)
+    assert bool((found.out[1] == 0).all())
+    assert bool((found.block_indices[1] == -1).all())
+    assert torch.equal(found.out[::2], expected.out[::2])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_equal_scores_go_to_the_lower_block(run, num_ranks, monkeypatch):
+    with_clusters_of(num_ranks, monkeypatch)
+    case = Case(starts=(390, 395, 371))
+    step = make_step(case)
+    step.cmp.k[~step.cmp.k.isnan()] = 0.5
+    found = run(step, case)
+    assert_same(found, by_the_reference(step, case))
+    # block 0 gets less than the others, for nothing reaches into it, and is forced
+    first_free = range(SMALL.num_initial_blocks, SMALL.num_selected_blocks - SMALL.num_local_blocks)
+    assert found.block_indices[0, 0, 0].tolist()[SMALL.num_initial_blocks : -SMALL.num_local_blocks] == list(first_free)
+
+
+@pytest.mark.parametrize("factor", [50, 2**12])
+def test_large_scores_stay_finite_and_choose_as_the_reference(run, factor):
+    case = Case()
+    step = make_step(case)
+    step = step._replace(queries=step.queries._replace(q=step.queries.q * factor))
+    assert_same(run(step, case), by_the_reference(step, case))
+
+
+def test_a_row_behind_the_end_of_its_stores_reads_nothing_outside_them(run):
+    """A captured step goes on counting where its cache is full; `cache.check()` says so later."""
+    case = Case()
+    for place in (lambda step, case: step, in_a_ring, as_a_tail):
+        step = place(make_step(case), case)
+        guarded = []
+        for keys in step[1:4]:
+            # what stands behind a store is NaN, and what stands before it
+            views = [torch.nn.functional.pad(x.flatten(), (64, 2**16), value=torch.nan)[64:][: x.numel()].view(x.shape) for x in keys[:2]]
+            guarded.append(keys._replace(k=views[0].nan_to_num_(0.5), v=views[1].nan_to_num_(0.5)))
+        queries = step.queries._replace(start=int32(5000, 37, 2**20))
+        found = run(Step(queries, *guarded, step.gates), case)
+        assert bool(found.out.isfinite().all())
+
+
+def test_a_step_of_64k_tokens_agrees_at_the_papers_sizes(run):
+    case = Case(starts=(65_535,), num_heads=16, num_kv_heads=1, head_dim_qk=192, head_dim_v=128, geometry=BlockGeometry(), scale=192**-0.5)
+    step = make_step(case)
+    assert_same(run(step, case), by_the_reference(step, case))
+
+
+def sizes_of(num_pairs: int, num_tokens: int, *, group_size: int = 16, head_dims: tuple[int, int] = (192, 128)) -> plans.Sizes:
+    geometry = BlockGeometry()
+    num_blocks = plans.num_blocks_of(num_compressed_blocks(num_tokens, geometry), geometry)
+    return plans.Sizes(num_pairs, group_size, *head_dims, num_blocks, geometry)
+
+
+def test_clusters_shrink_as_pairs_abound():
+    found = [plans.Plan.of(sizes_of(pairs, 65_536)) for pairs in (4, 16, 32, 64, 256)]
+    assert [plan and plan.num_ranks for plan in found] == [16, 8, 4, 2, 1]
+    assert [plan and plan.num_win_warps for plan in found] == [3] * 5
+
+
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("num_pairs", [1, 64, 512])
+def test_every_step_of_128k_tokens_has_a_plan_that_fits(num_pairs, head_dims):
+    plan = plans.Plan.of(sizes_of(num_pairs, 131_072, head_dims=head_dims))
+    assert plan is not None
+    assert plan.shared_bytes <= SHARED_BYTES
+
+
+def test_launches_do_not_depend_on_lengths():
+    """One CUDA graph serves all of them."""
+    case = Case()
+    step = make_step(case)
+    out, indices = torch.empty(3, 1, 4, 16, dtype=case.dtype), torch.empty(3, 1, 2, 6, dtype=torch.int32)
+    launches = []
+    for starts in ((0, 37, 90), (3, 5, 60)):
+        queries = step.queries._replace(start=int32(*starts))
+        kernel, launch = op.launch_of(queries, step[1:4], step.gates, out, indices, geometry=case.geometry, scale=case.scale)
+        launches.append((kernel, launch[:4], [x for x in launch.arguments if isinstance(x, int)]))
+    assert launches[0] == launches[1]
+
+
+def test_the_op_has_shapes_without_numbers():
+    case = Case(num_heads=6, head_dim_v=32)
+    with FakeTensorMode():
+        found = op.decode(*make_step(case), geometry=case.geometry, scale=case.scale)
+    assert found.out.shape == (3, 1, 6, 32)
+    assert found.block_indices.shape == (3, 1, 2, case.geometry.num_selected_blocks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": lambda x: x._replace(start=None)}, "takes one row of each sequence over stores"),
+        ({"queries": lambda x: x._replace(q=x.q.repeat(1, 2, 1, 1))}, "takes one row of each sequence over stores"),
+        ({"slc": lambda x: x._replace(first=int32(0, 0, 0))}, "slc begins at `first`"),
+        ({"cmp": lambda x: x._replace(page_table=int32(0))}, "cmp lies in pages or in another dtype"),
+        ({"win": lambda x: x._replace(k=x.k.float())}, "win lies in pages or in another dtype"),
+    ],
+)
+def test_operands_that_the_kernel_would_misread_are_refused(change, message):
+    step = make_step(Case())
+    [(name, changed)] = change.items()
+    with pytest.raises(InputError, match=message):
+        op.decode(*step._replace(**{name: changed(getattr(step, name))}), geometry=SMALL, scale=SCALE)
+
+
+REQUEST = BranchRequest(
+    operation=Operation.NSA, device_type="cuda", compute_capability=(9, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_keys=65_536,
+    num_heads=64, num_kv_heads=4, head_dim_qk=192, head_dim_v=128, layout=Layout.CACHED,
+)  # fmt: skip
+
+
+def messages(request: BranchRequest) -> list[str]:
+    return [str(reason) for reason in CudaDecode().reasons_against(request)]
+
+
+def test_it_is_eligible_for_a_decode_step(nvrtc):
+    assert messages(REQUEST) == []
+    assert messages(evolve(REQUEST, num_sequences=64, batch=64, dtype=FP16, kv_dtype=FP16, num_keys=131_072)) == []
+
+
+def test_every_reason_is_given_at_once():
+    request = evolve(
+        REQUEST, compute_capability=(10, 0), layout=Layout.PAGED, kv_dtype=torch.float8_e4m3fn, num_queries=4, head_dim_v=320, head_dim_qk=40,
+        needs_grad=True, is_aligned=False, geometry=BlockGeometry(4, 2, 64),
+    )  # fmt: skip
+    assert messages(request) == [
+        "incapable: k, v of torch.float8_e4m3fn (takes torch.bfloat16, torch.float16)",
+        "incapable: layout paged (takes cached)",
+        "incapable: gradients are needed (forward only)",
+        "incapable: head dimension 320 (at most 256)",
+        "incapable: compute capability 10.0 (its clusters are cut for 9.0)",
+        "incapable: 4 rows of a sequence (takes 1)",
+        "incapable: D_k=40 (takes multiples of 16)",
+        "incapable: a tensor starts off a multiple of 16 bytes (keys are copied 16 bytes at a time)",
+        "incapable: 32 compressed blocks begin in a selection block (takes 16); use smaller selection blocks",
+    ]
+    assert messages(evolve(REQUEST, compute_capability=(8, 0))) == ["incapable: compute capability 8.0 (needs 9.0 or newer)"]
+    assert messages(evolve(REQUEST, kv_dtype=FP16)) == ["incapable: k, v of torch.float16 with q of torch.bfloat16 (takes one dtype)"]
+    assert "above the shared memory of a cluster" in messages(evolve(REQUEST, num_keys=2**24))[0]
+
+
+def test_a_step_that_it_does_not_take_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(jit, "why_unavailable", lambda *arguments: pytest.fail("it compiled"))
+    assert messages(evolve(REQUEST, num_queries=2))
+
+
+def test_where_it_was_not_measured_it_stands_below_triton(nvrtc, monkeypatch):
+    preferences = {candidate.name: candidate.preference for candidate in explain_routing(REQUEST).candidates}
+    assert preferences["cuda"] < preferences.get("triton", 100)
+    monkeypatch.setattr(decode_backend, "IS_MEASURED", True)
+    assert explain_routing(REQUEST).chosen == "cuda"
+
+
+on_a_gpu = pytest.mark.hardware(capability=(9, 0))
+P = Case(starts=(4095,), num_heads=64, num_kv_heads=4, head_dim_qk=192, head_dim_v=128, geometry=BlockGeometry(), scale=192**-0.5)
+L = P._replace(num_heads=32, num_kv_heads=8, head_dim_qk=128)
+GPU_CASES = {
+    "P": P,
+    "L": L,
+    "P of 64k": P._replace(starts=(65_535,)),
+    "L of 128k": L._replace(starts=(131_071,)),
+    "mixed lengths": P._replace(starts=(0, 31, 4095, 700, 2049)),
+    "17 pairs and more": L._replace(starts=tuple(range(100, 4000, 1300))),
+    "64 sequences": P._replace(starts=tuple(range(64, 4160, 64))),
+    "fp16": P._replace(dtype=FP16),
+    "largest heads": P._replace(head_dim_qk=256, head_dim_v=256),
+    **{name: case for name, case in CASES.items() if case.starts != (65_535,)},
+}
+
+
+def on_the_gpu(step: Step, case: Case, name: str = "cuda") -> FusedOutput:
+    found = default_registry().named(Operation.NSA, name)(*step, geometry=case.geometry, scale=case.scale)
+    assert isinstance(found, FusedOutput)
+    return found
+
+
+def assert_same_above_ties(found: FusedOutput, expected: FusedOutput, name: str = "") -> None:
+    """Assert `assert_same` for the rows whose choices are equal, which a tenth at most is not: near ties differ."""
+    same = (found.block_indices == expected.block_indices).all(-1).all(-1)
+    assert int((~same).sum()) <= same.numel() // 10, f"choices differ in {int((~same).sum())} of {same.numel()} rows {name}"
+    assert_same(FusedOutput(found.out[same], found.block_indices[same]), FusedOutput(expected.out[same], expected.block_indices[same]))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
+def test_a_gpu_computes_what_the_reference_does(case):
+    step = make_step(case, "cuda")
+    assert_same_above_ties(on_the_gpu(step, case), by_the_reference(step, case))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_gpu_reads_the_windows_keys_anywhere(place):
+    case = P._replace(starts=(0, 1500, 511, 512))
+    whole = make_step(case, "cuda")
+    step = place(whole, case)
+    assert_same_above_ties(on_the_gpu(step, case), by_the_reference(whole._replace(win=whole.slc) if step.win is step.slc else whole, case))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("case", [GPU_CASES["P of 64k"], GPU_CASES["mixed lengths"]], ids=["P of 64k", "mixed lengths"])
+def test_it_chooses_as_triton_does(case):
+    if not default_registry().has(Operation.NSA, "triton"):
+        pytest.skip("nsa-kernels-triton is not installed, with which the step is compared")
+    step = make_step(case, "cuda")
+    assert_same_above_ties(on_the_gpu(step, case), on_the_gpu(step, case, "triton"), "of Triton's")
+
+
+@on_a_gpu
+def test_sequences_of_unlike_lengths_equal_each_alone_on_a_gpu(monkeypatch):
+    # clusters of one size, so that sums are added in one order
+    with_clusters_of(4, monkeypatch)
+    case = P._replace(starts=(0, 1500, 20, 4095))
+    step = make_step(case, "cuda")
+    together = on_the_gpu(step, case)
+    for b in range(len(case.starts)):
+        assert torch.equal(on_the_gpu(step.of_sequence(b), case).out, together.out[b : b + 1])
+
+
+@on_a_gpu
+def test_one_graph_serves_lengths_that_grow():
+    case = P._replace(starts=(2000, 3))
+    step = make_step(case, "cuda")
+    # nothing of these stores is NaN: lengths move over them
+    stores = (keys._replace(k=keys.k.nan_to_num(0.5), v=keys.v.nan_to_num(0.5)) for keys in step[1:4])
+    step = Step(step.queries, *stores, step.gates)
+    on_the_gpu(step, case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = on_the_gpu(step, case)
+    for starts in ((2000, 3), (31, 700), (1023, 2005), (0, 64), (2001, 4)):
+        step.queries.start.copy_(int32(*starts))
+        step.queries.q.normal_()
+        captured.out.fill_(torch.nan)
+        graph.replay()
+        assert_same_above_ties(captured, by_the_reference(step, case))
+
+
+@on_a_gpu
+def test_ten_thousand_steps_give_the_same_numbers():
+    case = P._replace(starts=(65_535,))
+    step = make_step(case, "cuda")
+    first = on_the_gpu(step, case)
+    for _ in range(10_000):
+        found = on_the_gpu(step, case)
+    assert torch.equal(found.out, first.out)
+    assert torch.equal(found.block_indices, first.block_indices)
+
+
+@on_a_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("num_tokens", [8192, 32_768, 65_536, 131_072])
+@pytest.mark.parametrize("shape", [P, L], ids=["P", "L"])
+def test_what_a_step_takes(shape, num_tokens, batch, record_property):
+    """Print microseconds by a CUDA graph, medians; what L2 held is overwritten before each replay."""
+    case = shape._replace(starts=(num_tokens - 1,) * batch)
+    step = make_step(case, "cuda")
+    found = {}
+    for name in ("cuda", "triton"):
+        if default_registry().has(Operation.NSA, name):
+            found[name] = round(step_us(partial(on_the_gpu, step, case, name)), 1)
+    record_property("us", found)
+    print(f"\n{num_tokens} tokens, batch {batch}: {found} us")
+
+
+def step_us(call: Callable[[], Any], *, num_calls: int = 50) -> float:
+    """Return the median time of a replay by CUDA events, with a cold L2."""
+    flushed = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(num_calls):
+        flushed.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end))
+    return statistics.median(times)
