@@ -1,7 +1,7 @@
 // Runs a CUDA kernel on the host, for tests: threads are coroutines that meet at collective functions of a warp, and at barriers.
 //
-// The blocks of a cluster run at once, clusters one after another. A warp runs until all of its lanes stand at one barrier; which warp runs
-// first is the caller's choice, and no result may depend on it. Shared memory starts as NaN, ends in guard bytes, and holds NaN where
+// Clusters run one after another. Of a cluster, the first block that can runs until it waits for others, and of a block each warp until its
+// lanes stand at one barrier; or the last block and warp first, as the caller says. No result may depend on it. Shared memory starts as NaN, ends in guard bytes, and holds NaN where
 // an asynchronous copy was not waited for. Compile a file that includes the kernel with `-include warp_emulator.h`, and call
 // `emulator::launch`.
 #pragma once
@@ -56,7 +56,7 @@ constexpr int STACK_BYTES = 64 * 1024;
 constexpr int GUARD_BYTES = 256;
 constexpr unsigned char GUARD = 0xEE;
 
-enum class At { COLLECTIVE, PART_OF_BLOCK, BLOCK, CLUSTER, END };
+enum class At { READY, COLLECTIVE, PART_OF_BLOCK, BLOCK, CLUSTER, END };
 
 struct Copy {
   char* target;
@@ -150,8 +150,8 @@ inline void run_warp(int warp) {
   } while (cluster.warps[warp].at == At::COLLECTIVE);
 }
 
-// Return the warps that may run: those of which all that they wait for stand at the same barrier.
-inline std::vector<int> released() {
+// Make the warps ready of which all that they wait for stand at the same barrier.
+inline void release() {
   const int per_block = cluster.block_size / LANES, num_warps = cluster.warps.size();
   const auto count = [&](int begin, int end, At at) {
     return std::count_if(cluster.warps.begin() + begin, cluster.warps.begin() + end, [&](const Warp& warp) { return warp.at == at; });
@@ -166,7 +166,7 @@ inline std::vector<int> released() {
       found.push_back(warp);
     }
   }
-  return found;
+  for (int warp : found) cluster.warps[warp].at = At::READY;
 }
 
 // Run the blocks of one cluster, from `first_block` on.
@@ -185,15 +185,17 @@ inline void run_cluster(int first_block, bool backwards) {
     std::memset(cluster.memory_of(rank), 0xFF, cluster.shared_bytes);
     std::memset(cluster.memory_of(rank) + cluster.shared_bytes, GUARD, GUARD_BYTES);
   }
-  std::vector<int> warps(cluster.warps.size());
-  for (std::size_t i = 0; i < warps.size(); ++i) warps[i] = i;
-  while (!warps.empty()) {
-    if (backwards) std::reverse(warps.begin(), warps.end());
-    for (int warp : warps) {
-      blockIdx.x = first_block + warp * LANES / cluster.block_size;
+  for (Warp& warp : cluster.warps) warp.at = At::READY;
+  const int num_warps = cluster.warps.size(), per_block = cluster.block_size / LANES;
+  for (int block = 0; block >= 0; release()) {
+    block = -1;
+    for (int i = 0; i < num_warps; ++i) {
+      const int warp = backwards ? num_warps - 1 - i : i;
+      if (cluster.warps[warp].at != At::READY || (block >= 0 && warp / per_block != block)) continue;
+      block = warp / per_block;
+      blockIdx.x = first_block + block;
       run_warp(warp);
     }
-    warps = released();
   }
   for (const Warp& warp : cluster.warps) {
     if (warp.at != At::END) fail("a barrier that not all threads reach");
@@ -216,7 +218,7 @@ struct Shape {
   int block_size;
   std::size_t shared_bytes = 48 * 1024;
   int num_ranks = 1;       // blocks of a cluster, along x
-  bool backwards = false;  // the last warp first, every other time
+  bool backwards = false;  // the last block and warp run first
 };
 
 template <class... Parameters>

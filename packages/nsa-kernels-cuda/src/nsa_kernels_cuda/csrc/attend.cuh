@@ -117,6 +117,13 @@ __device__ void copy_tile(const Store<T>& store, HeadDims dims, const Ring& ring
   commit_copies();
 }
 
+// Begin to copy the first num_stages - 1 tiles, into all stages but stage 0.
+template <class T>
+__device__ void begin_tiles(const Store<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles) {
+#pragma unroll 1
+  for (int index = 0; index < ring.num_stages - 1; ++index) copy_tile(store, dims, ring, tiles, index);
+}
+
 // Add a tile of keys and values in shared memory to the softmax, and give the keys' weights relative to the maxima, in the layout of
 // `outs`. `factor` multiplies products; weights are powers of two.
 template <class T, int WIDTH>
@@ -177,7 +184,7 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
   }
 }
 
-// Attend to the warp's tiles; the first num_stages - 1 are being copied already where `has_begun`. `after(tile, weights)` is called
+// Attend to the warp's tiles; `begin_tiles` has been called where `has_begun`. `after(tile, weights)` is called
 // behind each, with the keys' weights relative to the maxima of the softmax at that time.
 template <class T, int WIDTH, class After>
 __device__ void attend(Softmax<WIDTH>& softmax, const char* q, const Store<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles,

@@ -65,6 +65,7 @@ struct Memory {
   Stats* stats;       // (branches, heads)
   Stats* totals;      // (heads): maximum of the compressed branch, and 1 over its sum
   float* factors;     // (ranks, branches, heads)
+  float* gates;       // (heads, branches)
   Stats* warp_stats;  // (warps, ROWS)
   float* weights;     // (warps, ROWS, WEIGHT_PITCH)
   float* records;     // (tiles of this block, record_size)
@@ -80,6 +81,7 @@ struct Memory {
     stats = take<Stats>(base, NUM_BRANCHES * heads);
     totals = take<Stats>(base, heads);
     factors = take<float>(base, problem.num_ranks * NUM_BRANCHES * heads);
+    gates = take<float>(base, heads * NUM_BRANCHES);
     warp_stats = take<Stats>(base, NUM_WARPS * ROWS);
     weights = take<float>(base, NUM_WARPS * ROWS * WEIGHT_PITCH);
     records = take<float>(base, (tiles + problem.num_ranks - 1) / problem.num_ranks * problem.record_size());
@@ -143,9 +145,9 @@ __device__ inline Tiles selected_tiles(const Problem& problem, const Memory& mem
           KEYS, KEYS, LOG_KEYS, min(position, problem.slc_rows - 1), memory.indices, block_size, tiles_per_block, 0, 0};
 }
 
-// Copy the group's rows of q to shared memory; rows without a head are 0.
+// Begin to copy the group's rows of q to shared memory, and close the group of copies; rows without a head become 0.
 template <class T>
-__device__ void stage_queries(const T* q, const Problem& problem, const Memory& memory) {
+__device__ void copy_queries(const T* q, const Problem& problem, const Memory& memory) {
   const int pieces = problem.dims.k / 8;
 #pragma unroll 1
   for (int i = threadIdx.x; i < problem.padded_heads() * pieces; i += NUM_THREADS) {
@@ -154,8 +156,16 @@ __device__ void stage_queries(const T* q, const Problem& problem, const Memory& 
     copy_async(target, q + static_cast<long long>(head) * problem.dims.k + 8 * piece, head < problem.group_size());
   }
   commit_copies();
-  wait_for_copies(0);
-  __syncthreads();
+}
+
+// Copy the gates of the group's heads to shared memory, as float32.
+template <class T>
+__device__ void load_gates(const void* gates, long long first_head, const Problem& problem, const Memory& memory) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < problem.group_size() * NUM_BRANCHES; i += NUM_THREADS) {
+    const long long at = first_head * NUM_BRANCHES + i;
+    memory.gates[i] = problem.has_float_gates ? static_cast<const float*>(gates)[at] : to_float(static_cast<const T*>(gates)[at]);
+  }
 }
 
 // Write what a tile of compressed keys gives to selection blocks: sums of weights by head and block, relative to the maximum.
@@ -306,15 +316,14 @@ __device__ inline void share_scores(const Problem& problem, const Memory& memory
 
 // Write this block's part of the output: the gated sum of the branches over all blocks of the cluster.
 template <class T>
-__device__ void store_out(const Operands<T>& operands, const Problem& problem, const Memory& memory, long long first_head, int rank) {
+__device__ void store_out(T* out, const Problem& problem, const Memory& memory, int rank) {
   const int heads = problem.padded_heads(), group_size = problem.group_size(), dim = problem.dims.v;
   over_cluster(problem, memory, NUM_BRANCHES * heads, [&](int slot, int each, float kept, Stats total) {
     const int branch = slot / heads, head = slot % heads;
     if (head >= group_size) return;
-    const long long at = (first_head + head) * NUM_BRANCHES + branch;
-    const float gate = problem.has_float_gates ? static_cast<const float*>(operands.gates)[at] : to_float(static_cast<const T*>(operands.gates)[at]);
     // a branch that sees no key adds 0, whatever its gate
-    memory.factors[each * NUM_BRANCHES * heads + slot] = total.sum > 0.0f ? gate / total.sum * kept : 0.0f;
+    const float factor = total.sum > 0.0f ? memory.gates[head * NUM_BRANCHES + branch] / total.sum * kept : 0.0f;
+    memory.factors[each * NUM_BRANCHES * heads + slot] = factor;
   });
   __syncthreads();
   const int num_numbers = group_size * dim, share = (num_numbers + problem.num_ranks - 1) / problem.num_ranks;
@@ -328,7 +337,7 @@ __device__ void store_out(const Operands<T>& operands, const Problem& problem, c
 #pragma unroll
       for (int branch = 0; branch < NUM_BRANCHES; ++branch) total += factors[branch * heads] * outs[branch * heads * dim];
     }
-    operands.out[first_head * dim + i].bits = static_cast<unsigned short>(pack(T{}, total, 0.0f));
+    out[i].bits = static_cast<unsigned short>(pack(T{}, total, 0.0f));
   }
 }
 
@@ -339,25 +348,30 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem) {
   const long long first_head = static_cast<long long>(pair) * group_size;
   const HeadDims dims = problem.dims;
   const Selection selection = problem.selection;
+  T* out = operands.out + first_head * dims.v;
   int* indices = operands.indices + static_cast<long long>(pair) * selection.num_selected;
   wait_for_previous_launch();
   if (operands.count != nullptr && operands.count[sequence] < 1) {
-  #pragma unroll 1
-  for (int i = threadIdx.x; i < group_size * dims.v && rank == 0; i += NUM_THREADS) operands.out[first_head * dims.v + i].bits = 0;
-  #pragma unroll 1
-  for (int i = threadIdx.x; i < selection.num_selected && rank == 0; i += NUM_THREADS) indices[i] = -1;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < group_size * dims.v && rank == 0; i += NUM_THREADS) out[i].bits = 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < selection.num_selected && rank == 0; i += NUM_THREADS) indices[i] = -1;
     return;
   }
   const Memory memory(dynamic_shared(), problem);
   const Ring ring = {memory.rings + warp * problem.num_stages * problem.stage_bytes(), problem.stage_bytes(), problem.num_stages};
+  copy_queries(operands.q + first_head * dims.k, problem, memory);
   const int position = operands.start[sequence], num_head_tiles = problem.padded_heads() / ROWS;
   const Share share(problem, position, rank);
   const Candidates candidates = candidates_of(position, problem.num_blocks, selection);
   const bool is_win_warp = warp < problem.num_win_warps, scores_decide = candidates.end > selection.num_selected;
   Tiles tiles = compressed_tiles(problem, share);
   Store<T> store = store_of(operands.k_cmp, operands.v_cmp, problem, sequence, group, problem.cmp_rows);
+  begin_tiles(store, dims, ring, tiles);
+  load_gates<T>(operands.gates, first_head, problem, memory);
+  wait_for_copies(ring.num_stages - 1);
+  __syncthreads();
   Softmax<WIDTH> softmax;
-  stage_queries(operands.q + first_head * dims.k, problem, memory);
   // the compressed branch for each tile of heads, then the two others
 #pragma unroll 1
   for (int pass = 0; pass < 2 * num_head_tiles; ++pass) {
@@ -379,7 +393,8 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem) {
     }
     float* records = memory.records + tile * ROWS;
     float* own_weights = memory.weights + warp * ROWS * WEIGHT_PITCH;
-    attend(softmax, memory.q + tile * ROWS * dims.k_pitch(), store, dims, ring, tiles, pass == num_head_tiles && is_win_warp, problem.factor,
+    const bool has_begun = pass == 0 || (pass == num_head_tiles && is_win_warp);
+    attend(softmax, memory.q + tile * ROWS * dims.k_pitch(), store, dims, ring, tiles, has_begun, problem.factor,
            [&](int number, const float(&weights)[2][4]) {
              if (!is_cmp || !scores_decide) return;
              record_tile(problem, own_weights, records + (number - share.first) * problem.record_size(), weights, softmax.maxima);
@@ -389,8 +404,7 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem) {
       // keys of the window arrive while blocks are chosen
       tiles = window_tiles(problem, operands.win_first == nullptr ? 0 : operands.win_first[sequence], position, rank);
       store = store_of(operands.k_win, operands.v_win, problem, sequence, group, problem.win_rows);
-#pragma unroll 1
-      for (int index = 0; index < ring.num_stages - 1; ++index) copy_tile(store, dims, ring, tiles, index);
+      begin_tiles(store, dims, ring, tiles);
     }
     __syncthreads();
     const int num_first = is_cmp ? NUM_WARPS : problem.num_win_warps;
@@ -399,7 +413,7 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem) {
     __syncthreads();
   }
   cluster_barrier();
-  store_out(operands, problem, memory, first_head, rank);
+  store_out(out, problem, memory, rank);
 #pragma unroll 1
   for (int i = threadIdx.x; i < selection.num_selected && rank == 0; i += NUM_THREADS) indices[i] = memory.indices[i];
   // no block ends while another reads its shared memory

@@ -93,6 +93,7 @@ def shared_bytes_of(sizes: Sizes, num_ranks: int, num_stages: int) -> int:
         3 * heads * 8,
         heads * 8,
         num_ranks * 3 * heads * 4,
+        heads * 3 * 4,
         NUM_WARPS * ROWS * 8,
         NUM_WARPS * ROWS * (KEYS + 1) * 4,
         tiles_per_rank * (blocks_per_tile + 2) * heads * 4,
