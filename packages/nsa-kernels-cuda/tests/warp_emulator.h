@@ -2,7 +2,7 @@
 //
 // Clusters run one after another. Of a cluster, the first block that can runs until it waits for others, and of a block each warp until its
 // lanes stand at one barrier; or the last block and warp first, as the caller says. No result may depend on it. Shared memory starts as NaN, ends in guard bytes, and holds NaN where
-// an asynchronous copy was not waited for. Compile a file that includes the kernel with `-include warp_emulator.h`, and call
+// an asynchronous copy was not waited for and where a block has ended. Compile a file that includes the kernel with `-include warp_emulator.h`, and call
 // `emulator::launch`.
 #pragma once
 
@@ -150,19 +150,21 @@ inline void run_warp(int warp) {
   } while (cluster.warps[warp].at == At::COLLECTIVE);
 }
 
+// Return how many of the warps begin .. end - 1 stand there.
+inline int num_at(int begin, int end, At at) {
+  return std::count_if(cluster.warps.begin() + begin, cluster.warps.begin() + end, [&](const Warp& warp) { return warp.at == at; });
+}
+
 // Make the warps ready of which all that they wait for stand at the same barrier.
 inline void release() {
   const int per_block = cluster.block_size / LANES, num_warps = cluster.warps.size();
-  const auto count = [&](int begin, int end, At at) {
-    return std::count_if(cluster.warps.begin() + begin, cluster.warps.begin() + end, [&](const Warp& warp) { return warp.at == at; });
-  };
   std::vector<int> found;
   for (int warp = 0; warp < num_warps; ++warp) {
     const At at = cluster.warps[warp].at;
     const int begin = warp / per_block * per_block, expected = cluster.threads[warp * LANES].num_expected / LANES;
-    if ((at == At::CLUSTER && count(0, num_warps, at) == num_warps) ||
-        (at == At::BLOCK && count(begin, begin + per_block, at) == per_block) ||
-        (at == At::PART_OF_BLOCK && count(begin, begin + per_block, at) == expected)) {
+    if ((at == At::CLUSTER && num_at(0, num_warps, at) == num_warps) ||
+        (at == At::BLOCK && num_at(begin, begin + per_block, at) == per_block) ||
+        (at == At::PART_OF_BLOCK && num_at(begin, begin + per_block, at) == expected)) {
       found.push_back(warp);
     }
   }
@@ -195,6 +197,10 @@ inline void run_cluster(int first_block, bool backwards) {
       block = warp / per_block;
       blockIdx.x = first_block + block;
       run_warp(warp);
+    }
+    // nothing may read the shared memory of a block that has ended
+    if (block >= 0 && num_at(block * per_block, (block + 1) * per_block, At::END) == per_block) {
+      std::memset(cluster.memory_of(block), 0xFF, cluster.shared_bytes);
     }
   }
   for (const Warp& warp : cluster.warps) {

@@ -15,7 +15,7 @@
 constexpr int NUM_WARPS = 8;
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int NUM_BRANCHES = 3;
-enum Branch { CMP, SLC, WIN };         // in the order of the gates
+enum Branch { CMP, SLC, WIN };          // in the order of the gates
 constexpr int WEIGHT_PITCH = KEYS + 1;  // numbers of a row of weights in shared memory
 
 template <class T>
