@@ -3,7 +3,7 @@
 import ctypes
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,16 @@ from attrs import evolve
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_core import BlockGeometry, BranchRequest, InputError, Operation, default_registry, explain_routing
+from nsa_core import (
+    BlockGeometry,
+    BranchRequest,
+    InputError,
+    NativeSparseAttention,
+    NSAConfig,
+    Operation,
+    default_registry,
+    explain_routing,
+)
 from nsa_core.backends.base import FusedOutput, Keys, Layout, Queries
 from nsa_core.blocks import num_compressed_blocks
 from nsa_core.gating import gated_sum
@@ -411,6 +420,7 @@ def test_where_it_was_not_measured_it_stands_below_triton(nvrtc, monkeypatch):
     assert explain_routing(REQUEST).chosen == "cuda"
 
 
+BRANCHES = dict.fromkeys(("cmp", "select", "slc", "win"), "sdpa")
 on_a_gpu = pytest.mark.hardware(capability=(9, 0))
 P = Case(starts=(4095,), num_heads=64, num_kv_heads=4, head_dim_qk=192, head_dim_v=128, geometry=BlockGeometry(), scale=192**-0.5)
 L = P._replace(num_heads=32, num_kv_heads=8, head_dim_qk=128)
@@ -494,6 +504,41 @@ def test_one_graph_serves_lengths_that_grow():
         captured.out.fill_(torch.nan)
         graph.replay()
         assert_same_above_ties(captured, by_the_reference(step, case))
+
+
+@pytest.fixture
+def preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let routing prefer the kernel, in a registry that has remembered nothing."""
+    monkeypatch.setattr(decode_backend, "IS_MEASURED", True)
+    default_registry()._routes.clear()
+    yield
+    default_registry()._routes.clear()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+def test_a_layers_steps_over_a_static_cache_take_it(kv, preferred, monkeypatch):
+    """What `append` writes is read by the launch behind it, which may start before it has ended."""
+    calls = []
+    counted = op.decode
+    monkeypatch.setattr(op, "decode", lambda *operands, **keywords: calls.append(0) or counted(*operands, **keywords))
+    # every block is chosen: scores of a new layer are near ties
+    geometry = BlockGeometry(num_selected_blocks=24)
+    config = NSAConfig(
+        hidden_size=256, num_heads=32, num_kv_heads=2, head_dim_qk=64, head_dim_v=64, geometry=geometry, compressor="mean", kv=kv
+    )
+    torch.manual_seed(0)
+    layers = [NativeSparseAttention(each).to("cuda", torch.bfloat16) for each in (config, evolve(config, backends=BRANCHES))]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(2, 1300, 256, device="cuda", dtype=torch.bfloat16)
+    outs = []
+    with torch.no_grad():
+        for layer in layers:
+            cache = layer.new_cache(2, 1400, static=True)
+            layer(x[:, :1200], cache=cache)
+            outs.append(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(1200, 1300)], 1))
+    assert len(calls) == 100
+    assert max_error(outs[0], outs[1]) <= 2**-5 * float(outs[1].abs().max())
 
 
 @on_a_gpu

@@ -62,29 +62,29 @@ struct Stats {
 struct Memory {
   char *q, *rings;
   float* outs;        // (branches, heads, D_v), relative to `stats`
+  float* weights;     // (warps, ROWS, WEIGHT_PITCH): of the compressed branch, where outputs of the two others come later
   Stats* stats;       // (branches, heads)
   Stats* totals;      // (heads): maximum of the compressed branch, and 1 over its sum
-  float* factors;     // (ranks, branches, heads)
   float* gates;       // (heads, branches)
   Stats* warp_stats;  // (warps, ROWS)
-  float* weights;     // (warps, ROWS, WEIGHT_PITCH)
   float* records;     // (tiles of this block, record_size)
+  float* factors;     // (ranks, branches, heads): where records were before scores were made of them
   WarpMemory choice;
   int* indices;
   int num_bytes;
 
   __device__ Memory(char* base, const Problem& problem) : num_bytes(0) {
     const int heads = problem.padded_heads(), tiles = (problem.num_blocks + problem.blocks_per_tile() - 1) / problem.blocks_per_tile();
+    const int num_outs = heads * problem.dims.v, num_records = (tiles + problem.num_ranks - 1) / problem.num_ranks * problem.record_size();
     q = take<char>(base, heads * problem.dims.k_pitch());
     rings = take<char>(base, NUM_WARPS * problem.num_stages * problem.stage_bytes());
-    outs = take<float>(base, NUM_BRANCHES * heads * problem.dims.v);
+    outs = take<float>(base, num_outs + max(2 * num_outs, NUM_WARPS * ROWS * WEIGHT_PITCH));
+    weights = outs + num_outs;
     stats = take<Stats>(base, NUM_BRANCHES * heads);
     totals = take<Stats>(base, heads);
-    factors = take<float>(base, problem.num_ranks * NUM_BRANCHES * heads);
     gates = take<float>(base, heads * NUM_BRANCHES);
     warp_stats = take<Stats>(base, NUM_WARPS * ROWS);
-    weights = take<float>(base, NUM_WARPS * ROWS * WEIGHT_PITCH);
-    records = take<float>(base, (tiles + problem.num_ranks - 1) / problem.num_ranks * problem.record_size());
+    factors = records = take<float>(base, max(num_records, problem.num_ranks * NUM_BRANCHES * heads));
     choice.survivors = take<Survivor>(base, MOST_SURVIVORS);
     choice.chosen = take<int>(base, WARP_SIZE);
     choice.scores = take<float>(base, (problem.num_blocks + PIECE - 1) / PIECE * PIECE);

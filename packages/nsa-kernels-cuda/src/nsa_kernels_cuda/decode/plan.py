@@ -86,17 +86,16 @@ def shared_bytes_of(sizes: Sizes, num_ranks: int, num_stages: int) -> int:
     stage = max(KEYS * (k_pitch + v_pitch), ROWS * (sizes.head_dim_v + 8) * 4)
     blocks_per_tile = KEYS >> sizes.log_columns
     tiles_per_rank = _cdiv(_cdiv(sizes.num_blocks, blocks_per_tile), num_ranks)
+    num_outs, num_records = heads * sizes.head_dim_v, tiles_per_rank * (blocks_per_tile + 2) * heads
     parts = (
         heads * k_pitch,
         NUM_WARPS * num_stages * stage,
-        3 * heads * sizes.head_dim_v * 4,
+        (num_outs + max(2 * num_outs, NUM_WARPS * ROWS * (KEYS + 1))) * 4,
         3 * heads * 8,
         heads * 8,
-        num_ranks * 3 * heads * 4,
         heads * 3 * 4,
         NUM_WARPS * ROWS * 8,
-        NUM_WARPS * ROWS * (KEYS + 1) * 4,
-        tiles_per_rank * (blocks_per_tile + 2) * heads * 4,
+        max(num_records, num_ranks * 3 * heads) * 4,
         128 * 8,
         WARP_SIZE * 4,
         _cdiv(sizes.num_blocks, 128) * 128 * 4,
