@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_core import ConfigError, NSAConfig, RopeScaling
 from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
@@ -92,11 +93,28 @@ def test_position_0_is_left_as_it_is(random_input):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_tables_are_float32_and_half_as_wide_whatever_the_layers_dtype(dtype):
+def test_tables_are_float32_whatever_the_layers_dtype(dtype):
     tables = RotaryEmbedding(6).to(dtype).tables(torch.arange(5))
 
     assert tables.cos.dtype == tables.sin.dtype == torch.float32
-    assert tables.cos.shape == tables.sin.shape == (5, 3)
+    assert tables.cos.shape == tables.sin.shape == (5, 6)
+    assert torch.equal(tables.cos[:, :3], tables.cos[:, 3:])
+    assert torch.equal(tables.sin[:, :3], -tables.sin[:, 3:])
+
+
+def test_frequencies_are_computed_once_and_real_ones_are_kept_from_graphs():
+    rope = RotaryEmbedding(6, theta=123.0)
+    with FakeTensorMode():
+        assert rope.tables(torch.arange(5)).cos.shape == (5, 6)
+    kept = rope.kept_frequencies(torch.device("cpu"))
+    assert type(kept) is torch.Tensor
+    assert RotaryEmbedding(6, theta=123.0).kept_frequencies(torch.device("cpu")) is kept
+    assert RotaryEmbedding(6, theta=124.0).kept_frequencies(torch.device("cpu")) is not kept
+    with FakeTensorMode():
+        assert rope.tables(torch.arange(5)).cos.shape == (5, 6)
+    expected = rope.tables(torch.arange(5))
+    with torch.inference_mode():
+        assert torch.equal(rope.tables(torch.arange(5)).cos, expected.cos)
 
 
 def test_rotation_in_low_precision_is_the_float32_rotation_rounded_once(random_input):
@@ -108,7 +126,7 @@ def test_rotation_in_low_precision_is_the_float32_rotation_rounded_once(random_i
 
 def test_rotation_in_float64_is_not_rounded_to_float32(random_input):
     x = random_input(1, 1, 1, 2)
-    quarter = RopeTables(torch.tensor([[0.0]]), torch.tensor([[1.0]]))
+    quarter = RopeTables(torch.tensor([[0.0, 0.0]]), torch.tensor([[-1.0, 1.0]]))
 
     assert rotate(x, quarter).flatten().tolist() == [-x.flatten()[1].item(), x.flatten()[0].item()]
 
@@ -149,8 +167,8 @@ def test_yarn_by_hand():
 
     frequencies = [1.0, 0.1, 0.00625, 0.00025]
     for row, position in enumerate((1, 100)):
-        assert tables.cos[row].tolist() == pytest.approx([factor * math.cos(position * f) for f in frequencies], abs=1e-5)
-        assert tables.sin[row].tolist() == pytest.approx([factor * math.sin(position * f) for f in frequencies], abs=1e-5)
+        assert tables.cos[row, 4:].tolist() == pytest.approx([factor * math.cos(position * f) for f in frequencies], abs=1e-5)
+        assert tables.sin[row, 4:].tolist() == pytest.approx([factor * math.sin(position * f) for f in frequencies], abs=1e-5)
 
 
 def yarn_frequencies(dim, theta, scaling):
@@ -201,8 +219,8 @@ def test_yarn_is_the_published_formula(half, theta, factor, length, beta_fast, b
 
     stretch = 0.1 * math.log(factor) + 1 if attention_factor is None else attention_factor
     frequencies = yarn_frequencies(2 * half, theta, scaling)
-    assert tables.cos[0].tolist() == pytest.approx([stretch * math.cos(f) for f in frequencies], abs=1e-5)
-    assert tables.sin[0].tolist() == pytest.approx([stretch * math.sin(f) for f in frequencies], abs=1e-5)
+    assert tables.cos[0, half:].tolist() == pytest.approx([stretch * math.cos(f) for f in frequencies], abs=1e-5)
+    assert tables.sin[0, half:].tolist() == pytest.approx([stretch * math.sin(f) for f in frequencies], abs=1e-5)
 
 
 def test_yarn_of_factor_1_changes_nothing():
@@ -217,7 +235,7 @@ def test_yarn_with_both_bounds_at_one_pair_steps_there():
     scaling = RopeScaling(kind="yarn", factor=4.0, original_max_position=6, beta_fast=2.0, beta_slow=1.0)
     tables = RotaryEmbedding(8, 10000.0, scaling).tables(torch.tensor([1]))
 
-    angles = torch.atan2(tables.sin, tables.cos)[0].tolist()
+    angles = torch.atan2(tables.sin, tables.cos)[0, 4:].tolist()
     assert angles == pytest.approx([1.0, 0.1 / 4, 0.01 / 4, 0.001 / 4], rel=1e-4)
 
 

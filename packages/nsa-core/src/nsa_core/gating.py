@@ -9,18 +9,23 @@ from nsa_core.config import BRANCHES, GateKind
 
 
 def gates_from_logits(
-    logits: Tensor, has_compressed: Tensor, *, kind: GateKind, temperature: float = 1.0, branches: tuple[str, ...] = BRANCHES
+    logits: Tensor, has_compressed: Tensor | None, *, kind: GateKind, temperature: float = 1.0, branches: tuple[str, ...] = BRANCHES
 ) -> Tensor:
     """Return gates `(B, S, H, 3)` (cmp, slc, win), at least float32, from logits of the same shape.
 
     `has_compressed` `(B, S)`: False where a token sees no compressed block. There the softmax gate gives that branch
     logit -inf, so that the others share 1; the sigmoid gate needs nothing, its branch contributes 0. A branch that is
-    not in `branches` has gate 0.
+    not in `branches` has gate 0. The sigmoid gate of all branches does not read `has_compressed`, which may be None.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:
+        logits = logits / temperature
     # the clamp keeps a gradient of 0 at 0 where a logit overflowed, not 0 * inf; half the range leaves room below for closed gates
     limit = torch.finfo(logits.dtype).max / 2
     logits = logits.clamp(-limit, limit)
+    if kind == "sigmoid" and len(branches) == len(BRANCHES):
+        return logits.sigmoid()
+    assert has_compressed is not None
     # filled on the device: a tensor made of a Python list would wait for its copy
     always = torch.ones_like(has_compressed)
     seen = {"cmp": always if kind == "sigmoid" else has_compressed, "slc": always, "win": always}

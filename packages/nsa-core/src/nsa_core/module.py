@@ -342,13 +342,16 @@ class NativeSparseAttention(nn.Module):
         observers: tuple[AttentionObserver | None, ...],
     ) -> Tensor:
         config = self.config
-        has_compressed = positions >= config.geometry.compression_block_size - 1
-        if "cmp" not in config.branches:
-            has_compressed = torch.ones_like(has_compressed)
+        has_compressed = None
+        # a step's small operations are what it waits for
+        if config.gate != "sigmoid" or len(config.branches) < len(BRANCHES) or self.telemetry is not None:
+            has_compressed = positions >= config.geometry.compression_block_size - 1
+            if "cmp" not in config.branches:
+                has_compressed = torch.ones_like(has_compressed)
         gates = gates_from_logits(
             self.gate(x), has_compressed, kind=config.gate, temperature=config.gate_temperature, branches=config.branches
         )
-        if self.telemetry is not None:
+        if self.telemetry is not None and has_compressed is not None:
             is_row = torch.arange(x.shape[1], device=x.device) < (x.shape[1] if queries.count is None else queries.count.unsqueeze(1))
             self.telemetry.record_gates(gates, has_compressed & is_row, config.branches)
         present = tuple(observer for observer in observers if observer is not None)

@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from nsa_core.config import RopeScaling
 
+_KEPT: dict[tuple[int, float, RopeScaling | None, torch.device], Tensor] = {}
+"""Frequencies by rotation and device: a few hundred bytes each."""
+
 
 class RopeTables(NamedTuple):
-    """cos and sin of every position's angles, float32 `(S, D / 2)` or `(B, S, D / 2)`."""
+    """cos and sin of every position's angles, float32 `(S, D)` or `(B, S, D)`: of pair i at i, where sin is negative, and at i + D / 2."""
 
     cos: Tensor
     sin: Tensor
@@ -28,13 +31,35 @@ class RotaryEmbedding(nn.Module):
 
     def tables(self, positions: Tensor) -> RopeTables:
         """Return the float32 tables of integer `positions` `(S,)` or `(B, S)`."""
-        angles = positions.to(torch.float32).unsqueeze(-1) * self.frequencies(positions.device)
-        factor = self.attention_factor()
-        return RopeTables(angles.cos() * factor, angles.sin() * factor)
+        # a fake tensor may not meet a kept one
+        frequencies = self.kept_frequencies(positions.device) if type(positions) is Tensor else self._both_frequencies(positions.device)
+        angles, factor = positions.to(torch.float32).unsqueeze(-1) * frequencies, self.attention_factor()
+        cos, sin = angles.cos(), angles.sin()
+        return RopeTables(cos, sin) if factor == 1 else RopeTables(cos * factor, sin * factor)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x `(B, S, H, D)` rotated at `positions` `(S,)` or `(B, S)`, in x's dtype."""
         return rotate(x, self.tables(positions))
+
+    def kept_frequencies(self, device: torch.device) -> Tensor:
+        """Return `frequencies` of every pair, negative, and then as they are: float32 `(D,)`, computed once for each device of a process.
+
+        They are not kept where a graph is traced or captured, whose memory they would be.
+        """
+        if torch.compiler.is_compiling():
+            return self._both_frequencies(device)
+        key = self.dim, self.theta, self.scaling, device
+        found = _KEPT.get(key)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._both_frequencies(device)
+            if type(found) is Tensor and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                _KEPT[key] = found
+        return found
+
+    def _both_frequencies(self, device: torch.device) -> Tensor:
+        frequencies = self.frequencies(device)
+        return torch.cat([-frequencies, frequencies])
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the angle of each pair from one position to the next, float32 `(D / 2,)`."""
@@ -81,9 +106,7 @@ def unrotated(x: Tensor, positions: Tensor) -> Tensor:
 
 def rotate(x: Tensor, tables: RopeTables) -> Tensor:
     """Return x `(B, S, H, D)` with its halves rotated, computed in at least float32, in x's dtype."""
-    cos = torch.cat([tables.cos, tables.cos], -1).unsqueeze(-2)
-    sin = torch.cat([-tables.sin, tables.sin], -1).unsqueeze(-2)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     first, second = wide.chunk(2, -1)
     # whole rows at a time: half as many steps forward and backward as half by half
-    return (wide * cos + torch.cat([second, first], -1) * sin).to(x.dtype)
+    return torch.addcmul(wide * tables.cos.unsqueeze(-2), torch.cat([second, first], -1), tables.sin.unsqueeze(-2)).to(x.dtype)

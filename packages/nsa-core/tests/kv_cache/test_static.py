@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_core import BlockGeometry, CacheOverflowError, InputError, NativeSparseAttention, NSACache, NSAConfig
+from nsa_core import (
+    BackendRegistry,
+    BlockGeometry,
+    CacheOverflowError,
+    Capability,
+    InputError,
+    NativeSparseAttention,
+    NSACache,
+    NSAConfig,
+    Operation,
+)
 from nsa_core.kv_cache import cache as cache_module
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
@@ -311,3 +321,52 @@ def test_a_cache_without_a_bound_grows_under_crops_and_reorders(random_layer, ra
         cache.crop(back if length < 40 else 0)
         length -= back if length < 40 else 0
     assert cache.lengths.tolist() == [40, 40]
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts the operations that compute something: what makes a view or allocates is no kernel on a GPU."""
+
+    FREE = ("view", "expand", "transpose", "slice", "select", "squeeze", "split", "detach", "alias", "empty", "t.default", "as_strided")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not any(part in str(func) for part in self.FREE) and "promote_types" not in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class KernelsElsewhere:
+    """Stands for backends of a step's two operations that take a fixed number of launches."""
+
+    def __init__(self, operation):
+        self.name, self.operation, self.capability = "elsewhere", operation, Capability()
+
+    def reasons_against(self, request):
+        return ()
+
+    def preference(self, request):
+        return 100
+
+    def __call__(self, *operands, **keywords):
+        if self.operation is Operation.NSA:
+            q = operands[0].q
+            return q.new_empty(*q.shape[:3], 5)
+        return None
+
+
+@pytest.mark.parametrize(("kv", "expected"), [("separate", 42), ("shared", 34)])
+def test_a_layers_step_takes_few_operations_beside_those_of_backends(kv, expected):
+    """On a GPU each is a launch, and a step of one token waits for little else."""
+    registry = BackendRegistry((KernelsElsewhere(Operation.NSA), KernelsElsewhere(Operation.APPEND)))
+    with torch.device("meta"):
+        layer = NativeSparseAttention(attrs.evolve(CONFIG, kv=kv), registry=registry).bfloat16().eval()
+        x = torch.empty(2, 1, 8, dtype=torch.bfloat16)
+    cache = layer.new_cache(2, 40, static=True, count_reads=False)
+    # frequencies of RoPE are computed once
+    layer(x, cache=cache)
+    with CountedOperations() as counted:
+        layer(x, cache=cache)
+    assert len(counted.names) == expected, counted.names

@@ -109,17 +109,18 @@ class DeviceBounds:
         self.overflowed = torch.zeros_like(lengths, dtype=torch.bool)
         """bool (B,): the sequences that lost tokens, because they did not fit."""
 
-    def begin(self, wanted: Tensor, limit: int | Tensor, *, in_place: bool) -> Tensor:
-        """Return how many of the `wanted` int32 `(B,)` tokens fit below `limit`; where some do not, the sequence is marked."""
-        added = torch.minimum(wanted, (limit - self.lengths).clamp(min=0))
+    def begin(self, wanted: int | Tensor, limit: int | Tensor, *, in_place: bool) -> Tensor:
+        """Return int32 `(B,)`: how many of the `wanted` tokens fit below `limit`; where some do not, the sequence is marked."""
+        room = limit - self.lengths
+        added = room.clamp(0, wanted) if isinstance(wanted, int) else torch.minimum(wanted, room.clamp(min=0))
         self.overflowed.logical_or_(added < wanted)
         if in_place:
-            self.reached.copy_(torch.maximum(self.reached, self.lengths + added))
+            self.reached.clamp_(min=self.lengths + added)
         return added
 
     def end(self) -> None:
-        """Note that the rings have the step's tokens; the lengths are advanced by now."""
-        self.reached.copy_(torch.maximum(self.reached, self.lengths))
+        """Note that the rings have the step's tokens; the lengths are advanced by now. Of a step in place `begin` noted it."""
+        self.reached.clamp_(min=self.lengths)
 
     def crop(self, counts: Tensor, max_rollback: int) -> None:
         """Check that `counts` int64 `(B,)` tokens may be taken back; waits for the device.

@@ -189,17 +189,14 @@ class NSACache:
             InputError: for a query_count of the wrong shape or range, or where a CUDA graph captures a cache that grows.
         """
         self._check_count(num_queries, query_count)
-        if query_count is None:
-            wanted = torch.full_like(self.lengths, num_queries)
-        else:
-            wanted = query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
+        count = None if query_count is None else query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
         if isinstance(self.bounds, DeviceBounds):
             limit = self.max_seqlen if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
             # a count on a GPU is not read, so it is clipped
-            wanted = wanted if query_count is None else wanted.clamp(0, num_queries)
-            added = self.bounds.begin(wanted, limit, in_place=in_place)
+            added = self.bounds.begin(num_queries if count is None else count.clamp(0, num_queries), limit, in_place=in_place)
             return Step(self.lengths.clone(), added, in_place)
+        wanted = torch.full_like(self.lengths, num_queries) if count is None else count
         if self.read_counter is not None:
             self.read_counter.reads = None
         if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
@@ -254,7 +251,8 @@ class NSACache:
     def end_step(self, step: Step) -> None:
         """Advance the lengths and add up the reads."""
         self.lengths.add_(step.added)
-        self.bounds.end()
+        if not (self.is_static and step.in_place):
+            self.bounds.end()
         if self.read_counter is not None and self.read_counter.reads is not None:
             for reads, last, total in zip(self.read_counter.reads, self._last_reads, self._total_reads, strict=True):
                 last.copy_(reads)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nsa_core.backends.base import Keys, NewBlocks, NewRows
 from nsa_core.compression import ConvCompressor, MeanCompressor, MLPCompressor
-from nsa_core.config import BlockGeometry, RopeScaling
+from nsa_core.config import BlockGeometry
 from nsa_core.reference import append as reference
 from nsa_core.rope import RotaryEmbedding, unrotated
 from nsa_kernels_triton.append import kernels
@@ -20,10 +20,6 @@ TOKEN_SPLITS = 8
 BLOCK_ITEMS = 16
 """Blocks of a tile in the products of `mlp`: the fewest that a product takes."""
 BLOCK_COLUMNS = 32
-
-
-KEPT_FREQUENCIES: dict[tuple[int, float, RopeScaling | None, torch.device], Tensor] = {}
-"""The tables of `frequencies_of`: a few hundred bytes for each rotation and device of a process."""
 
 
 class Phi(NamedTuple):
@@ -94,7 +90,7 @@ def phi_of(blocks: NewBlocks) -> Phi | None:
         return phi
     if type(rotate) is not RotaryEmbedding or rotate.dim != new.k.shape[3]:
         return None
-    return phi._replace(frequencies=frequencies_of(rotate, new.k.device), factor=rotate.attention_factor())
+    return phi._replace(frequencies=rotate.kept_frequencies(new.k.device)[rotate.dim // 2 :], factor=rotate.attention_factor())
 
 
 def _is_known(compress: Any, new: Tensor) -> bool:
@@ -114,21 +110,6 @@ def _is_known(compress: Any, new: Tensor) -> bool:
 
 def _taps(compress: Any) -> Tensor | None:
     return compress.weight.detach() if isinstance(compress, ConvCompressor) else None
-
-
-def frequencies_of(rope: RotaryEmbedding, device: torch.device) -> Tensor:
-    """Return float32 (D / 2,), the angles that `rope` turns by from one position to the next.
-
-    They are kept, but not those that are computed while a CUDA graph is captured, whose memory is the graph's.
-    """
-    key = rope.dim, rope.theta, rope.scaling, device
-    found = KEPT_FREQUENCIES.get(key)
-    if found is None:
-        with torch.inference_mode(False), torch.no_grad():
-            found = rope.frequencies(device)
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            KEPT_FREQUENCIES[key] = found
-    return found
 
 
 class _Store(NamedTuple):
