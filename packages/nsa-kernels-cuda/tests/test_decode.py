@@ -416,7 +416,7 @@ def test_a_step_that_it_does_not_take_compiles_nothing(monkeypatch):
 def test_where_it_was_not_measured_it_stands_below_triton(nvrtc, monkeypatch):
     preferences = {candidate.name: candidate.preference for candidate in explain_routing(REQUEST).candidates}
     assert preferences["cuda"] < preferences.get("triton", 100)
-    monkeypatch.setattr(decode_backend, "IS_MEASURED", True)
+    monkeypatch.setattr(decode_backend, "IS_PREFERRED", True)
     assert explain_routing(REQUEST).chosen == "cuda"
 
 
@@ -509,7 +509,7 @@ def test_one_graph_serves_lengths_that_grow():
 @pytest.fixture
 def preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let routing prefer the kernel, in a registry that has remembered nothing."""
-    monkeypatch.setattr(decode_backend, "IS_MEASURED", True)
+    monkeypatch.setattr(decode_backend, "IS_PREFERRED", True)
     default_registry()._routes.clear()
     yield
     default_registry()._routes.clear()

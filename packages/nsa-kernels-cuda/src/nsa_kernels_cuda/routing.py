@@ -12,7 +12,7 @@ CAPABILITY = Capability(
     gradient=False,
 )
 PREFERRED_ON: frozenset[tuple[int, int]] = frozenset()
-"""Compute capabilities on which the choice was measured to be faster than Triton's. None yet: it has not run on a GPU."""
+"""Compute capabilities on which the choice was measured to be faster than Triton's. None: on an H100 it takes 1.3 to 1.5 times as long."""
 
 
 def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
