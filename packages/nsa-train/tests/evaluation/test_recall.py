@@ -28,6 +28,12 @@ def test_a_model_that_continues_finds_every_pair(continuing: Callable[..., Subje
     assert guessed.value == pytest.approx(25 / 48)
 
 
+def test_one_pair_of_single_ids_is_asked_for(continuing: Callable[..., Subject]) -> None:
+    """A row has one label."""
+    right, guessed = mqar(continuing(lengths=(40,), samples=3, pairs=1))
+    assert (right.value, right.samples, guessed.value) == (1.0, 3, 1.0)
+
+
 def test_a_model_that_continues_copies_the_second_occurrence_alone(continuing: Callable[..., Subject]) -> None:
     found = {one.measure: one.value for one in copy(continuing(lengths=(200,), samples=2))}
     assert found["right"] > 0.95

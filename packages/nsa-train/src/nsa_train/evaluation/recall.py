@@ -108,7 +108,7 @@ def mqar(subject: Subject) -> Iterator[Figure]:
             row = task.draw(subject.random(name))
             ids = torch.from_numpy(subject.plain_ids[row.input_ids])
             labels = row.labels[-task.tail :]
-            asked = torch.from_numpy(np.flatnonzero(labels != IGNORED))
+            asked = np.flatnonzero(labels != IGNORED)
             expected = torch.from_numpy(subject.plain_ids[labels[asked]])
             for mode in right:
                 with subject.in_mode(mode, name):
