@@ -303,7 +303,7 @@ class NativeSparseAttention(nn.Module):
         step = cache.begin_step(x.shape[1], query_count)
         if not x.numel():
             return torch.zeros_like(x)
-        positions = step.start.long().unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
+        positions = step.start.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
         tables = self.rope.tables(positions)
         rows = {
             name: cache.new_rows(name, k, v)

@@ -26,14 +26,14 @@ def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometr
     size, stride, width = geometry.compression_block_size, geometry.compression_stride, geometry.selection_block_size
     # at position -1 every term below is 0
     ends = positions + 1
-    blocks = (torch.div(ends - size, stride, rounding_mode="floor") + 1).clamp(min=0)
+    blocks = torch.div(ends + (stride - size), stride, rounding_mode="floor").clamp(min=0)
     rest = blocks + ends.clamp(max=geometry.window_size)
     own = torch.div(positions, width, rounding_mode="floor")
-    chosen = (own + 1).clamp(max=geometry.num_selected_blocks)
-    predicted = chosen * width - width + positions.remainder(width) + 1
+    # all tokens so far, but those of the blocks that are too many
+    predicted = torch.sub(ends, (own + (1 - geometry.num_selected_blocks)).clamp(min=0), alpha=width)
     # a chosen block gives what of it is not after the query; -1 stands for none
-    given = (ends[..., None, None] - block_indices.long() * width).clamp(0, width)
-    actual = torch.where(block_indices >= 0, given, 0).sum(-1) + rest.unsqueeze(-1)
+    given = torch.sub(ends[..., None, None], block_indices, alpha=width).clamp(0, width)
+    actual = given.masked_fill(block_indices < 0, 0).sum(-1) + rest.unsqueeze(-1)
     return Reads((predicted + rest).sum(1), actual.sum(1))
 
 

@@ -27,9 +27,9 @@ def rows_of(queries: Queries, keys: Keys | None = None) -> Rows:
         positions = index.expand(batch, num_queries)
         starts, first = queries.start, None if keys is None else keys.first
         if starts is not None:
-            positions = positions + starts.long().unsqueeze(1)
+            positions = positions + starts.unsqueeze(1)
         if queries.count is not None:
-            positions = torch.where(index < queries.count.long().unsqueeze(1), positions, -1)
+            positions = positions.masked_fill(index >= queries.count.unsqueeze(1), -1)
         zero = torch.zeros_like(positions)
         return Rows(positions, zero if first is None else zero - first.long().unsqueeze(1))
     ids = sequence_ids(queries.cu_seqlens, num_queries)
