@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_core.config import BRANCHES, GateKind
+from nsa_core.errors import InputError
 
 
 def gates_from_logits(
@@ -16,6 +17,9 @@ def gates_from_logits(
     `has_compressed` `(B, S)`: False where a token sees no compressed block. There the softmax gate gives that branch
     logit -inf, so that the others share 1; the sigmoid gate needs nothing, its branch contributes 0. A branch that is
     not in `branches` has gate 0. The sigmoid gate of all branches does not read `has_compressed`, which may be None.
+
+    Raises:
+        InputError: where it is None and read.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
@@ -25,7 +29,8 @@ def gates_from_logits(
     logits = logits.clamp(-limit, limit)
     if kind == "sigmoid" and len(branches) == len(BRANCHES):
         return logits.sigmoid()
-    assert has_compressed is not None
+    if has_compressed is None:
+        raise InputError("has_compressed is None (the softmax gate and absent branches read it); give bool (B, S)")
     # filled on the device: a tensor made of a Python list would wait for its copy
     always = torch.ones_like(has_compressed)
     seen = {"cmp": always if kind == "sigmoid" else has_compressed, "slc": always, "win": always}

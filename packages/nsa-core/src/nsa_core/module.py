@@ -351,7 +351,8 @@ class NativeSparseAttention(nn.Module):
         gates = gates_from_logits(
             self.gate(x), has_compressed, kind=config.gate, temperature=config.gate_temperature, branches=config.branches
         )
-        if self.telemetry is not None and has_compressed is not None:
+        if self.telemetry is not None:
+            assert has_compressed is not None
             is_row = torch.arange(x.shape[1], device=x.device) < (x.shape[1] if queries.count is None else queries.count.unsqueeze(1))
             self.telemetry.record_gates(gates, has_compressed & is_row, config.branches)
         present = tuple(observer for observer in observers if observer is not None)

@@ -13,7 +13,10 @@ _KEPT: dict[tuple[int, float, RopeScaling | None, torch.device], Tensor] = {}
 
 
 class RopeTables(NamedTuple):
-    """cos and sin of every position's angles, float32 `(S, D)` or `(B, S, D)`: of pair i at i, where sin is negative, and at i + D / 2."""
+    """cos and sin of every position's angles, float32 `(S, D)` or `(B, S, D)`.
+
+    Column i holds cos and -sin of pair i, column i + D / 2 cos and sin of it.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -42,18 +45,22 @@ class RotaryEmbedding(nn.Module):
         return rotate(x, self.tables(positions))
 
     def kept_frequencies(self, device: torch.device) -> Tensor:
-        """Return `frequencies` of every pair, negative, and then as they are: float32 `(D,)`, computed once for each device of a process.
+        """Return float32 `(D,)`: the negated `frequencies`, then `frequencies`; computed once for each device of a process.
 
         They are not kept where a graph is traced or captured, whose memory they would be.
         """
-        if torch.compiler.is_compiling():
+        is_cuda = device.type == "cuda"
+        if torch.compiler.is_compiling() or (is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._both_frequencies(device)
+        if str(device) == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
         key = self.dim, self.theta, self.scaling, device
         found = _KEPT.get(key)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
-                found = self._both_frequencies(device)
-            if type(found) is Tensor and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                # this copy waits, so that every stream finds them written
+                found = self._both_frequencies(torch.device("cpu")).to(device)
+            if type(found) is Tensor:
                 _KEPT[key] = found
         return found
 

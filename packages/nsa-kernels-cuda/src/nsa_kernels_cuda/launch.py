@@ -47,7 +47,7 @@ def run(source: Path, kernel: str, launch: Launch, device: torch.device) -> None
 
 @lru_cache(maxsize=256)
 def stream_of(handle: int) -> "Stream":
-    """Return the stream of a handle of torch, which torch owns. It is remembered: making one takes longer than a launch."""
+    """Return the stream of a handle of torch, which torch owns. It is made once for each handle."""
     from cuda.core import Stream
 
     return Stream.from_handle(handle)

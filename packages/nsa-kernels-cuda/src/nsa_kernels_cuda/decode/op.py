@@ -68,7 +68,11 @@ def launch_of(
     if plan is None:
         raise InputError(f"{num_blocks} blocks in a sequence (a cluster's shared memory does not hold their scores); use 'triton'")
     gates = gates if gates.dtype in (torch.float32, queries.q.dtype) else gates.float()
-    tensors = (queries.q, *(x for keys in stores for x in (keys.k, keys.v)), gates, win.first, queries.start, queries.count, out, indices)
+    copied = (queries.q, *(x for keys in stores for x in (keys.k, keys.v)))
+    # routing sees it before, but not while a graph is traced; a copy off its alignment ends the process's use of the GPU
+    if head_dim_qk % 16 or head_dim_v % 16 or any(x.data_ptr() % 16 for x in copied):
+        raise InputError("q, k or v starts off a multiple of 16 bytes, or 16 does not divide D_k or D_v; copy it, or use 'triton'")
+    tensors = (*copied, gates, win.first, queries.start, queries.count, out, indices)
     numbers = (
         plan.num_ranks, num_heads, num_groups, head_dim_qk, head_dim_v, *(keys.k.shape[1] for keys in stores), int(win.ring),
         int(gates.dtype == torch.float32), geometry.compression_block_size, geometry.compression_stride, geometry.window_size,

@@ -21,7 +21,7 @@ KEYS = 16
 """Keys of a tile, and so the most compressed keys from one selection block to the next."""
 MOST_STAGES = 4
 CLUSTERS = ((4, 16), (16, 8), (32, 4), (64, 2))
-"""Blocks of a cluster for up to so many pairs of a sequence and a KV head, and 1 for more; 132 multiprocessors take a block each."""
+"""Blocks of a cluster for up to so many pairs of a sequence and a KV head, and 1 for more: at most 128 blocks up to 64 pairs."""
 MOST_RANKS = 16
 
 

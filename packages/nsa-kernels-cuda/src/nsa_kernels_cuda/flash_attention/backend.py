@@ -54,7 +54,7 @@ class FirstProviderBackend:
 
     operation: Operation
     providers: BackendRegistry
-    """One backend for each installed provider, the first preferred; policy is none of theirs."""
+    """One backend for each installed provider, the first preferred. They carry no policy reasons."""
     name: str = "flash_attn"
 
     @property
@@ -96,6 +96,6 @@ def flash_attention_backends(
     found: list[FlashAttentionBackend | FirstProviderBackend] = []
     for operation in (Operation.CMP, Operation.WIN):
         named = [FlashAttentionBackend(operation=operation, provider=each, name=f"flash_attn[{each.name}]") for each in providers]
-        installed = tuple(evolve(each, level=-place, policy=()) for place, each in enumerate(named) if each.provider.is_installed)
+        installed = tuple(evolve(each, level=-rank, policy=()) for rank, each in enumerate(named) if each.provider.is_installed)
         found += [FirstProviderBackend(operation=operation, providers=BackendRegistry(installed)), *named]
     return tuple(found)

@@ -117,10 +117,8 @@ def _fold(
 @triton.jit
 def _sum_of_slices(x):
     """Return x (slices, rows, columns) summed over its 1, 2 or 4 slices: halves are added, since a reduction over warps takes more instructions."""
-    ROWS: tl.constexpr = x.shape[1]
-    COLUMNS: tl.constexpr = x.shape[2]
     if x.shape[0] == 4:
-        first, second = tl.split(tl.permute(tl.reshape(x, (2, 2, ROWS, COLUMNS)), (1, 2, 3, 0)))
+        first, second = tl.split(tl.permute(tl.reshape(x, (2, 2, x.shape[1], x.shape[2])), (1, 2, 3, 0)))
         x = first + second
     if x.shape[0] == 2:
         first, second = tl.split(tl.permute(x, (1, 2, 0)))
@@ -202,13 +200,13 @@ def split_kernel(
 ):  # fmt: skip
     """Write the partial results of one split of the compressed keys, or of one query's window.
 
-    Grid (N * G, CMP_SPLITS + WIN_SPLITS, tiles of rows): those of the compressed keys, or each query's of heads where these are more.
+    Grid (N * G, CMP_SPLITS + WIN_SPLITS, tiles): tiles of rows for the compressed keys, queries times tiles of heads for windows; the larger number.
     A sequence's rows are its queries times a group's heads. Weights summed by block go to `blocks_ptr`, float32 (rows of q * H, 2,
     num_blocks): first what a block gets of its own strides, then what reaches into it from the block before. The maximum that they are
     relative to when they are written goes to `tops_ptr`, (rows of q * H, num_tops), for every SLICE_BLOCKS blocks.
     """
     if PDL:
-        # in this order: the launches after this one read what `append` wrote
+        # in this order: `attend_kernel` reads q before it waits, and the launch before this one may have written q
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     HG: tl.constexpr = H // G
