@@ -518,7 +518,7 @@ def preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @on_a_gpu
 @pytest.mark.parametrize("kv", ["separate", "shared"])
 def test_a_layers_steps_over_a_static_cache_take_it(kv, preferred, monkeypatch):
-    """What `append` writes is read by the launch behind it, which may start before it has ended."""
+    """The launch reads what `append` writes, and may start before `append` has ended."""
     calls = []
     counted = op.decode
     monkeypatch.setattr(op, "decode", lambda *operands, **keywords: calls.append(0) or counted(*operands, **keywords))

@@ -1,6 +1,5 @@
 """Launches of kernels whose blocks form clusters, on torch's current stream."""
 
-from ctypes import c_int
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa_kernels_cuda import jit
-from nsa_kernels_cuda.launch import stream_of
+from nsa_kernels_cuda.launch import as_passed, stream_of
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
@@ -48,12 +47,11 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
     config = LaunchConfig(
         grid=launch.num_clusters, cluster=launch.num_ranks, block=launch.num_threads, shmem_size=launch.shared_bytes, **pdl
     )
-    arguments = [c_int(x) if isinstance(x, int) else 0 if x is None else x.data_ptr() for x in launch.arguments]
     assert device.index is not None
     with torch.cuda.device(device):
         loaded = _load(source, kernel, device.index)
         jit.make_context_current(device.index)
-        launch_kernel(stream_of(torch.cuda.current_stream().cuda_stream), config, loaded, *arguments)
+        launch_kernel(stream_of(torch.cuda.current_stream().cuda_stream), config, loaded, *as_passed(launch.arguments))
 
 
 @cache

@@ -39,10 +39,14 @@ def run(source: Path, kernel: str, launch: Launch, device: torch.device) -> None
     assert device.index is not None
     loaded = jit.load(source, kernel, device.index)
     config = LaunchConfig(grid=launch.grid, block=launch.num_threads, shmem_size=launch.shared_bytes)
-    arguments = [c_int(x) if isinstance(x, int) else 0 if x is None else x.data_ptr() for x in launch.arguments]
     with torch.cuda.device(device):
         jit.make_context_current(device.index)
-        launch_kernel(stream_of(torch.cuda.current_stream().cuda_stream), config, loaded, *arguments)
+        launch_kernel(stream_of(torch.cuda.current_stream().cuda_stream), config, loaded, *as_passed(launch.arguments))
+
+
+def as_passed(arguments: tuple[Tensor | int | None, ...]) -> list[c_int | int]:
+    """Return what `cuda.core` passes to a kernel: addresses, 0 for None, and ints of 32 bits."""
+    return [c_int(x) if isinstance(x, int) else 0 if x is None else x.data_ptr() for x in arguments]
 
 
 @lru_cache(maxsize=256)
