@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_core import ConfigError, NSAConfig, RopeScaling
+from nsa_core import rope as rope_module
 from nsa_core.rope import RopeTables, RotaryEmbedding, rotate
 
 SCALINGS = [
@@ -115,6 +116,17 @@ def test_frequencies_are_computed_once_and_real_ones_are_kept_from_graphs():
     expected = rope.tables(torch.arange(5))
     with torch.inference_mode():
         assert torch.equal(rope.tables(torch.arange(5)).cos, expected.cos)
+
+
+def test_a_captured_graph_reads_the_frequencies_that_are_kept(monkeypatch):
+    rope, device, kept = RotaryEmbedding(6, theta=321.0), torch.device("cuda", 0), torch.zeros(6)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(RotaryEmbedding, "_both_frequencies", lambda self, device: torch.ones(6))
+
+    assert torch.equal(rope.kept_frequencies(device), torch.ones(6))
+    assert torch.equal(rope.kept_frequencies(device), torch.ones(6))
+    monkeypatch.setitem(rope_module._KEPT, (6, 321.0, None, device), kept)
+    assert rope.kept_frequencies(device) is kept
 
 
 def test_rotation_in_low_precision_is_the_float32_rotation_rounded_once(random_input):

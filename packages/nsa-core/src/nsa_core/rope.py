@@ -47,21 +47,24 @@ class RotaryEmbedding(nn.Module):
     def kept_frequencies(self, device: torch.device) -> Tensor:
         """Return float32 `(D,)`: the negated `frequencies`, then `frequencies`; computed once for each device of a process.
 
-        They are not kept where a graph is traced or captured, whose memory they would be.
+        A graph that is captured reads those that are kept. Where none are, it computes its own at every replay: they are its memory, and so are
+        not kept. A traced graph computes them too.
         """
-        is_cuda = device.type == "cuda"
-        if torch.compiler.is_compiling() or (is_cuda and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling():
             return self._both_frequencies(device)
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         key = self.dim, self.theta, self.scaling, device
         found = _KEPT.get(key)
-        if found is None:
-            with torch.inference_mode(False), torch.no_grad():
-                # this copy waits, so that every stream finds them written
-                found = self._both_frequencies(torch.device("cpu")).to(device)
-            if type(found) is Tensor:
-                _KEPT[key] = found
+        if found is not None:
+            return found
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self._both_frequencies(device)
+        with torch.inference_mode(False), torch.no_grad():
+            # this copy waits, so that every stream finds them written
+            found = self._both_frequencies(torch.device("cpu")).to(device)
+        if type(found) is Tensor:
+            _KEPT[key] = found
         return found
 
     def _both_frequencies(self, device: torch.device) -> Tensor:
