@@ -20,7 +20,7 @@ TESTS = (
     "packages/nsa-kernels-triton/tests/test_ops.py",
     "packages/nsa-kernels-cuda/tests/test_plugin.py",
     "packages/nsa-train/tests/test_cli.py",
-    "packages/nsa-train/tests/test_trainer.py",
+    "packages/nsa-train/tests/loop/test_trainer.py",
     "tests/test_import.py",
 )
 """The fast tests that also run with another Python."""

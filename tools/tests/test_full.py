@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tools import full
+from tools import full, other_python
 
 JUNIT = """<testsuites><testsuite>
 <testcase name="a"/><testcase name="b"/>
@@ -115,3 +115,8 @@ def test_the_report_names_no_path_of_the_machine() -> None:
     outside = ("/elsewhere/python3.12", str(full.ROOT / "tools/other_python.py"), sys.executable, "-q")
     assert full.readable(outside) == "python3.12 tools/other_python.py python -q"
     assert full.readable(full.hatch("run", "docs:pages")) == "hatch run docs:pages"
+
+
+@pytest.mark.parametrize("path", sorted({*other_python.TESTS, *full.TRANSFORMERS, *full.UNPATCHED_SAMPLE}))
+def test_the_tests_that_a_stage_names_are_there(path):
+    assert (full.ROOT / path).exists()
