@@ -168,9 +168,10 @@ def test_rows_are_spread_evenly_and_moved_by_the_offset():
     assert sample_rows(3, 8, torch.tensor(1.0)).tolist()[-1] == 2
 
 
+@pytest.mark.parametrize("compressor", ["mean", "conv"])
 @pytest.mark.parametrize("kv", ["separate", "shared"])
-def test_a_layer_takes_the_loss_of_its_training_passes(kv):
-    config = NSAConfig(32, H, G, D, D, geometry=GEOMETRY, compressor="mean", kv=kv)
+def test_a_layer_takes_the_loss_of_its_training_passes(kv, compressor):
+    config = NSAConfig(32, H, G, D, D, geometry=GEOMETRY, compressor=compressor, kv=kv)
     torch.manual_seed(0)
     layer = NativeSparseAttention(config)
     x = torch.randn(2, 70, 32)
@@ -184,7 +185,10 @@ def test_a_layer_takes_the_loss_of_its_training_passes(kv):
     assert loss > 0
     loss.backward()
     reached = {name for name, weight in layer.named_parameters() if weight.grad is not None}
-    assert reached == {"q_proj.weight", "k_proj.weight" if kv == "shared" else "k_proj.cmp.weight"}
+    # keys that other branches read stay as they are
+    own = {"k_proj.cmp.weight"} if kv == "separate" else set()
+    phi = {"compress_k.weight"} if compressor == "conv" else set()
+    assert reached == {"q_proj.weight", *own, *phi}
     layer.selection_loss.value = None
     layer.eval()
     layer(x)

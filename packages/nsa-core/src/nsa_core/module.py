@@ -235,11 +235,13 @@ class NativeSparseAttention(nn.Module):
         rows = self._keys_values(x, tables)
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
         queries = placed._replace(q=self._queries(x, tables))
-        k_cmp, k_slc = pairs["_cmp"][0], pairs["_slc"][0]
-        if self.selection_loss is not None and self.training and torch.is_grad_enabled() and k_cmp is not None and k_slc is not None:
+        raw, k_slc = rows["raw"][0], rows["slc"][0]
+        if self.selection_loss is not None and self.training and torch.is_grad_enabled() and raw is not None and k_slc is not None:
+            # keys that the other branches read too would lose there what the loss gains
+            taught = raw.detach() if self.config.kv == "shared" else raw
             loss = self.selection_loss.take(
                 queries.q,
-                k_cmp,
+                self._compress_keys(taught, cu_seqlens),
                 k_slc,
                 geometry=self.config.geometry,
                 cu_seqlens=cu_seqlens,
@@ -257,14 +259,17 @@ class NativeSparseAttention(nn.Module):
 
     def _compress_whole(self, keys: Tensor | None, values: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return phi of the tokens' keys and values, rotated as the config says."""
-        geometry = self.config.geometry
         if keys is None:
             return None, None
         # a choice carries no gradient, so nothing is kept for one
-        windows = block_windows(keys.detach() if self._only_chooses else keys, geometry, cu_seqlens)
-        k_cmp = self._block_rotation(self.compress_k(windows.tokens), windows.last_positions)
-        v_cmp = None if values is None else self.compress_v(block_windows(values, geometry, cu_seqlens).tokens)
+        k_cmp = self._compress_keys(keys.detach() if self._only_chooses else keys, cu_seqlens)
+        v_cmp = None if values is None else self.compress_v(block_windows(values, self.config.geometry, cu_seqlens).tokens)
         return k_cmp, v_cmp
+
+    def _compress_keys(self, keys: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Return phi of the tokens' keys `(B, S, G, D_k)`, rotated as the config says: `(B, C, G, D_k)`."""
+        windows = block_windows(keys, self.config.geometry, cu_seqlens)
+        return self._block_rotation(self.compress_k(windows.tokens), windows.last_positions)
 
     @property
     def _block_rotation(self) -> Callable[[Tensor, Tensor], Tensor]:
