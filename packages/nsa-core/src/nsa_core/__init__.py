@@ -1,6 +1,6 @@
-"""Native Sparse Attention (arXiv 2502.11089): the attention, its reference on any device, and the seam for kernels.
+"""Native Sparse Attention (arXiv 2502.11089): the layer, a reference backend for any device, and the interface for kernels.
 
-Public names are loaded when they are first used: `nsa_core.config` and `nsa_core.errors` alone need no torch.
+Public names are loaded lazily, so `nsa_core.config` and `nsa_core.errors` alone need no torch.
 """
 
 from importlib import import_module

@@ -3,9 +3,9 @@
 Layouts: q (B, S, H, D_k), k (B, T, G, D_k), v (B, T, G, D_v), out (B, S, H, D_v) in q's dtype, lse (B, S, H) natural log.
 The operations on plain tensors take `geometry`, the block sizes, and the keywords of `CallKeywords`.
 
-Under torch.autocast q, k and v are cast to the autocast dtype. Every operation raises InputError for tensors that do not
-fit and BackendUnavailableError where a named backend cannot serve. Outside torch.compile the attentions refuse tensors with
-tangents of forward-mode differentiation as well (InputError). Nothing waits for a GPU.
+Under torch.autocast q, k and v are cast to the autocast dtype. Every operation raises InputError for tensors with wrong
+shapes, dtypes or devices, and BackendUnavailableError if a named backend cannot run. Outside torch.compile the attention
+functions also raise InputError for tensors with forward-mode AD tangents. No operation waits for a GPU.
 """
 
 import warnings
@@ -33,8 +33,8 @@ class CallKeywords(TypedDict, total=False):
     scale: float | None
     """Factor of the scores; None is D_k ** -0.5."""
     cu_seqlens: Tensor | None
-    """int32 (N + 1,), packed sequences in one row (B = 1); positions and blocks count from each one's start. With query_start and
-    page_table the rows of each sequence stand over its own pages."""
+    """int32 (N + 1,), bounds of sequences packed in one row (B = 1); positions and blocks count from each sequence's start. With
+    query_start and page_table (ragged batches), the rows of each sequence attend to its own pages."""
     max_seqlen: int | None
     """Host bound on tokens per sequence; None: the longest on a CPU, the tensor's extent elsewhere."""
     query_start: Tensor | None
@@ -48,7 +48,7 @@ class CallKeywords(TypedDict, total=False):
     backend: Backends
     """"auto", a backend's name, or names by operation; a name never falls back."""
     registry: BackendRegistry | None
-    """Where backends are looked up; None: those of the installed packages."""
+    """Registry in which backends are looked up; None: the backends of the installed packages."""
 
 
 def compressed_attention(
@@ -56,9 +56,9 @@ def compressed_attention(
 ) -> BranchOutput:
     """Return the attention of each query over the compressed blocks that lie wholly in its past (Eq. 7, 8).
 
-    k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) are already compressed; query t sees block i iff i*d + l - 1 <= t, so
-    queries before l - 1 give out 0, lse -inf. Packed, the sequences' blocks stand one after another; rows beyond the
-    last block are never read and get zero gradient. `CallKeywords` has the other keywords.
+    k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) are already compressed. Query t sees block i iff i*d + l - 1 <= t, so
+    queries before l - 1 give out 0, lse -inf. In a packed batch the blocks of the sequences follow one another; rows beyond
+    the last block are never read and get zero gradient. `CallKeywords` has the other keywords.
     """
     _require(k_cmp=k_cmp, v_cmp=v_cmp)
     queries, keys, call = _begin(q, {"_cmp": (k_cmp, v_cmp)}, geometry, **keywords)
@@ -69,9 +69,9 @@ def compressed_attention(
 def select_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, *, geometry: BlockGeometry, **keywords: Unpack[CallKeywords]) -> Tensor:
     """Return block_indices int32 `(B, S, G, n)`, ascending, -1 after the last: the blocks of each query (Eq. 9-11).
 
-    lse `(B, S, H)` is that of `compressed_attention`, which normalises the weights. All H/G heads of a group share one
-    choice; equal scores go to the lower block; indices count from the sequence's own start. No gradient. `CallKeywords` has
-    the other keywords.
+    lse `(B, S, H)` comes from `compressed_attention` and normalises the weights. All H/G heads of a group share one choice.
+    Ties go to the lower block. Indices count from the sequence's own start. The result has no gradient. `CallKeywords` has the
+    other keywords.
     """
     _require(k_cmp=k_cmp)
     queries, keys, call = _begin(q, {"_cmp": (k_cmp, None)}, geometry, **keywords)
@@ -85,9 +85,9 @@ def selected_attention(
 ) -> BranchOutput:
     """Return the attention of each query over the tokens s <= t of its chosen blocks (Eq. 12).
 
-    block_indices int32 `(B, S, G, n)` for any n >= 1; -1 means none and may stand anywhere, a row of only -1 gives out 0, lse -inf and
-    zero gradients. On a CPU a block named twice or outside 0 .. own is refused; on a GPU what lies outside counts as
-    absent. `CallKeywords` has the other keywords.
+    block_indices int32 `(B, S, G, n)` for any n >= 1. -1 means no block and may stand anywhere; a row of only -1 gives out 0, lse -inf
+    and zero gradients. On a CPU a duplicate block, or one outside 0 .. own, raises an error; on a GPU an index outside 0 .. own counts
+    as -1. `CallKeywords` has the other keywords.
     """
     _require(k=k, v=v)
     queries, keys, call = _begin(q, {"": (k, v)}, geometry, **keywords)
@@ -123,9 +123,9 @@ def nsa_attention(
 ) -> Tensor:
     """Return the gated sum of the three branches `(B, S, H, D_v)` (Eq. 5).
 
-    gates `(B, S, H, 3)`, any float dtype: cmp, slc, win; never changed here. A branch whose v is None is absent and its
-    gate ignored; the selected branch needs k_cmp all the same. Each of `observers` gets callbacks; the branches run one
-    by one where one of them wants each branch's output. `CallKeywords` has the other keywords.
+    gates `(B, S, H, 3)`, any float dtype, holds the factors of cmp, slc, win; they are used as given. A branch whose v is None
+    is absent and its gate is ignored; the selected branch still needs k_cmp. Each of `observers` gets callbacks; the branches
+    run one by one if an observer needs each branch's output. `CallKeywords` has the other keywords.
     """
     pairs = {"_cmp": (k_cmp, v_cmp), "_slc": (k_slc, v_slc), "_win": (k_win, v_win)}
     for ending, (k, v) in pairs.items():
@@ -151,9 +151,9 @@ def attend(
     registry: BackendRegistry | None = None,
     observers: tuple[AttentionObserver, ...] = (),
 ) -> Tensor:
-    """Return `nsa_attention` of operands that carry their placement: rings, a window's tail, shards, FP8 stores.
+    """Return `nsa_attention` of `Queries` and `Keys`, which carry positions: ring buffers, window tails, shards, FP8 stores.
 
-    A branch that is None, or named in `absent`, is left out of the sum. Without slc, cmp is needed for its own sum alone.
+    A branch that is None, or named in `absent`, is left out of the sum. The selected branch needs cmp to choose blocks.
 
     Raises:
         InputError: for operands that do not fit each other.

@@ -145,13 +145,13 @@ class BlockGeometry:
 
 @frozen(kw_only=True)
 class RopeScaling:
-    """How rotary positions are stretched beyond the length that a model was trained on.
+    """RoPE scaling, to extend a model beyond its training length.
 
     `linear` divides every position by `factor`. `yarn` (arXiv 2309.00071) divides only the slow dimensions, blends
     between `beta_fast` and `beta_slow` rotations over `original_max_position`, and scales cos and sin by
-    `attention_factor` (0.1 ln(factor) + 1 where None), as Hugging Face Transformers does. `llama3` divides the dimensions that turn fewer
-    than `low_freq_factor` times over `original_max_position`, leaves those that turn more than `high_freq_factor` times, and blends
-    between. `linear` and `llama3` take no attention_factor.
+    `attention_factor` (None: 0.1 ln(factor) + 1), as Hugging Face Transformers does. `llama3` divides the dimensions that
+    rotate fewer than `low_freq_factor` times over `original_max_position`, keeps those that rotate more than
+    `high_freq_factor` times, and blends between. `linear` and `llama3` take no attention_factor.
     """
 
     kind: RopeScalingKind = field(validator=_one_of(get_args(RopeScalingKind)))
@@ -249,10 +249,10 @@ def _in_paper_order(value: Any) -> Any:
 
 @frozen
 class NSAConfig:
-    """Everything that `NativeSparseAttention` is built from.
+    """The configuration of a `NativeSparseAttention` layer.
 
     Raises:
-        ConfigError: when a value, or a pair of values, breaks a rule; the message names a value that would do.
+        ConfigError: when a value, or a pair of values, breaks a rule; the message names a valid value.
     """
 
     hidden_size: int = field(validator=_integer_at_least(1))
@@ -266,7 +266,7 @@ class NSAConfig:
     """D_v; may differ from D_k."""
     geometry: BlockGeometry = field(factory=BlockGeometry)
     compressor: Compressor = field(default="mlp", validator=_one_of(get_args(Compressor)))
-    """phi of Eq. 7; K and V have their own."""
+    """The kind of phi (Eq. 7); K and V each have their own phi."""
     gate: GateKind = field(default="sigmoid", validator=_one_of(get_args(GateKind)))
     gate_hidden_size: int = field(default=64, validator=_integer_at_least(1))
     """Width of the gate MLP's hidden layer."""
@@ -281,12 +281,12 @@ class NSAConfig:
     backends: Mapping[str, str] = field(factory=dict, converter=_to_backend_names, validator=_check_backends)
     """Operation -> backend name; an operation that is absent is routed by "auto"."""
     kv: KeysValues = field(default="separate", validator=_one_of(get_args(KeysValues)))
-    """`separate`: every branch has a K and V projection of its own (section 3.3.3). `shared`: one K and V serves all branches, and the
+    """`separate`: every branch has its own K and V projection (section 3.3.3). `shared`: one K and V serves all branches, and the
     compressed branch reads phi of them."""
     qk_norm: bool = field(default=False, validator=_flag)
     """RMSNorm of every head of q and k before RoPE, with one weight for q and one per K projection; phi reads normalised keys."""
     qk_norm_eps: float = field(default=1e-6, validator=_number_above_zero)
-    """Added to the mean square of a head before its root is taken, where `qk_norm` is on."""
+    """Epsilon of the RMSNorm of `qk_norm`."""
     qkv_bias: bool = field(default=False, validator=_flag)
     """Biases of the projections of q, k and v, as in Qwen2; the output projection has none."""
 

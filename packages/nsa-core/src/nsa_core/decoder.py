@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks of RMSNorm -> attention and RMSNorm -> SwiGLU, a norm, and the output layer.
 
-Training and inference build on it. Attention is passed in, one module a layer; so is recomputation. The names of its parameters are those of
-every checkpoint and every export.
+Training and inference use it. The caller passes the attention module of each layer, and the function for activation checkpointing. Checkpoints
+and exports use the names of its parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -54,12 +54,12 @@ def _positions(total: int, cu_seqlens: Tensor | None, device: torch.device) -> T
 class NativeSparseAttention(nn.Module):
     """Native Sparse Attention as a drop-in layer: x (B, S, hidden_size) -> (B, S, hidden_size) (arXiv 2502.11089).
 
-    One shared query projection, keys and values of their own per branch (section 3.3.3). Without the compressed branch
-    its keys still choose blocks; as nothing trains them then, they are frozen.
+    The branches share one query projection and have separate K and V projections (section 3.3.3). Without the compressed branch
+    in `branches`, its keys still choose blocks; no gradient reaches them, so they are frozen.
 
-    With `kv="shared"` one `k_proj` and one `v_proj` serve all branches, under the names and shapes of dense attention: the selected and
-    the sliding branch read the same rotated keys and the same values, the compressed branch reads phi of the keys and of the values.
-    Without the compressed branch phi of the trained keys chooses blocks; phi's own parameters are frozen then.
+    With `kv="shared"` one `k_proj` and one `v_proj` serve all branches, under the names and shapes of dense attention. The selected and
+    the sliding branch read the same rotated keys and the same values; the compressed branch reads phi of the keys and of the values.
+    Without the compressed branch, phi of the trained keys chooses blocks, and phi's own parameters are frozen.
     """
 
     def __init__(self, config: NSAConfig, *, registry: BackendRegistry | None = None) -> None:
@@ -165,17 +165,17 @@ class NativeSparseAttention(nn.Module):
         cache: NSACache | None = None,
         query_count: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention of x `(B, S, hidden_size)` over itself and, with a cache, over what came before.
+        """Return the attention of x `(B, S, hidden_size)` over itself and, with a cache, over the cached tokens.
 
         Args:
             x: `(B, S, hidden_size)`; packed: `(1, total, hidden_size)`.
             cu_seqlens: int32 (N + 1,), bounds of packed sequences.
-            max_seqlen: host bound on the tokens of a sequence; not used with a cache, which warns.
-            cache: holds the sequences so far; x is appended to it. Such a pass records no gradient.
+            max_seqlen: host bound on the tokens of a sequence; with a cache it is ignored, with a warning.
+            cache: holds the previous tokens; x is appended to it. A pass with a cache records no gradient.
             query_count: int32 (B,), valid rows of x per sequence (default: all S); the rest give 0 and are not cached.
 
         Raises:
-            InputError: for a shape or combination that does not fit.
+            InputError: for a wrong shape or an unsupported combination of arguments.
             CacheOverflowError: when the cache is too small.
         """
         self._check(x, cu_seqlens, max_seqlen, cache, query_count)
@@ -195,7 +195,7 @@ class NativeSparseAttention(nn.Module):
     def queries_keys(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the rotated queries `(B, S, H, D_k)` and the selected branch's keys `(B, S, G, D_k)` of x `(B, S, hidden_size)`.
 
-        Attention of the one over all of the others is the layer's own dense form.
+        Dense causal attention of these queries over these keys is the dense counterpart of the selected branch.
 
         Raises:
             InputError: for a layer without the selected branch.

@@ -1,7 +1,7 @@
-"""The parts of the plug-in seam: operations and requests, the description of a backend, its operands and results.
+"""The backend interface: operations, requests, the description of a backend, its operands and results.
 
-An *operation* is one piece of the mathematics (Eq. 5, 7-12); a *backend* is one implementation of one operation. Routing
-(`nsa_core.backends.registry`) reads only plain numbers, so it can answer for a machine that is not there.
+An *operation* is one part of the mathematics (Eq. 5, 7-12); a *backend* is one implementation of one operation. Routing
+(`nsa_core.backends.registry`) reads only plain numbers, so it can answer for a machine that you do not have.
 """
 
 from collections.abc import Callable
@@ -178,9 +178,9 @@ class Capability:
     max_head_dim: int | None = None
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason why `request` is out of reach; empty where it is within.
+        """Return every reason against `request`; empty if there is none.
 
-        All are of kind `incapable` but one: whether a gradient of lse comes is known in the backward pass alone, so that is `policy`.
+        All reasons are `incapable` except a missing gradient of lse. Only the backward pass knows whether lse has a gradient, so that is `policy`.
         """
         found = []
         if self.device_types is not None and request.device_type not in self.device_types:
@@ -220,7 +220,7 @@ class BranchOutput(NamedTuple):
 
 
 class FusedOutput(NamedTuple):
-    """The gated sum of a fused operation, and the choice that observers of reads and selections want."""
+    """The gated sum of a fused operation, and the chosen blocks, which observers of reads and selections use."""
 
     out: Tensor
     """(B, S, H, D_v), q's dtype."""

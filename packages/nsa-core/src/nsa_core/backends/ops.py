@@ -1,6 +1,6 @@
 """`attention_op`: an operation declared once, by two plain functions, as a custom op that torch.compile, FSDP and checkpointing see through.
 
-The declaration makes schema, fake, autograd and the flattening of `Queries` and `Keys`, from their fields.
+The declaration generates the schema, the fake implementation, autograd, and the flattening of `Queries` and `Keys`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The registry of backends and the choice among them, with reasons.
 
-A backend asked for by name never falls back: an incapable one raises, one that only policy refuses runs with a warning.
-"auto" takes the eligible backend of highest preference.
+A named backend never falls back to another: if it is incapable, routing raises; if it has only policy reasons against it, it runs
+with a warning. "auto" takes the eligible backend of highest preference.
 """
 
 import warnings

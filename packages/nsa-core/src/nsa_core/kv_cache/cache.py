@@ -1,9 +1,9 @@
-"""NSACache: what later queries of one layer need of the past.
+"""NSACache: the KV cache of one layer.
 
-The selected branch keeps every token, the sliding branch a ring of the last w (and what a rollback may need), the
-compressed branch its finished blocks and a ring of the raw tokens that unfinished blocks still need. Where the branches share
-their keys and values, the sliding branch reads the selected one's store and has no ring. No step waits for a GPU: lengths live on
-the device. The cache holds no autograd graph.
+The selected branch stores every token. The sliding branch has a ring buffer of the last w tokens, and as many more as a rollback may
+need. The compressed branch stores its finished blocks, and a ring buffer of the raw tokens that unfinished blocks still need. With
+shared keys and values, the sliding branch reads the selected branch's store and has no ring buffer. Lengths live on the device, so no
+step waits for a GPU. The cache holds no autograd graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class NSACache:
-    """The past of a batch of sequences, each of its own length, for one layer."""
+    """The KV cache of one layer for a batch of sequences, each of its own length."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class NSACache:
 
     @property
     def is_static(self) -> bool:
-        """Return True where the cache keeps no state on the host and changes its tensors in place alone."""
+        """Return True if the cache keeps no state on the host and changes its tensors only in place."""
         return isinstance(self.bounds, DeviceBounds)
 
     @property
@@ -156,10 +156,10 @@ class NSACache:
 
     @property
     def last_reads(self) -> Reads | None:
-        """Return a copy of the tokens read in the last step, predicted `(B,)` and actual `(B, G)`; None where nothing was counted.
+        """Return a copy of the tokens read in the last step, predicted `(B,)` and actual `(B, G)`; None if nothing was counted.
 
-        A static cache does not note on the host whether anything was: it returns the counts of the last step that had tokens, zeros
-        before the first one.
+        A static cache has no host state to tell: it returns the counts of the last step that had tokens, or zeros before the first
+        step.
         """
         if self.read_counter is None or (self.read_counter.reads is None and not self.is_static):
             return None
@@ -171,9 +171,9 @@ class NSACache:
         return Reads(*(x.clone() for x in self._total_reads))
 
     def check(self) -> None:
-        """Raise CacheOverflowError where a step of a static cache dropped tokens that did not fit; waits for the device.
+        """Raise CacheOverflowError if a step of a static cache dropped tokens that did not fit; waits for the device.
 
-        A cache that grows raises in the step itself, so here it never does.
+        A growing cache raises in the step itself, so it never raises here.
         """
         if lost := self.bounds.lost():
             raise lost
@@ -181,7 +181,7 @@ class NSACache:
     def begin_step(self, num_queries: int, query_count: Tensor | None) -> Step:
         """Return the step that appends up to `num_queries` tokens to each sequence; the lengths stay until `end_step`.
 
-        A static cache takes of a sequence's tokens what fits, and marks the sequence where some do not. Nothing is read on the host.
+        A static cache stores the tokens that fit, and sets the sequence's overflow flag if some do not. The host reads nothing.
 
         Raises:
             CacheOverflowError: when a sequence may outgrow `max_seqlen` in a cache that grows. A query_count on the CPU is counted
@@ -266,9 +266,9 @@ class NSACache:
             raise InputError(f"query_count={query_count.tolist()} leaves 0 .. {num_queries} (the rows that x has); clip it")
 
     def crop(self, num_tokens: int | Sequence[int] | Tensor) -> None:
-        """Forget the last `num_tokens` tokens of every sequence: a number for all, or integers `(B,)`, one per sequence.
+        """Remove the last `num_tokens` tokens of every sequence: a number for all, or integers `(B,)`, one per sequence.
 
-        A static cache waits for its device here, and so do counts on a GPU; nothing changes where an error is raised.
+        A static cache waits for its device here, and so does a call with counts on a GPU. If an error is raised, nothing changes.
 
         Raises:
             CacheOverflowError: when crops since the tokens were last replaced go deeper than `max_rollback`, or below 0, or where a
@@ -316,7 +316,7 @@ class NSACache:
         self._reorder(indices, chosen, self._sources(indices))
 
     def select(self, indices: Tensor) -> None:
-        """Keep the sequences at `indices` `(B',)` alone, in order. A static cache keeps its batch size: those behind them are empty.
+        """Keep only the sequences at `indices` `(B',)`, in order. A static cache keeps its batch size; the other slots are empty.
 
         Raises:
             CacheOverflowError: where a sequence of a static cache lost tokens; it waits for its device here.
