@@ -23,7 +23,7 @@ from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, mak
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum
 from nsa_core.operands import FP8, BranchKeys, PageTables, Pairs, check_choice, check_keys, check_kinds, keys_of, queries_of
-from nsa_core.reference.rows import rows_of
+from nsa_core.reference.rows import positions_of
 from nsa_core.telemetry import AttentionObserver
 
 
@@ -254,7 +254,7 @@ def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: 
     for name, out in zip(BRANCHES, outputs, strict=True):
         for observer in observers:
             if out is not None:
-                observer.record_branch(name, out, rows_of(queries).positions)
+                observer.record_branch(name, out, positions_of(queries))
     total: Tensor = gated_sum(gates, *outputs)
     if queries.count is not None:
         # a row that does not count is 0 whatever its gates are, NaN included
@@ -282,7 +282,7 @@ def _branch_outputs(queries: Queries, keys: BranchKeys, absent: tuple[str, ...],
 
 def _report_choice(block_indices: Tensor, queries: Queries, call: Call) -> None:
     if call.observers:
-        positions = rows_of(queries).positions
+        positions = positions_of(queries)
         for observer in call.observers:
             observer.record_selection(block_indices, positions, call.geometry)
 

@@ -18,6 +18,7 @@ from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
 from nsa_core.operands import BranchKeys, keys_of, queries_of
+from nsa_core.reference.rows import positions_of
 from nsa_core.rope import RopeTables, RotaryEmbedding, rotate, unrotated
 from nsa_core.selection_loss import SelectionLoss
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
@@ -229,9 +230,7 @@ class NativeSparseAttention(nn.Module):
 
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
         placed = queries_of(x, cu_seqlens, max_seqlen, None, query_count)
-        total = x.shape[1]
-        positions = _positions(total, cu_seqlens, x.device)
-        tables = self.rope.tables(positions)
+        tables = self.rope.tables(_positions(x.shape[1], cu_seqlens, x.device))
         rows = self._keys_values(x, tables)
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
         queries = placed._replace(q=self._queries(x, tables))
@@ -249,7 +248,7 @@ class NativeSparseAttention(nn.Module):
             if self.telemetry is not None:
                 self.telemetry.record_selection_loss(loss)
         keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
-        return self._attend(x, positions.expand(x.shape[0], total), queries, keys, (self.telemetry,))
+        return self._attend(x, queries, keys, (self.telemetry,))
 
     def _queries(self, x: Tensor, tables: RopeTables) -> Tensor:
         q = split_heads(self.q_proj(x), self.config.head_dim_qk)
@@ -317,7 +316,7 @@ class NativeSparseAttention(nn.Module):
         slc = rows["slc"].store if "slc" in rows else None
         queries = Queries(self._queries(x, tables), x.shape[1], None, step.start, step.added)
         keys = {"_cmp": cmp, "_slc": slc, "_win": win}
-        out = self._attend(x, positions, queries, keys, (self.telemetry, cache.read_counter))
+        out = self._attend(x, queries, keys, (self.telemetry, cache.read_counter))
         if late:
             append_rows(late, None, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         cache.end_step(step)
@@ -336,7 +335,6 @@ class NativeSparseAttention(nn.Module):
     def _attend(
         self,
         x: Tensor,
-        positions: Tensor,
         queries: Queries,
         keys: BranchKeys,
         observers: tuple[AttentionObserver | None, ...],
@@ -345,7 +343,7 @@ class NativeSparseAttention(nn.Module):
         has_compressed = None
         # a step's small operations are what it waits for
         if config.gate != "sigmoid" or len(config.branches) < len(BRANCHES) or self.telemetry is not None:
-            has_compressed = positions >= config.geometry.compression_block_size - 1
+            has_compressed = positions_of(queries) >= config.geometry.compression_block_size - 1
             if "cmp" not in config.branches:
                 has_compressed = torch.ones_like(has_compressed)
         gates = gates_from_logits(
