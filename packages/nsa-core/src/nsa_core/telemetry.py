@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nsa_core.config import COLLAPSE_ENTROPY, COLLAPSE_SHARE, BlockGeometry
-from nsa_core.operands import INT32_MAX
 
 
 class Reads(NamedTuple):
@@ -32,7 +31,7 @@ def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometr
     # all tokens so far, or as many whole blocks as are chosen with a part of the query's own
     predicted = torch.minimum(ends, positions.remainder(width) + (1 + (geometry.num_selected_blocks - 1) * width))
     # a chosen block gives what of it is not after the query; -1, none, becomes a block behind every query
-    given = torch.sub(ends[..., None, None], block_indices & INT32_MAX, alpha=width).clamp(0, width)
+    given = torch.sub(ends[..., None, None], block_indices & torch.iinfo(torch.int32).max, alpha=width).clamp(0, width)
     actual = given.sum(-1) + rest.unsqueeze(-1)
     return Reads((predicted + rest).sum(1), actual.sum(1))
 
