@@ -119,7 +119,16 @@ def test_the_dtype_goes_by_the_device_unless_given(device, expected):
 def test_the_json_holds_choice_and_reasons_of_every_operation(install):
     install("hopper_kernels")
     content = make_report(ADA, CallShape())
-    assert [operation["operation"] for operation in content["operations"]] == ["cmp", "select", "slc", "win", "nsa", "append", "choose"]
+    assert [operation["operation"] for operation in content["operations"]] == [
+        "cmp",
+        "select",
+        "slc",
+        "win",
+        "nsa",
+        "append",
+        "choose",
+        "rotate",
+    ]
     candidates = {candidate["name"]: candidate for candidate in window(content)["candidates"]}
     assert candidates["hopper"] == {
         "name": "hopper",

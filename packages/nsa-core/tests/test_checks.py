@@ -638,5 +638,5 @@ def test_block_indices_are_accepted_exactly_where_each_row_names_candidates_once
 @OPERATIONS
 def test_a_backend_for_an_unknown_operation_is_refused(operation):
     assert refusal(operation, options={"backend": {"compress": "sdpa"}}) == (
-        "backend names the operation 'compress' (the rule: one of 'cmp', 'select', 'slc', 'win', 'nsa', 'append', 'choose'); fix the key"
+        "backend names the operation 'compress' (the rule: one of 'cmp', 'select', 'slc', 'win', 'nsa', 'append', 'choose', 'rotate'); fix the key"
     )

@@ -163,7 +163,7 @@ def test_a_broken_rule_of_the_geometry_is_named_with_field_value_rule_and_a_valu
         ({"backends": "sdpa"}, "backends='sdpa' is no table of operation -> backend name; use {'cmp': 'sdpa'}"),
         (
             {"backends": {"compress": "sdpa"}},
-            "backends names the operation 'compress' (the rule: one of cmp, select, slc, win, nsa, append, choose); use 'cmp'",
+            "backends names the operation 'compress' (the rule: one of cmp, select, slc, win, nsa, append, choose, rotate); use 'cmp'",
         ),
         ({"backends": {"cmp": None}}, "backends['cmp']=None is not a backend's name; use 'auto' or 'sdpa'"),
         ({"backends": {"cmp": ""}}, "backends['cmp']='' is not a backend's name; use 'auto' or 'sdpa'"),

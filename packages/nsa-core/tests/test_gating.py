@@ -1,5 +1,7 @@
 """Gates: what each kind gives, what it gives where a branch is closed, and that nothing closed disturbs a gradient."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -134,6 +136,12 @@ def test_bfloat16_logits_are_widened_before_any_arithmetic(kind):
     narrow = gates_from_logits(logits, everywhere(1, 4), kind=kind, temperature=3.0)
 
     assert torch.equal(narrow, gates_from_logits(logits.float(), everywhere(1, 4), kind=kind, temperature=3.0))
+
+
+def test_sigmoid_gates_of_logits_that_overflowed_are_open_or_closed_with_and_without_a_gradient():
+    logits = torch.tensor([math.inf, -math.inf, 1e38]).view(1, 1, 1, 3)
+    for each in (logits, logits.clone().requires_grad_()):
+        assert gates_from_logits(each, None, kind="sigmoid").flatten().tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize(("kind", "seen", "start"), [("sigmoid", True, [0.5] * 3), ("sigmoid", False, [0.5] * 3)])

@@ -182,6 +182,14 @@ def run_append(
         backend((raw, *(NewRows(store, *new) for store in stores)), blocks, start, start + 1, geometry=geometry)
 
 
+def run_rotate(head_dim: int, num_rows: int, num_kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16, **_: Any) -> None:
+    """Rotate q alone, and with the keys of three branches."""
+    backend, start, rope = TritonBackend(operation=Operation.ROTATE), torch.zeros(1, dtype=torch.int32), RotaryEmbedding(head_dim)
+    q, k = (torch.zeros(1, num_rows, count, head_dim, dtype=dtype) for count in (2 * num_kv_heads, num_kv_heads))
+    for heads in ((q,), (q, k, k, k)):
+        backend(heads, start, rope)
+
+
 def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *names: str) -> None:
     """Compile the cases `names`, or all of them, and print what was compiled."""
     major, _, minor = capability.partition(".")
@@ -192,9 +200,13 @@ def main(capability: str, head_dim_qk: str, head_dim_v: str, operations: str, *n
     compiler.install()
     for name in names or CASES:
         chosen = operations.split(",")
-        run_case([each for each in chosen if each != Operation.APPEND], int(head_dim_qk), int(head_dim_v), **CASES[name])
+        run_case(
+            [each for each in chosen if each not in (Operation.APPEND, Operation.ROTATE)], int(head_dim_qk), int(head_dim_v), **CASES[name]
+        )
         if Operation.APPEND in chosen and "num_rows" in CASES[name]:
             run_append((int(head_dim_qk), int(head_dim_v)), **CASES[name])
+        if Operation.ROTATE in chosen and "num_rows" in CASES[name]:
+            run_rotate(int(head_dim_qk), **CASES[name])
         for kernel, shared, wrong in sorted(compiler.found):
             print(json.dumps({"kernel": kernel, "shared": shared, "case": name, "wrong": wrong}))
         compiler.found.clear()

@@ -90,8 +90,9 @@ def test_the_choice_fits_whatever_the_group_and_the_blocks(without_interpreter, 
 )
 def test_a_steps_kernels_compile(without_interpreter, capability, head_dims):
     cases = ("step", "long step", "step of a group of 16", "step of small blocks")
-    found = compiled(without_interpreter, capability, head_dims, ("nsa", "append"), *cases)
-    assert {each["kernel"] for each in found} == {"split_kernel", "choose_kernel", "attend_kernel", "append_kernel", "down_kernel"}
+    found = compiled(without_interpreter, capability, head_dims, ("nsa", "append", "rotate"), *cases)
+    kernels = ("split_kernel", "choose_kernel", "attend_kernel", "append_kernel", "down_kernel", "rotate_kernel")
+    assert {each["kernel"] for each in found} == set(kernels)
     assert_within_shared_memory(found, capability)
 
 

@@ -123,11 +123,13 @@ def make_report(device: Device, shape: CallShape, environment: dict[str, Any] | 
 def make_request(operation: Operation, device: Device, shape: CallShape) -> BranchRequest:
     """Return the request of the public operations in the call `shape`; selection and the cache's operations carry no gradient.
 
-    APPEND, which only a cache asks for, writes the rows of the call into one: in the layouts of whole sequences, as its prefill.
+    APPEND and ROTATE, which only a cache asks for, take the rows of the call as those of one: in the layouts of whole sequences, as its
+    prefill.
     """
     dtype = dtype_of(shape.dtype, device.type)
     backward = not shape.is_decode if shape.backward is None else shape.backward
     is_append, is_choice = operation is Operation.APPEND, operation in (Operation.SELECT, Operation.CHOOSE)
+    is_of_cache = operation in (Operation.APPEND, Operation.ROTATE)
     return BranchRequest(
         operation=operation,
         device_type=device.type,
@@ -140,8 +142,8 @@ def make_request(operation: Operation, device: Device, shape: CallShape) -> Bran
         num_kv_heads=shape.kv_heads,
         head_dim_qk=shape.head_dim_qk,
         head_dim_v=shape.head_dim_qk if is_choice else shape.head_dim_v,
-        layout=Layout.CACHED if is_append and not shape.is_decode else Layout(shape.layout),
-        needs_grad=backward and not is_append and not is_choice,
+        layout=Layout.CACHED if is_of_cache and not shape.is_decode else Layout(shape.layout),
+        needs_grad=backward and not is_of_cache and not is_choice,
         is_aligned=shape.is_aligned,
     )
 

@@ -23,7 +23,8 @@ from nsa_core.dispatch import Backends, Call, backend_for, check_no_tangent, mak
 from nsa_core.errors import InputError
 from nsa_core.gating import gated_sum
 from nsa_core.operands import FP8, BranchKeys, PageTables, Pairs, check_choice, check_keys, check_kinds, keys_of, queries_of
-from nsa_core.reference.rows import rows_of
+from nsa_core.reference.rows import positions_of
+from nsa_core.rope import RotaryEmbedding
 from nsa_core.telemetry import AttentionObserver
 
 
@@ -254,7 +255,7 @@ def _gated_attention(queries: Queries, keys: BranchKeys, gates: Tensor, absent: 
     for name, out in zip(BRANCHES, outputs, strict=True):
         for observer in observers:
             if out is not None:
-                observer.record_branch(name, out, rows_of(queries).positions)
+                observer.record_branch(name, out, positions_of(queries))
     total: Tensor = gated_sum(gates, *outputs)
     if queries.count is not None:
         # a row that does not count is 0 whatever its gates are, NaN included
@@ -282,7 +283,7 @@ def _branch_outputs(queries: Queries, keys: BranchKeys, absent: tuple[str, ...],
 
 def _report_choice(block_indices: Tensor, queries: Queries, call: Call) -> None:
     if call.observers:
-        positions = rows_of(queries).positions
+        positions = positions_of(queries)
         for observer in call.observers:
             observer.record_selection(block_indices, positions, call.geometry)
 
@@ -313,6 +314,23 @@ def append_rows(
         # the request is that of a step with one query head per KV head
         append = backend_for(Operation.APPEND, call, Queries(new.k, new.k.shape[1], None, start, count), new.store)
         append(rows, new_blocks, start, count, geometry=geometry)
+
+
+def rotate_heads(
+    heads: tuple[Tensor, ...],
+    start: Tensor,
+    rope: RotaryEmbedding,
+    geometry: BlockGeometry,
+    backend: Backends = AUTO,
+    registry: BackendRegistry | None = None,
+) -> tuple[Tensor, ...]:
+    """Return q and keys `(B, m, heads, D_k)` of a step rotated, row i of sequence b at position start[b] + i; start int32 (B,). No gradient."""
+    q, k = heads[0], heads[-1]
+    call = make_call(q, geometry, None, backend, registry)
+    # the request is that of q over the step's own keys
+    operands = Queries(q, q.shape[1], None, start), Keys(k, k, k.shape[1])
+    found: tuple[Tensor, ...] = backend_for(Operation.ROTATE, call, *operands)(heads, start, rope)
+    return found
 
 
 def _check_new_rows(new: NewRows, start: Tensor, count: Tensor) -> None:

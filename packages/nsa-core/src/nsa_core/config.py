@@ -19,7 +19,7 @@ CompressedRope = Literal["block_end", "tokens"]
 KeysValues = Literal["separate", "shared"]
 RopeScalingKind = Literal["linear", "yarn", "llama3"]
 BRANCHES = ("cmp", "slc", "win")
-OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose")
+OPERATIONS = ("cmp", "select", "slc", "win", "nsa", "append", "choose", "rotate")
 
 
 def _integer_at_least(minimum: int, *same_as: str) -> Any:

@@ -54,7 +54,7 @@ def make_call(
         if operation not in OPERATIONS:
             known = ", ".join(map(repr, OPERATIONS))
             raise InputError(f"backend names the operation {operation!r} (the rule: one of {known}); fix the key")
-        if operation in ("append", "choose") and name != AUTO:
+        if operation in ("append", "choose", "rotate") and name != AUTO:
             registry.named(operation, name)
     return Call(geometry, float(q.shape[-1]) ** -0.5 if scale is None else scale, backend, registry, observers)
 

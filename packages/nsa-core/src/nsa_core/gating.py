@@ -24,9 +24,10 @@ def gates_from_logits(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
         logits = logits / temperature
-    # the clamp keeps a gradient of 0 at 0 where a logit overflowed, not 0 * inf; half the range leaves room below for closed gates
-    limit = torch.finfo(logits.dtype).max / 2
-    logits = logits.clamp(-limit, limit)
+    if kind == "softmax" or logits.requires_grad:
+        # the clamp keeps a gradient of 0 at 0 where a logit overflowed, not 0 * inf; half the range leaves room below for closed gates
+        limit = torch.finfo(logits.dtype).max / 2
+        logits = logits.clamp(-limit, limit)
     if kind == "sigmoid" and len(branches) == len(BRANCHES):
         return logits.sigmoid()
     if has_compressed is None:

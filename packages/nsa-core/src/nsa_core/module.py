@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_core import checks
-from nsa_core.attention import append_rows, attend_branches
+from nsa_core.attention import append_rows, attend_branches, rotate_heads
 from nsa_core.backends.base import Keys, NewBlocks, NewRows, Queries
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.compression import block_windows, build_compressor
@@ -18,10 +18,14 @@ from nsa_core.errors import InputError
 from nsa_core.gating import GateMLP, gates_from_logits
 from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK, RINGS, NSACache, Step
 from nsa_core.operands import BranchKeys, keys_of, queries_of
-from nsa_core.rope import RopeTables, RotaryEmbedding, rotate, unrotated
+from nsa_core.reference.rows import positions_of
+from nsa_core.rope import RotaryEmbedding, rotate, unrotated
 from nsa_core.selection_loss import SelectionLoss
 from nsa_core.telemetry import AttentionObserver, LayerTelemetry
 from nsa_core.varlen import positions_from_cu_seqlens
+
+Turn = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""Returns its tensors `(B, S, heads, D_k)` rotated."""
 
 
 def split_heads(projected: Tensor, head_dim: int) -> Tensor:
@@ -203,7 +207,7 @@ class NativeSparseAttention(nn.Module):
         if "slc" not in self.config.branches:
             raise InputError(f"branches={self.config.branches} have no selected keys (branch 'slc'); use a layer that has them")
         tables = self.rope.tables(_positions(x.shape[1], cu_seqlens, x.device))
-        return self._queries(x, tables), rotate(self._keys(x, "slc"), tables)
+        return rotate(self._queries(x), tables), rotate(self._keys(x, "slc"), tables)
 
     def _check(
         self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, cache: NSACache | None, query_count: Tensor | None
@@ -229,12 +233,10 @@ class NativeSparseAttention(nn.Module):
 
     def _forward_whole(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, query_count: Tensor | None) -> Tensor:
         placed = queries_of(x, cu_seqlens, max_seqlen, None, query_count)
-        total = x.shape[1]
-        positions = _positions(total, cu_seqlens, x.device)
-        tables = self.rope.tables(positions)
-        rows = self._keys_values(x, tables)
+        tables = self.rope.tables(_positions(x.shape[1], cu_seqlens, x.device))
+        q, rows = self._project(x, lambda heads: tuple(rotate(each, tables) for each in heads))
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
-        queries = placed._replace(q=self._queries(x, tables))
+        queries = placed._replace(q=q)
         raw, k_slc = rows["raw"][0], rows["slc"][0]
         if self.selection_loss is not None and self.training and torch.is_grad_enabled() and raw is not None and k_slc is not None:
             # keys that the other branches read too would lose there what the loss gains
@@ -251,11 +253,12 @@ class NativeSparseAttention(nn.Module):
             if self.telemetry is not None:
                 self.telemetry.record_selection_loss(loss)
         keys = keys_of(queries, pairs, self.config.geometry, max_seqlen)
-        return self._attend(x, positions.expand(x.shape[0], total), queries, keys, (self.telemetry,))
+        return self._attend(x, queries, keys, (self.telemetry,))
 
-    def _queries(self, x: Tensor, tables: RopeTables) -> Tensor:
-        q = split_heads(self.q_proj(x), self.config.head_dim_qk)
-        return rotate(self.q_norm(q) if self.config.qk_norm else q, tables)
+    def _queries(self, x: Tensor) -> Tensor:
+        """Return the queries `(B, S, H, D_k)` before RoPE."""
+        q: Tensor = split_heads(self.q_proj(x), self.config.head_dim_qk)
+        return self.q_norm(q) if self.config.qk_norm else q
 
     def _compress_whole(self, keys: Tensor | None, values: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return phi of the tokens' keys and values, rotated as the config says."""
@@ -276,24 +279,29 @@ class NativeSparseAttention(nn.Module):
         """Return the rotation of compressed keys at the positions of their last tokens."""
         return self.rope if self.config.compressed_rope == "block_end" else unrotated
 
-    def _keys_values(self, x: Tensor, tables: RopeTables) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-        """Return k and v `(B, S, G, D)` of x's tokens by reader: "slc" and "win" with rotated keys, and "raw" for phi.
+    def _project(self, x: Tensor, turn: Turn) -> tuple[Tensor, dict[str, tuple[Tensor | None, Tensor | None]]]:
+        """Return the rotated q `(B, S, H, D_k)`, and k and v `(B, S, G, D)` of x's tokens by reader.
 
-        An absent branch has None. Readers that share k and v get the same tensors.
+        The readers are "slc" and "win", of rotated keys, and "raw", which phi reads. An absent branch has None. Readers that share k and
+        v get the same tensors. `turn` rotates q and the keys of every branch in one call.
         """
-        branches, on_tokens = self.config.branches, self.config.compressed_rope == "tokens"
+        config, on_tokens = self.config, self.config.compressed_rope == "tokens"
+        readers = {"raw": "cmp"} if self._has_compressed_keys else {}
+        readers |= {branch: branch for branch in ("slc", "win") if branch in config.branches}
+        if config.kv == "shared":
+            readers = dict.fromkeys(readers, "all")
+        keys = {name: self._keys(x, name) for name in dict.fromkeys(readers.values())}
+        turned = [name for name in keys if name != "cmp" or on_tokens]
+        q, *rotated = turn((self._queries(x), *(keys[name] for name in turned)))
+        rotated_keys = keys | dict(zip(turned, rotated, strict=True))
+        with_values = [name for reader, name in readers.items() if reader != "raw" or "cmp" in config.branches]
+        values = {name: self._values(x, name) for name in dict.fromkeys(with_values)}
         found: dict[str, tuple[Tensor | None, Tensor | None]] = dict.fromkeys(("raw", "slc", "win"), (None, None))
-        if self.config.kv == "shared":
-            k, v = self._keys(x, "all"), self._values(x, "all")
-            rotated = rotate(k, tables)
-            found |= {name: (rotated, v) for name in ("slc", "win") if name in branches}
-            raw = rotated if on_tokens else k, v if "cmp" in branches else None
-            return found | ({"raw": raw} if self._has_compressed_keys else {})
-        found |= {name: (rotate(self._keys(x, name), tables), self._values(x, name)) for name in ("slc", "win") if name in branches}
-        if self._has_compressed_keys:
-            k = self._keys(x, "cmp")
-            found["raw"] = rotate(k, tables) if on_tokens else k, self._values(x, "cmp") if "cmp" in branches else None
-        return found
+        for reader, name in readers.items():
+            has_values = reader != "raw" or "cmp" in config.branches
+            k = rotated_keys[name] if reader != "raw" or on_tokens else keys[name]
+            found[reader] = k, values[name] if has_values else None
+        return q, found
 
     def _keys(self, x: Tensor, branch: str) -> Tensor:
         """Return a branch's keys `(B, S, G, D_k)` before RoPE."""
@@ -308,21 +316,19 @@ class NativeSparseAttention(nn.Module):
         step = cache.begin_step(x.shape[1], query_count)
         if not x.numel():
             return torch.zeros_like(x)
-        positions = step.start.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
-        tables = self.rope.tables(positions)
-        rows = {
-            name: cache.new_rows(name, k, v)
-            for name, (k, v) in self._keys_values(x, tables).items()
-            if k is not None and name in cache.keys
-        }
+        config = self.config
+        q, pairs = self._project(
+            x, lambda heads: rotate_heads(heads, step.start, self.rope, config.geometry, config.backends, self.registry)
+        )
+        rows = {name: cache.new_rows(name, k, v) for name, (k, v) in pairs.items() if k is not None and name in cache.keys}
         # a ring that would forget what a second try of this step needs takes the new tokens last
         late = tuple(rows[name] for name in RINGS if name in rows and not step.in_place)
         cmp = self._append(cache, rows, step)
         win = cache.window(rows, step)
         slc = rows["slc"].store if "slc" in rows else None
-        queries = Queries(self._queries(x, tables), x.shape[1], None, step.start, step.added)
+        queries = Queries(q, x.shape[1], None, step.start, step.added)
         keys = {"_cmp": cmp, "_slc": slc, "_win": win}
-        out = self._attend(x, positions, queries, keys, (self.telemetry, cache.read_counter))
+        out = self._attend(x, queries, keys, (self.telemetry, cache.read_counter))
         if late:
             append_rows(late, None, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         cache.end_step(step)
@@ -341,7 +347,6 @@ class NativeSparseAttention(nn.Module):
     def _attend(
         self,
         x: Tensor,
-        positions: Tensor,
         queries: Queries,
         keys: BranchKeys,
         observers: tuple[AttentionObserver | None, ...],
@@ -350,7 +355,7 @@ class NativeSparseAttention(nn.Module):
         has_compressed = None
         # a step's small operations are what it waits for
         if config.gate != "sigmoid" or len(config.branches) < len(BRANCHES) or self.telemetry is not None:
-            has_compressed = positions >= config.geometry.compression_block_size - 1
+            has_compressed = positions_of(queries) >= config.geometry.compression_block_size - 1
             if "cmp" not in config.branches:
                 has_compressed = torch.ones_like(has_compressed)
         gates = gates_from_logits(

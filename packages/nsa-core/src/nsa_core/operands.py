@@ -14,7 +14,7 @@ from nsa_core import blocks, checks
 from nsa_core.backends.base import Keys, Queries
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
-from nsa_core.reference.rows import rows_of
+from nsa_core.reference.rows import positions_of
 from nsa_core.varlen import cu_blocks_from_cu_seqlens
 
 INT32_MAX = 2**31 - 1
@@ -343,4 +343,4 @@ def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: B
     shape = (*queries.q.shape[:2], k.shape[2], max(1, block_indices.shape[3]))
     checks.check_tensor("block_indices", block_indices, shape, "(B, S, G, n)", queries.q, torch.int32)
     if checks.can_read(block_indices):
-        checks.check_block_indices(block_indices, rows_of(queries).positions, geometry)
+        checks.check_block_indices(block_indices, positions_of(queries), geometry)

@@ -120,3 +120,9 @@ def rotate(x: Tensor, tables: RopeTables) -> Tensor:
     first, second = wide.chunk(2, -1)
     # whole rows at a time: half as many steps forward and backward as half by half
     return torch.addcmul(wide * tables.cos.unsqueeze(-2), torch.cat([second, first], -1), tables.sin.unsqueeze(-2)).to(x.dtype)
+
+
+def rotate_step(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
+    """Return each of `heads` rotated; see `backends.base.RotateBackend`. This is the reference of the operation ROTATE."""
+    tables = rope.tables(start.unsqueeze(1) + torch.arange(heads[0].shape[1], device=start.device))
+    return tuple(rotate(x, tables) for x in heads)

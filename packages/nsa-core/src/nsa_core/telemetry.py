@@ -24,16 +24,15 @@ class Reads(NamedTuple):
 def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> Reads:
     """Return the reads of queries at `positions` `(B, S)` (-1: none) with `block_indices` `(B, S, G, n)`."""
     size, stride, width = geometry.compression_block_size, geometry.compression_stride, geometry.selection_block_size
-    # at position -1 every term below is 0
+    # a cached step waits for each of these operations; at position -1 every term below is 0
     ends = positions + 1
     blocks = torch.div(ends + (stride - size), stride, rounding_mode="floor").clamp(min=0)
     rest = blocks + ends.clamp(max=geometry.window_size)
-    own = torch.div(positions, width, rounding_mode="floor")
-    # all tokens so far, but those of the blocks that are too many
-    predicted = torch.sub(ends, (own + (1 - geometry.num_selected_blocks)).clamp(min=0), alpha=width)
-    # a chosen block gives what of it is not after the query; -1 stands for none
-    given = torch.sub(ends[..., None, None], block_indices, alpha=width).clamp(0, width)
-    actual = given.masked_fill(block_indices < 0, 0).sum(-1) + rest.unsqueeze(-1)
+    # all tokens so far, or as many whole blocks as are chosen with a part of the query's own
+    predicted = torch.minimum(ends, positions.remainder(width) + (1 + (geometry.num_selected_blocks - 1) * width))
+    # a chosen block gives what of it is not after the query; -1, none, becomes a block behind every query
+    given = torch.sub(ends[..., None, None], block_indices & torch.iinfo(torch.int32).max, alpha=width).clamp(0, width)
+    actual = given.sum(-1) + rest.unsqueeze(-1)
     return Reads((predicted + rest).sum(1), actual.sum(1))
 
 

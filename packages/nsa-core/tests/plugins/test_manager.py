@@ -45,7 +45,7 @@ BROKEN = {
     "a class": (GOOD.replace("[Mine()]", "[Mine]"), "is a class (the hook returns objects); return Mine()"),
     "an unknown operation": (
         GOOD.replace("Operation.WIN", "'window'"),
-        "operation 'window' (the rule: one of cmp, select, slc, win, nsa, append, choose)",
+        "operation 'window' (the rule: one of cmp, select, slc, win, nsa, append, choose, rotate)",
     ),
     "a name that is routing's": (GOOD.replace('"mine"', '"auto"'), "has the name 'auto'"),
     "a name that is no word": (GOOD.replace('"mine"', "7"), "has the name 7"),
@@ -76,13 +76,13 @@ def names(plugins):
 
 def test_the_reference_is_there_without_any_entry_point():
     plugins = load_plugins([])
-    assert names(plugins) == [("builtin", ["sdpa"] * 6)]
+    assert names(plugins) == [("builtin", ["sdpa"] * 7)]
     assert not plugins.broken
     assert {backend.operation for backend in plugins.registry().backends} == set(Operation) - {Operation.NSA}
 
 
 def test_the_reference_is_registered_once_though_its_package_has_an_entry_point():
-    assert names(load_plugins([EntryPoint("builtin", BUILTIN, GROUP)])) == [("builtin", ["sdpa"] * 6)]
+    assert names(load_plugins([EntryPoint("builtin", BUILTIN, GROUP)])) == [("builtin", ["sdpa"] * 7)]
 
 
 def test_a_plug_in_is_loaded_after_the_reference(plugin):

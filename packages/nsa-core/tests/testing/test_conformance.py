@@ -11,6 +11,7 @@ from nsa_core import BlockGeometry, BranchOutput, Capability, FusedOutput, Opera
 from nsa_core.gating import gated_sum
 from nsa_core.reference import append, select
 from nsa_core.reference.sdpa import SDPABackend
+from nsa_core.rope import RotaryEmbedding, rotate_step
 from nsa_core.testing import conformance, properties
 from nsa_core.testing.cases import cases
 from nsa_core.testing.conformance import ConformanceError, check_backend
@@ -233,7 +234,7 @@ def test_a_window_backend_that_is_wrong_over_a_ring_is_caught(monkeypatch: pytes
 
 @frozen
 class Spoiled(Composed):
-    """A backend of APPEND or CHOOSE whose call is given."""
+    """A backend of APPEND, ROTATE or CHOOSE whose call is given."""
 
     call: Any = None
     name: str = "spoiled"
@@ -300,6 +301,33 @@ def factor_is_one(scores: Tensor, factor: Tensor | None, positions: Tensor, num_
     """Ignore the factor."""
     ones = None if factor is None else torch.ones_like(factor)
     return CHOOSE(scores, ones, positions, num_kv_heads, **options)  # type: ignore[no-any-return]
+
+
+def turned_back(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
+    """Rotate by the negated positions."""
+    return rotate_step(heads, -start, rope)
+
+
+def keys_as_they_are(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
+    """Rotate q alone."""
+    return *rotate_step(heads[:1], start, rope), *heads[1:]
+
+
+def in_place(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
+    """Rotate what the caller still holds."""
+    return tuple(x.copy_(turned) for x, turned in zip(heads, rotate_step(heads, start, rope), strict=True))
+
+
+def without_factor(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
+    """Leave YaRN's factor out."""
+    return tuple(x / rope.attention_factor() for x in rotate_step(heads, start, rope))
+
+
+@pytest.mark.parametrize("call", [turned_back, keys_as_they_are, in_place, without_factor])
+def test_a_rotation_that_breaks_one_rule_is_caught(call: Any) -> None:
+    assert len(check_backend(SDPABackend(operation=Operation.ROTATE)).passed) == 32
+    with pytest.raises(ConformanceError, match="heads . (are|were)"):
+        check_backend(Spoiled(operation=Operation.ROTATE, call=call))
 
 
 @pytest.mark.parametrize("call", [upper_ties, nan_wins, rows_without_query, factor_is_one])

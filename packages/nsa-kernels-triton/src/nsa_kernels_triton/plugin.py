@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from torch import Tensor
 
 from nsa_core import BlockGeometry, BranchRequest, Capability, Operation, Reason
 from nsa_core.backends.layouts import over_rows
@@ -43,6 +44,8 @@ class TritonBackend:
             return decode(*operands, **keywords)
         if self.operation is Operation.APPEND:
             return _append(*operands, **keywords)
+        if self.operation is Operation.ROTATE:
+            return _rotate(*operands)
         compute = _compute_of(self.operation)
         if self.operation is Operation.CHOOSE:
             return compute(*operands, **keywords)
@@ -78,6 +81,17 @@ def _append(*operands: Any, **keywords: Any) -> None:
     from nsa_kernels_triton.append import op
 
     op.append(*operands, **keywords)
+
+
+def _rotate(*operands: Any) -> tuple[Tensor, ...]:
+    """Return a step's heads rotated; a graph that is being traced takes torch's own operations, which it fuses."""
+    if torch.compiler.is_compiling():
+        from nsa_core.rope import rotate_step
+
+        return rotate_step(*operands)
+    from nsa_kernels_triton.rotation import op
+
+    return op.rotate(*operands)
 
 
 def _compute_of(operation: Operation) -> Callable[..., Any]:

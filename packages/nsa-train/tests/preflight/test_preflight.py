@@ -151,7 +151,7 @@ def third_party(monkeypatch) -> Callable[..., None]:
 def test_a_named_backend_that_cannot_serve_fails_for_every_operation(tiny_config, tmp_path: Path, third_party, operation) -> None:
     third_party(lambda _: Reason.incapable("too warm"), *Operation)
     [failure] = run_preflight(tiny_config(f"nsa.backends.{operation}=third"), tmp_path / "out").failed
-    use = "the samples of this run" if operation is Operation.APPEND else "this run"
+    use = "the samples of this run" if operation in (Operation.APPEND, Operation.ROTATE) else "this run"
     assert failure == f"nsa.backends.{operation}='third' cannot serve {use} (third: incapable: too warm); use 'auto'"
 
 
@@ -175,12 +175,12 @@ def test_a_name_that_no_plug_in_has_fails_for_every_operation(tiny_config, tmp_p
 
 def test_a_backend_that_cannot_serve_the_samples_of_a_run_fails(tiny_config, tmp_path: Path, third_party) -> None:
     third_party(lambda request: Reason.incapable("no cache") if request.layout is Layout.CACHED else None, *Operation)
-    for operation in ("slc", "nsa", "append"):
+    for operation in ("slc", "nsa", "append", "rotate"):
         [failure] = run_preflight(tiny_config(f"nsa.backends.{operation}=third"), tmp_path / "out").failed
         assert failure == f"nsa.backends.{operation}='third' cannot serve the samples of this run (third: incapable: no cache); use 'auto'"
 
 
-@pytest.mark.parametrize("operation", ["nsa", "append"])
+@pytest.mark.parametrize("operation", ["nsa", "append", "rotate"])
 def test_the_requests_of_samples_are_those_that_a_cached_step_makes(tiny_config, operation: str) -> None:
     config = tiny_config("model.head_dim_v=12", "train.precision=fp32")
     [prompt, token] = uses_of_sample(config)(Operation(operation))["a sample"]

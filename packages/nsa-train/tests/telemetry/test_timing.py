@@ -14,7 +14,7 @@ def test_every_operation_of_a_cached_step_is_timed_under_its_own_name(tiny_confi
     expected = layer(x, cache=layer.new_cache(1, 16))
     layer.registry = BackendRegistry(tuple(MarkedBackend(backend, times=times) for backend in backends))
     torch.testing.assert_close(layer(x, cache=layer.new_cache(1, 16)), expected, rtol=0, atol=0)
-    assert set(times.total_ms()) == {"cmp", "select", "slc", "win", "append"}
+    assert set(times.total_ms()) == {"cmp", "select", "slc", "win", "append", "rotate"}
 
 
 def test_a_marked_choice_of_blocks_is_timed(tiny_config) -> None:

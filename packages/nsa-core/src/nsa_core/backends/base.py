@@ -13,6 +13,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from nsa_core.config import BlockGeometry
+from nsa_core.rope import RotaryEmbedding
 
 
 class Operation(StrEnum):
@@ -32,6 +33,8 @@ class Operation(StrEnum):
     """Writes a step's rows into a cache and emits the compressed blocks that they complete: (rows, blocks, start, count) -> None."""
     CHOOSE = "choose"
     """Top-n of importance (optional; another backend's SELECT or NSA asks the registry for it): (scores, factor, positions) -> block_indices."""
+    ROTATE = "rotate"
+    """RoPE of a step over a cache, q and the keys of all branches together: (heads, start, rope) -> rotated heads."""
 
 
 class Layout(StrEnum):
@@ -329,6 +332,16 @@ class ChooseBackend(BranchBackend, Protocol):
 
         scores (rows, G, N), or (rows, H, N) with `factor` (rows, H), which multiplies a head's scores before the heads of
         a group are added (1 / L of un-normalised sums).
+        """
+
+
+class RotateBackend(BranchBackend, Protocol):
+    """RoPE of a step over a cache: operation ROTATE."""
+
+    def __call__(self, heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding, /) -> tuple[Tensor, ...]:
+        """Return each of `heads` (B, m, heads, D_k) rotated, in its dtype: row i of sequence b at position start[b] + i. start int32 (B,).
+
+        Angles, cos and sin are float32, and so is the arithmetic of narrower dtypes. No gradient.
         """
 
 

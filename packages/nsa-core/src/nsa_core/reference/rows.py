@@ -21,23 +21,25 @@ class Rows(NamedTuple):
 
 def rows_of(queries: Queries, keys: Keys | None = None) -> Rows:
     """Return the rows of `queries`, over `keys` that are not paged; without keys they begin at 0."""
+    positions = positions_of(queries)
+    if queries.cu_seqlens is None:
+        first, zero = None if keys is None else keys.first, torch.zeros_like(positions)
+        return Rows(positions, zero if first is None else zero - first.long().unsqueeze(1))
+    ids = sequence_ids(queries.cu_seqlens, queries.q.shape[1])
+    offsets = queries.cu_seqlens if keys is None or keys.cu_seqlens is None else keys.cu_seqlens
+    return Rows(positions, offsets.long()[ids].unsqueeze(0))
+
+
+def positions_of(queries: Queries) -> Tensor:
+    """Return int64 `(B, S)`: each row's position inside its own sequence, -1 for a row that does not count."""
     batch, num_queries = queries.q.shape[:2]
     index = torch.arange(num_queries, device=queries.q.device).unsqueeze(0)
     if queries.cu_seqlens is None:
-        positions = index.expand(batch, num_queries)
-        starts, first = queries.start, None if keys is None else keys.first
-        if starts is not None:
-            positions = positions + starts.unsqueeze(1)
-        if queries.count is not None:
-            positions = positions.masked_fill(index >= queries.count.unsqueeze(1), -1)
-        zero = torch.zeros_like(positions)
-        return Rows(positions, zero if first is None else zero - first.long().unsqueeze(1))
+        positions = index.expand(batch, num_queries) if queries.start is None else index + queries.start.unsqueeze(1)
+        return positions if queries.count is None else positions.masked_fill(index >= queries.count.unsqueeze(1), -1)
     ids = sequence_ids(queries.cu_seqlens, num_queries)
     positions = index - queries.cu_seqlens.long()[ids]
-    if queries.start is not None:
-        positions = positions + torch.nn.functional.pad(queries.start.long(), (0, 1))[ids]
-    offsets = queries.cu_seqlens if keys is None or keys.cu_seqlens is None else keys.cu_seqlens
-    return Rows(positions, offsets.long()[ids].unsqueeze(0))
+    return positions if queries.start is None else positions + torch.nn.functional.pad(queries.start.long(), (0, 1))[ids]
 
 
 def num_visible_blocks(positions: Tensor, geometry: BlockGeometry) -> Tensor:

@@ -20,6 +20,7 @@ from nsa_core.reference import branches, select, tiles
 from nsa_core.reference.append import append
 from nsa_core.reference.choose import choose
 from nsa_core.reference.padded import padded_batch
+from nsa_core.rope import rotate_step
 
 NAME = "sdpa"
 
@@ -98,6 +99,7 @@ COMPUTE: dict[Operation, Callable[..., Any]] = {
     **{operation: _declared(operation) for operation in (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN)},
     Operation.APPEND: append,
     Operation.CHOOSE: choose,
+    Operation.ROTATE: rotate_step,
 }
 """The function of each operation."""
 

@@ -4,7 +4,7 @@
     print(check_backend(MyBackend()))
 
 Every case that the backend's own `reasons_against` lets through is run through the public operation, by name, so a
-fallback cannot pass for it. Backends of APPEND and CHOOSE have cases of their own, in `nsa_core.testing.steps`.
+fallback cannot pass for it. Backends of APPEND, ROTATE and CHOOSE have cases of their own, in `nsa_core.testing.steps`.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from nsa_core.telemetry import AttentionObserver
 from nsa_core.testing import masks
 from nsa_core.testing.cases import Arrangement, Case, Problem, cases, problem_of, request_of
 from nsa_core.testing.inputs import SMALL, Inputs
-from nsa_core.testing.steps import Trial, append_trials, choose_trials
+from nsa_core.testing.steps import Trial, append_trials, choose_trials, rotate_trials
 from nsa_core.testing.tolerances import Comparable, allowed_error, max_error, near_tie_margin
 
 WITH_LSE = " with lse's"
@@ -62,7 +62,7 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
 
     Attention and selection run on dense, packed, cached, paged and ragged batches; WIN and NSA also over a ring and over a
     window's last tokens, and NSA with one k and v for the selected and the sliding branch. APPEND is compared with a plain
-    loop over steps, CHOOSE with the reference's choice, bit by bit.
+    loop over steps, ROTATE with products of complex numbers, CHOOSE with the reference's choice, bit by bit.
     float64 within 1e-12 and float32 within 1e-5 of the largest value; bf16 and fp16 within twice the error of torch's
     MATH attention plus 2^-8. Selections must equal the oracle's above the near-tie margin.
     Without `capability.lse_gradient` everything else of a case is compared, and its gradient of lse is among what is declined.
@@ -107,6 +107,8 @@ def _trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometr
         yield from append_trials(backend, device, geometry, registry)
     elif backend.operation is Operation.CHOOSE:
         yield from choose_trials(backend, device)
+    elif backend.operation is Operation.ROTATE:
+        yield from rotate_trials(backend, device)
     else:
         for case in cases(geometry):
             if case.concerns(backend.operation):

@@ -1,9 +1,9 @@
-"""The conformance kit for the operations of a cache and of other backends: APPEND and CHOOSE.
+"""The conformance kit for the operations of a cache and of other backends: APPEND, ROTATE and CHOOSE.
 
 APPEND runs through `append_rows`, by name, over the steps of a short conversation; a loop over tokens and blocks says what
-every store holds after each. CHOOSE has no public operation, so the backend is called as other backends call it; its choice
-must equal `nsa_core.reference.choose` bit by bit. Scores and factors are small fractions of powers of 2: sums of them are exact
-in any order, and many of them tie.
+every store holds after each. ROTATE is compared with products of complex numbers in float64. CHOOSE has no public operation, so the
+backend is called as other backends call it; its choice must equal `nsa_core.reference.choose` bit by bit. Scores and factors are
+small fractions of powers of 2: sums of them are exact in any order, and many of them tie.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,9 @@ from nsa_core import blocks
 from nsa_core.attention import append_rows
 from nsa_core.backends.base import BranchBackend, BranchRequest, Keys, Layout, NewBlocks, NewRows, Operation
 from nsa_core.backends.registry import BackendRegistry
-from nsa_core.config import BlockGeometry
+from nsa_core.config import BlockGeometry, RopeScaling
 from nsa_core.reference.choose import choose
+from nsa_core.rope import RotaryEmbedding
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.tolerances import Comparable, allowed_error, max_error
 
@@ -218,6 +219,57 @@ class Scores(NamedTuple):
     factor: Tensor | None
     positions: Tensor
     num_kv_heads: int
+
+
+def rotate_trials(backend: BranchBackend, device: torch.device) -> Iterator[Trial]:
+    """Yield the trials of a ROTATE backend."""
+    yarn = RopeScaling(kind="yarn", factor=4.0, original_max_position=32)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for head_dim, num_rows, heads in ((6, 1, (2,)), (16, 1, (6, 2, 2)), (16, 3, (5, 1, 1, 1)), (24, 2, (3, 2, 2, 2, 1))):
+            for scaling in (None, yarn):
+                request = BranchRequest(
+                    operation=Operation.ROTATE,
+                    device_type=device.type,
+                    compute_capability=_capability(device),
+                    dtype=dtype,
+                    kv_dtype=dtype,
+                    batch=2,
+                    num_sequences=2,
+                    num_queries=num_rows,
+                    num_keys=num_rows,
+                    num_heads=heads[0],
+                    num_kv_heads=heads[-1],
+                    head_dim_qk=head_dim,
+                    head_dim_v=head_dim,
+                    layout=Layout.CACHED,
+                )
+                what = f"{str(dtype).removeprefix('torch.')} D={head_dim} m={num_rows} heads={heads}{'' if scaling is None else ' yarn'}"
+                rope = RotaryEmbedding(head_dim, scaling=scaling)
+                yield Trial(what, request, partial(_judge_rotation, backend, request, heads, rope, device))
+
+
+def _judge_rotation(
+    backend: Any, request: BranchRequest, num_heads: tuple[int, ...], rope: RotaryEmbedding, device: torch.device
+) -> tuple[list[str], Comparable]:
+    generator, rows, head_dim = torch.Generator().manual_seed(0), request.num_queries, request.head_dim_qk
+    given = [torch.randn(2, rows, count, head_dim, generator=generator).to(device, request.dtype) for count in num_heads]
+    start = torch.tensor([0, 40_000], dtype=torch.int32, device=device)
+    kept = [x.clone() for x in given]
+    found = []
+    # the angles are float32, their cos and sin are not rounded
+    positions = (start.unsqueeze(1) + torch.arange(rows, device=device)).float()
+    angles = (positions[..., None] * rope.frequencies(device)).double().unsqueeze(2)
+    turn = torch.polar(torch.full_like(angles, rope.attention_factor()), angles)
+    for index, (x, got) in enumerate(zip(given, backend(tuple(given), start, rope), strict=True)):
+        pairs = torch.complex(*x.double().chunk(2, -1)) * turn
+        expected = torch.cat([pairs.real, pairs.imag], -1)
+        # where cos and sin are float32, so is what they give
+        limit = allowed_error(expected, torch.float32 if request.dtype == torch.float64 else request.dtype)
+        if got.dtype != x.dtype or max_error(got, expected) > limit:
+            found.append(f"heads {index} are {got.dtype}, off by {max_error(got, expected):.1e} where {limit:.1e} is allowed")
+        if not torch.equal(x, kept[index]):
+            found.append(f"heads {index} were changed in place")
+    return found, Comparable()
 
 
 def choose_trials(backend: BranchBackend, device: torch.device) -> Iterator[Trial]:

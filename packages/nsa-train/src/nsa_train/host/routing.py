@@ -11,7 +11,7 @@ from nsa_train.settings.config import RunConfig, listed
 
 NEEDED_BY = {Operation.CMP: {"cmp", "slc"}, Operation.SELECT: {"slc"}, Operation.SLC: {"slc"}, Operation.WIN: {"win"}}
 """The branches that run each operation."""
-STEP_OPERATIONS = (Operation.APPEND,)
+STEP_OPERATIONS = (Operation.APPEND, Operation.ROTATE)
 """Operations that a step of a cache runs in addition: samples need them, training does not."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """train.precision -> the dtype that the attention computes in."""

@@ -1,0 +1,1 @@
+"""RoPE of a step over a cache: the operation ROTATE."""
