@@ -17,6 +17,9 @@ from nsa_train.checkpoint.models import open_model
 from nsa_train.checkpoint.tensors import read_tensors
 from nsa_train.cli import run_command
 from nsa_train.data.tokenizer import build_tokenizer
+from nsa_train.errors import ConfigError
+from nsa_train.model.decoder import vocab_size_of
+from nsa_train.settings.recipe import load_config
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (an extra, nsa-train[hf])")
 pytest.importorskip("nsa_transformers", reason="nsa-transformers is not installed (an extra, nsa-train[hf])")
@@ -179,6 +182,21 @@ def test_a_conversion_takes_the_export(
         expected, sparse = load_model(open_checkpoint(tmp_path / "checkpoints"))(ids), open_model(out).decoder
         assert len(sparse.sparse_layers) == 2
         assert _difference(expected, sparse.logits(sparse.hidden(sparse.embedding(ids)))) <= 1e-4
+
+
+def test_the_recipe_of_a_conversion_takes_the_tokenizer_of_the_dense_run(
+    exported: Callable[..., Path], gpt2_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tiktoken", reason="tiktoken is not installed (an extra, nsa-train[bpe])")
+    own = ["data.tokenizer=gpt2", f"data.tokenizer_path={gpt2_files}"]
+    out = tmp_path / "sparse"
+    assert run_command(["convert", str(exported(*own)), "--out", str(out), "--nsa", "gate_hidden_size=8"]) == 0
+    assert "tokenizer: nsa-train reads none here" in capsys.readouterr().out
+    recipe = str(out / "recipe.toml")
+    rows = len(read_tensors(out / "model.safetensors")["embedding.weight"])
+    assert vocab_size_of(load_config(recipe, own)) == rows
+    with pytest.raises(ConfigError, match="is below the"):
+        vocab_size_of(load_config(recipe, [own[0], f"data.tokenizer_path={out / 'tokenizer.json'}"]))
 
 
 REFUSED = {
