@@ -450,7 +450,12 @@ def export(
     /,
     *,
     format_: Annotated[
-        str, Parameter(name="--format", help="safetensors (one file) or hf (a folder in Hugging Face's layout).")
+        str,
+        Parameter(
+            name="--format",
+            help="safetensors: one file. hf: a folder that Transformers loads through nsa-transformers. llama: a dense model as a folder of "
+            "Llama, Qwen2 or Qwen3, which Transformers loads by itself and `convert` takes.",
+        ),
     ] = "safetensors",
 ) -> int:
     """Write the weights of CKPT to OUT."""

@@ -1,5 +1,6 @@
-"""A decoder of one layer with optimizer state, and a directory with two checkpoints of it."""
+"""A decoder of one layer with optimizer state, a directory with two checkpoints of it, and checkpoints of other models."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,3 +75,34 @@ def good_root(tmp_path_factory: pytest.TempPathFactory, build_parts: Callable[..
 def root(good_root: Path, tmp_path: Path) -> Path:
     """A copy of it, to be damaged."""
     return Path(shutil.copytree(good_root, tmp_path / "run/checkpoints", symlinks=True))
+
+
+@pytest.fixture
+def saved(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Path]:
+    """A function from overrides to the directory of a checkpoint with random weights."""
+
+    def save(*overrides: str) -> Path:
+        config = tiny_config(*overrides)
+        torch.manual_seed(0)
+        model = build_model(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        with CheckpointWriter(tmp_path / "checkpoints") as writer:
+            return writer.save(7, capture(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, data={}))
+
+    return save
+
+
+@pytest.fixture
+def gpt2_files(tmp_path: Path) -> Path:
+    """vocab.bpe and encoder.json with a few merges."""
+    from nsa_transformers.tokenizer import byte_alphabet
+
+    alphabet = byte_alphabet()
+    letters = [alphabet[byte] for byte in sorted(alphabet, key=lambda byte: (alphabet[byte] != chr(byte), byte))]
+    merges = [("b", "o"), ("t", "t"), ("bo", "tt"), ("s", "t")]
+    vocabulary = [*letters, *(left + right for left, right in merges), "<|endoftext|>"]
+    (tmp_path / "encoder.json").write_text(json.dumps({token: index for index, token in enumerate(vocabulary)}))
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
+    return tmp_path / "vocab.bpe"

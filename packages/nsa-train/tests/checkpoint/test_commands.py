@@ -75,7 +75,7 @@ def test_export_to_safetensors_holds_the_weights_and_the_recipe(root: Path, tmp_
     assert [path.name for path in out.parent.iterdir()] == ["model.safetensors"]
 
 
-def test_an_export_overwrites_nothing_and_knows_two_formats(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_overwrites_nothing_and_knows_its_formats(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").write_text("kept")
     assert run_command(["ckpt", "export", str(root), str(tmp_path / "mine")]) == 2
     assert "never overwrites" in capsys.readouterr().err

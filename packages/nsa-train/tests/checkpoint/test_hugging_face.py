@@ -13,14 +13,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from nsa_train.checkpoint import CheckpointWriter, capture, load_model, open_checkpoint
+from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.checkpoint.hugging_face import hugging_face_tokenizer
 from nsa_train.checkpoint.models import open_model
 from nsa_train.checkpoint.tensors import read_tensors
 from nsa_train.cli import run_command
 from nsa_train.data.tokenizer import build_tokenizer
 from nsa_train.errors import CheckpointError
-from nsa_train.model.decoder import build_model
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 
@@ -43,23 +42,6 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture
-def saved(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Path]:
-    """A function from overrides to the directory of a checkpoint with random weights."""
-
-    def save(*overrides: str) -> Path:
-        config = tiny_config(*overrides)
-        torch.manual_seed(0)
-        model = build_model(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(0.1 * torch.randn_like(weight))
-        with CheckpointWriter(tmp_path / "checkpoints") as writer:
-            return writer.save(7, capture(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, data={}))
-
-    return save
 
 
 @pytest.fixture
@@ -120,20 +102,6 @@ def test_generate_of_an_export_gives_the_text_of_sample(
 def test_the_byte_tokenizer_gives_the_ids_of_training(tiny_config: Callable[..., RunConfig]) -> None:
     data = tiny_config().data
     assert hugging_face_tokenizer(data, max_length=64)(TEXT)["input_ids"] == build_tokenizer(data).encode(TEXT.encode()).tolist()
-
-
-@pytest.fixture
-def gpt2_files(tmp_path: Path) -> Path:
-    """vocab.bpe and encoder.json with a few merges."""
-    from nsa_transformers.tokenizer import byte_alphabet
-
-    alphabet = byte_alphabet()
-    letters = [alphabet[byte] for byte in sorted(alphabet, key=lambda byte: (alphabet[byte] != chr(byte), byte))]
-    merges = [("b", "o"), ("t", "t"), ("bo", "tt"), ("s", "t")]
-    vocabulary = [*letters, *(left + right for left, right in merges), "<|endoftext|>"]
-    (tmp_path / "encoder.json").write_text(json.dumps({token: index for index, token in enumerate(vocabulary)}))
-    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
-    return tmp_path / "vocab.bpe"
 
 
 def test_byte_pair_tokenizers_give_the_ids_of_training(tiny_config: Callable[..., RunConfig], gpt2_files: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from nsa_train.checkpoint.store import open_checkpoint
 from nsa_train.errors import ConfigError
 from nsa_train.settings.recipe import to_toml
 
-FORMATS = ("safetensors", "hf")
+FORMATS = ("safetensors", "hf", "llama")
 
 
 def export(
@@ -21,10 +21,11 @@ def export(
 ) -> Path:
     """Write the weights of the checkpoint at `path`, once verified, to `out`, and return `out`; what was passed over is said.
 
-    "safetensors": one file. "hf": a folder that Transformers loads through nsa-transformers. Names are the decoder's, float32.
+    "safetensors": one file. "hf": a folder that Transformers loads through nsa-transformers. Both have the decoder's names. "llama": a folder
+    of a dense model that Transformers loads by its own class, of Llama, Qwen2 or Qwen3. Weights are float32.
 
     Raises:
-        ConfigError: when `format` is unknown or `out` exists.
+        ConfigError: when `format` is unknown, `out` exists, or the model has a part that `format` lacks.
         CheckpointError: when the checkpoint is damaged, or its weights are not those that its config.toml describes.
         OSError: when the disk refuses; nothing half-written is left.
     """
@@ -41,8 +42,8 @@ def export(
 
     require_weights(checkpoint)
     tensors = read_tensors(checkpoint.path / MODEL)
-    if format == "hf":
+    if format != "safetensors":
         from nsa_train.checkpoint.hugging_face import write_folder
 
-        return whole(out, lambda aside: write_folder(aside, checkpoint, tensors))
+        return write_folder(out, checkpoint, tensors, format)
     return whole(out, lambda aside: write_tensors(aside, tensors, step=str(checkpoint.step), config=to_toml(checkpoint.config)))

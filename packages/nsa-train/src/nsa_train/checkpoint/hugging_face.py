@@ -38,23 +38,31 @@ OF_MODEL = ("model.", "nsa.")
 """Keys that an import takes from config.json."""
 
 
-def write_folder(folder: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
-    """Write config.json, weights, tokenizer.json and the module for `trust_remote_code` into `folder`, which is made.
+def write_folder(out: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor], format: str) -> Path:  # noqa: A002 - the option's name
+    """Write config.json, weights and tokenizer to the folder `out`, which is made, and return it.
+
+    "hf": for nsa-transformers, with the module for `trust_remote_code`. "llama": for Transformers' own classes.
 
     Raises:
-        ConfigError: where nsa-transformers is not installed.
+        ConfigError: where nsa-transformers is not installed, or the model has a part that the format lacks; nothing is written.
         DataError: where the tokenizer cannot be had.
     """
-    require_installed("--format hf")
+    require_installed(f"--format {format}")
     from nsa_transformers.configuration import generation_config
+    from nsa_transformers.conversion import dense_form
 
-    folder.mkdir()
-    config, data = hugging_face_config(checkpoint, tensors), checkpoint.config.data
-    config.save_pretrained(folder)
-    write_tensors(folder / MODEL, tensors)
-    tokenizer = hugging_face_tokenizer(data, max_length=config.max_position_embeddings)
-    tokenizer.save_pretrained(folder)
-    generation_config(config).save_pretrained(folder)
+    ours = hugging_face_config(checkpoint, tensors)
+    config, weights = dense_form(ours, tensors) if format == "llama" else (ours, tensors)
+    tokenizer = hugging_face_tokenizer(checkpoint.config.data, max_length=ours.max_position_embeddings)
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        config.save_pretrained(folder)
+        write_tensors(folder / MODEL, weights)
+        tokenizer.save_pretrained(folder)
+        generation_config(ours).save_pretrained(folder)
+
+    return whole(out, write)
 
 
 def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> Any:
