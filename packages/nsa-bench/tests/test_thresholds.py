@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from nsa_bench import measurement
-from nsa_bench.cases import SHAPES, Case
+from nsa_bench.cases import SHAPES, Case, parse_geometry
 from nsa_bench.cli import run_command
 from nsa_bench.fa2_sweep import curves_of, rate_of
 from nsa_bench.measurement import Direction, Measurement, Timing
 from nsa_bench.options import SweepOptions, ThresholdOptions
-from nsa_bench.thresholds import Threshold, thresholds_of
+from nsa_bench.routes import RouteRecorder
+from nsa_bench.thresholds import Threshold, make_threshold_plan, thresholds_of, to_dict, write_table
+from nsa_core import BranchRequest, explain_routing
+from nsa_core.backends.thresholds import read_table
 from nsa_core.blocks import causal_pairs
 
 WINDOW = """
@@ -161,3 +164,64 @@ def test_every_option_is_on_the_reference_page() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/reference/nsa-bench.md").read_text(encoding="utf-8")
     names = [f"--{field.name.replace('_', '-')}" for kind in (ThresholdOptions, SweepOptions) for field in attrs.fields(kind)]
     assert [name for name in names if f"`{name}" not in page and name != "--backward"] == []
+
+
+@pytest.fixture
+def own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the path of the user's own table, which does not exist."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    return tmp_path / "torch/nsa/thresholds.json"
+
+
+@pytest.mark.usefixtures("once")
+def test_write_without_a_name_adds_to_the_table_that_routing_reads(install: Any, own_table: Path) -> None:
+    install("third", WINDOW)
+    words = ["thresholds", "--device", "cpu", "--geometry", "8/4/16/4/24", "--operations", "win", "--backends", "sdpa,third"]
+    assert run_command([*words, "--shapes", "4/2/16/8", "--lengths", "48", "--write"]) == 0
+    assert run_command([*words, "--shapes", "2/2/8/8", "--lengths", "48", "--write", "--no-backward"]) == 0
+    assert run_command([*words, "--shapes", "4/2/16/8", "--lengths", "32,64", "--write", "--no-backward"]) == 0
+    rows = json.loads(own_table.read_text())["rows"]
+    assert [(row["num_heads"], row["direction"], list(row["ratios"])) for row in rows] == [
+        (4, "fwd+bwd", ["48"]), (2, "fwd", ["48"]), (4, "fwd", ["32", "64"]),
+    ]  # fmt: skip
+    assert all(row["torch"] == torch.__version__ and row["compute_capability"] is None for row in rows)
+    assert [path.name for path in own_table.parent.iterdir()] == ["thresholds.json"]
+    request = BranchRequest(
+        operation="win", geometry=parse_geometry("8/4/16/4/24"), num_heads=4, num_kv_heads=2, head_dim_qk=16, head_dim_v=8
+    )  # fmt: skip
+    [entry] = read_table(own_table).of(request, "third")
+    assert (entry.against, entry.max_length) == ("sdpa", 64)
+
+
+@pytest.mark.parametrize(("length", "chosen"), [(1024, "triton"), (4096, "flash_attn"), (8192, "flash_attn")])
+def test_routing_reads_what_the_verb_wrote(length: int, chosen: str, own_table: Path) -> None:
+    times = {
+        "sdpa": {1024: 9.0, 4096: 90.0}, "triton": {1024: 1.0, 4096: 4.0}, "flash_attn[torch]": {1024: 1.0, 4096: 3.0},
+        "flash_attn": {1024: 0.9, 4096: 2.9},
+    }  # fmt: skip
+    plan = make_threshold_plan(ThresholdOptions(device="cpu", dtype="bf16", shapes="L", lengths="1k,4k"))
+    found = thresholds_of(
+        [
+            attrs.evolve(measured(name, tokens, ms), case=attrs.evolve(plan.cases[0], seq_len=tokens))
+            for name, by_length in times.items()
+            for tokens, ms in by_length.items()
+        ]
+    )
+    own_table.parent.mkdir(parents=True)
+    write_table(own_table, [], [{"compute_capability": "8.0", **to_dict(one, plan)} for one in found])
+    request = BranchRequest(
+        operation="win", device_type="cuda", compute_capability=(8, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16,
+        num_queries=length, num_keys=length, num_heads=32, num_kv_heads=8, head_dim_qk=128, head_dim_v=128,
+    )  # fmt: skip
+    decision = explain_routing(request, registry=RouteRecorder.of_installed())
+    assert decision.chosen == chosen, str(decision)
+
+
+def test_a_file_that_is_no_table_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    assert run_command(["thresholds", "--device", "cpu", "--write", str(notes)]) == 2
+    assert "is damaged or no table of thresholds" in " ".join(capsys.readouterr().err.split())
+    assert run_command(["thresholds", "--device", "cpu", "--write", str(notes), "b"]) == 2
+    assert "--write has 2 values" in capsys.readouterr().err
+    assert notes.read_text() == "mine"

@@ -18,6 +18,7 @@ from nsa_core import (
     Operation,
     Reason,
     compressed_attention,
+    default_registry,
     explain_routing,
     sliding_window_attention,
 )
@@ -154,8 +155,11 @@ def test_a_gradient_of_lse_that_a_provider_does_not_take_is_refused(operation):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_auto_does_not_take_it_before_a_length_is_measured(operation):
-    decision = explain_routing(evolve(REQUEST, operation=operation))
+def test_auto_does_not_take_it_before_a_length_is_measured(operation, tmp_path, monkeypatch):
+    # no table is shipped for 8.0, and none is the user's own
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    request = evolve(REQUEST, operation=operation, compute_capability=(8, 0))
+    decision = explain_routing(request, registry=BackendRegistry(tuple(default_registry().backends)))
     [found] = [candidate for candidate in decision.candidates if candidate.name == "flash_attn[torch]"]
     assert [str(reason) for reason in found.reasons] == [
         "policy: no length is measured from which it is faster than the kernels of this project; name it to take it"
@@ -191,7 +195,7 @@ def test_a_call_takes_the_provider_that_routing_notes(operation, is_compiled, mo
 
 
 def test_where_no_provider_serves_the_reasons_of_each_are_given():
-    [found, *_] = flash_attention_backends((limited("a", max_head_dim=64), limited("b", gradient=False)))
+    [found, *_] = flash_attention_backends((limited("a", max_head_dim=64), limited("b", gradient=False)), files=tuple)
     assert [str(reason) for reason in found.reasons_against(evolve(REQUEST, operation="cmp"))] == [
         "incapable: flash_attn[a]: head dimension 128 (at most 64)",
         "incapable: flash_attn[b]: gradients are needed (forward only)",

@@ -121,7 +121,14 @@ class ThresholdOptions:
     backends: Annotated[str | None, Parameter(help="Some of the installed backends, by commas; all by default.")] = None
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backward: Backward = True
-    write: Annotated[Path | None, Parameter(help="Write the table of least lengths to this file; routing does not read it yet.")] = None
+    write: Annotated[
+        tuple[Path, ...] | None,
+        Parameter(
+            consume_multiple=True,
+            negative="",
+            help="Write the minimum lengths to this file, or without a name to the table that routing reads.",
+        ),
+    ] = None
 
 
 @Parameter(name="*")

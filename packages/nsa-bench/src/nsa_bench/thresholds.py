@@ -4,8 +4,11 @@ A threshold is the least measured length from which on the ratio holds at every 
 they never make one.
 """
 
+import json
+import os
+import tempfile
 from collections.abc import Iterator
-from itertools import permutations, product
+from itertools import groupby, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +35,20 @@ from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Direction, Job, Measurement, Setup, common_columns, to_row
 from nsa_bench.options import ThresholdOptions
 from nsa_bench.reporting import number, progress_line
-from nsa_bench.results import Output, write_json
+from nsa_bench.results import Output, to_json
 from nsa_bench.routes import RouteRecorder, reasons_against
 from nsa_core import Operation
+from nsa_core.backends.thresholds import FORMAT, SCHEMA, read_table, user_file
+from nsa_core.environment import dotted
 
 REFERENCE = "sdpa"
 MARGINS = {"reference": 1.2, "kernel": 1.05}
 """How many times as fast a kernel must be as the reference, and as another kernel."""
+IDENTITY = (
+    *("compute_capability", "operation", "direction", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "dtype", "geometry"),
+    *("backend", "against"),
+)
+"""The columns of a row that say what was measured; a table has one row of each."""
 GPU_LENGTHS, CPU_LENGTHS = "256,512,1k,2k,4k,8k,16k", "128,256"
 
 
@@ -104,27 +114,94 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
     """
     plan = make_threshold_plan(options)
     output.check_files()
-    if options.write is not None:
-        options.write.open("a").close()
+    target = table_file(options)
+    kept = [] if target is None else kept_rows(target)
     common = common_columns(output.environment)
+    capability = torch.cuda.get_device_capability(plan.device) if plan.device.type == "cuda" else None
+    facts = common | {"compute_capability": None if capability is None else dotted(capability)}
     measurements: list[Measurement] = []
     found: list[Threshold] = []
-    for one in _measured(plan):
-        measurements.append(one)
-        output.say(progress_line(one))
-        found = thresholds_of(measurements)
-        rows = [to_dict(threshold, plan) for threshold in found]
-        measured = [to_row(measurement, common) for measurement in measurements]
-        content = {"environment": output.environment, "options": _given(options), "margins": MARGINS, "rows": rows, "measured": measured}
-        output.write(content, [{**row, "ratios": _as_text(row["ratios"]), **common} for row in rows])
-        if options.write is not None:
-            write_json(options.write, {name: content[name] for name in ("environment", "margins", "rows")})
+    for _, of_shape in groupby(_measured(plan), key=lambda one: one.case.shape):
+        for one in of_shape:
+            measurements.append(one)
+            output.say(progress_line(one))
+            found = thresholds_of(measurements)
+            rows = [to_dict(threshold, plan) for threshold in found]
+            measured = [to_row(measurement, common) for measurement in measurements]
+            content = {
+                "environment": output.environment,
+                "options": _given(options),
+                "margins": MARGINS,
+                "rows": rows,
+                "measured": measured,
+            }
+            output.write(content, [{**row, "ratios": _as_text(row["ratios"]), **common} for row in rows])
+        # a table never holds a shape of which lengths are missing
+        if target is not None:
+            write_table(target, kept, [{**facts, **to_dict(threshold, plan)} for threshold in found])
+    if target is not None:
+        output.say(f"minimum lengths written to {target}")
     output.show(threshold_table(found))
     return found
 
 
+def table_file(options: ThresholdOptions) -> Path | None:
+    """Return the file of `--write`, the user's own table where it has no value; None without `--write`.
+
+    Raises:
+        OptionError: for more than one file.
+        OSError: where none can be written.
+    """
+    if options.write is None:
+        return None
+    if len(options.write) > 1:
+        raise OptionError(f"--write has {len(options.write)} values (a table is one file); give one, or none for the user's own table")
+    path = options.write[0] if options.write else user_file()
+    if not options.write:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # hours of measurement must not end in a folder that cannot be written
+    tempfile.TemporaryFile(dir=path.parent).close()
+    return path
+
+
+def kept_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of the table in `path`; none where there is no file.
+
+    Raises:
+        OptionError: where the file is no table, or a damaged one.
+    """
+    problem = read_table(path).problem
+    if problem is not None:
+        raise OptionError(problem)
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return rows
+
+
+def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """Replace the table in `path` as a whole by `rows` and those of `kept` that were not measured again."""
+    again = {identity_of(row) for row in rows}
+    content = {
+        "format": FORMAT, "schema": SCHEMA, "margins": MARGINS, "rows": [row for row in kept if identity_of(row) not in again] + rows
+    }  # fmt: skip
+    descriptor, name = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(to_json(content))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def identity_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a row is about."""
+    return tuple(row[name] for name in IDENTITY)
+
+
 def _given(options: ThresholdOptions) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in attrs.asdict(options).items()}
+    given = attrs.asdict(options)
+    return given | {"write": None if options.write is None else [str(path) for path in options.write]}
 
 
 def _measured(plan: ThresholdPlan) -> Iterator[Measurement]:
@@ -169,6 +246,8 @@ def thresholds_of(measurements: list[Measurement]) -> list[Threshold]:
                 for length in by_backend[backend]
                 if length in by_backend[against]
             }
+            if not ratios:
+                continue
             found.append(
                 Threshold(
                     operation=operation, direction=direction, shape=shape, backend=backend, against=against, margin=margin, ratios=ratios
@@ -191,7 +270,7 @@ def to_dict(one: Threshold, plan: ThresholdPlan) -> dict[str, Any]:
         "operation": one.operation, "direction": one.direction.value, "shape": shape.name, "num_heads": shape.num_heads,
         "num_kv_heads": shape.num_kv_heads, "head_dim_qk": shape.head_dim_qk, "head_dim_v": shape.head_dim_v,
         "dtype": str(case.dtype).removeprefix("torch."), "geometry": geometry_text(case.geometry), "backend": one.backend,
-        "against": one.against, "margin": one.margin, "min_length": one.min_length,
+        "against": one.against, "margin": one.margin, "min_length": one.min_length, "max_length": max(one.ratios),
         "ratios": {str(length): "inf" if ratio == float("inf") else ratio for length, ratio in one.ratios.items()},
     }  # fmt: skip
 

@@ -8,10 +8,12 @@ from attrs import evolve, field, frozen
 from nsa_core import BackendRegistry, BranchOutput, BranchRequest, Capability, Operation, Reason
 from nsa_core.backends.registry import AUTO
 from nsa_core.dispatch import facts_of
+from nsa_kernels_cuda.flash_attention.minimum import UNMEASURED, Files, beats_triton, reasons_by_length, threshold_files
 from nsa_kernels_cuda.flash_attention.op import op_of
 from nsa_kernels_cuda.flash_attention.providers import FLASH_2, PROVIDERS, Provider
 
-UNMEASURED = Reason.policy("no length is measured from which it is faster than the kernels of this project; name it to take it")
+ABOVE_TRITON = 110
+"""The preference of a provider that was measured to be faster than Triton's kernels, which stand at 100."""
 
 
 @frozen(kw_only=True)
@@ -22,7 +24,8 @@ class FlashAttentionBackend:
     provider: Provider
     name: str
     level: int = 40
-    policy: tuple[Reason, ...] = (UNMEASURED,)
+    files: Files | None = threshold_files
+    """Gives the tables of minimum lengths, the first preferred; None: every length is taken."""
     # a graph being traced cannot declare an op
     _op: Callable[..., BranchOutput] = field(init=False, eq=False, repr=False)
 
@@ -36,12 +39,15 @@ class FlashAttentionBackend:
         return self.provider.capability
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return the limits of the provider, and that no length was measured."""
-        return (*self.provider.reasons_against(request), *self.policy)
+        """Return the limits of the provider, and of policy: no length was measured, or the call is shorter than the minimum."""
+        by_length = () if self.files is None else reasons_by_length(request, self.name, self.files())
+        return (*self.provider.reasons_against(request), *by_length)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return how much it is wanted: on a GPU less than the kernels of this project and more than the reference."""
-        return self.level if request.device_type == "cuda" else -100 + self.level
+        """Return how much it is wanted: on a GPU more than the reference, and more than Triton's kernels where it was measured to beat them."""
+        if request.device_type != "cuda":
+            return -100 + self.level
+        return ABOVE_TRITON if self.files is not None and beats_triton(request, self.name, self.files()) else self.level
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:
         """Compute the operation on the operands of `nsa_core.backends.base.AttentionBackend`."""
@@ -54,7 +60,8 @@ class FirstProviderBackend:
 
     operation: Operation
     providers: BackendRegistry
-    """One backend for each installed provider, the first preferred. They carry no policy reasons."""
+    """One backend for each installed provider, the first preferred. They take every length."""
+    files: Files = threshold_files
     name: str = "flash_attn"
 
     @property
@@ -63,16 +70,20 @@ class FirstProviderBackend:
         return evolve(FLASH_2, lse_gradient=all(each.capability.lse_gradient for each in self.providers.backends))
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return the limits of the provider that serves, or of all of them where none does, and that no length was measured."""
+        """Return what is against the provider that serves, its minimum length included, or against all of them where none does."""
         serving = self._serving(request)
         if serving is not None:
-            return (*self.providers.named(self.operation, serving).reasons_against(request), UNMEASURED)
+            limits_of_one = self.providers.named(self.operation, serving).reasons_against(request)
+            return (*limits_of_one, *reasons_by_length(request, serving, self.files()))
         limits = [(each.name, reason) for each in self.providers.backends for reason in each.reasons_against(request)]
         return (*(evolve(reason, message=f"{name}: {reason.message}") for name, reason in limits), UNMEASURED)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return how much it is wanted; a provider that is named apart is wanted less."""
-        return 41 if request.device_type == "cuda" else -59
+        """Return how much it is wanted: one more than the provider that serves, which can be named apart."""
+        if request.device_type != "cuda":
+            return -59
+        serving = self._serving(request)
+        return 1 + (ABOVE_TRITON if serving is not None and beats_triton(request, serving, self.files()) else 40)
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
         """Return which provider serves."""
@@ -90,12 +101,14 @@ class FirstProviderBackend:
 
 
 def flash_attention_backends(
-    providers: tuple[Provider, ...] = PROVIDERS,
+    providers: tuple[Provider, ...] = PROVIDERS, files: Files = threshold_files
 ) -> tuple[FlashAttentionBackend | FirstProviderBackend, ...]:
     """Return `flash_attn` by the first provider that serves, and `flash_attn[PROVIDER]` by each, for both operations."""
     found: list[FlashAttentionBackend | FirstProviderBackend] = []
     for operation in (Operation.CMP, Operation.WIN):
-        named = [FlashAttentionBackend(operation=operation, provider=each, name=f"flash_attn[{each.name}]") for each in providers]
-        installed = tuple(evolve(each, level=-rank, policy=()) for rank, each in enumerate(named) if each.provider.is_installed)
-        found += [FirstProviderBackend(operation=operation, providers=BackendRegistry(installed)), *named]
+        named = [
+            FlashAttentionBackend(operation=operation, provider=each, name=f"flash_attn[{each.name}]", files=files) for each in providers
+        ]
+        installed = tuple(evolve(each, level=-rank, files=None) for rank, each in enumerate(named) if each.provider.is_installed)
+        found += [FirstProviderBackend(operation=operation, providers=BackendRegistry(installed), files=files), *named]
     return tuple(found)

@@ -1,0 +1,158 @@
+"""Measured minimum lengths on disk: from how many tokens on a backend is faster than another. `nsa-bench thresholds --write` writes them."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from nsa_core.backends.base import BranchRequest, Operation
+
+FORMAT, SCHEMA = "nsa-thresholds", 1
+DIRECTIONS = {"fwd": False, "fwd+bwd": True}
+"""Names of directions in a table, and whether they need gradients."""
+GEOMETRY_SIZES = 5
+"""Sizes in the text of a geometry: l/d/l'/n/w."""
+
+
+def user_file() -> Path:
+    """Return the user's own table: `nsa/thresholds.json` in torch's cache, `~/.cache/torch` unless torch is set up otherwise."""
+    return Path(torch.hub.get_dir()).parent / "nsa" / "thresholds.json"
+
+
+@frozen(kw_only=True)
+class MinLength:
+    """The length from which on `backend` was measured to be faster than `against`, for one GPU, direction and shape of heads."""
+
+    compute_capability: tuple[int, int] | None
+    operation: Operation
+    needs_grad: bool
+    dtype: str
+    """Such as "bfloat16"."""
+    geometry: tuple[int, ...]
+    """(l, d, l', n, w)."""
+    group_size: int
+    """Query heads per KV head."""
+    head_dim_qk: int
+    head_dim_v: int
+    backend: str
+    against: str
+    min_length: int | None
+    """In tokens; None where it was faster at no length up to `max_length`."""
+    max_length: int
+    """The longest length that was measured."""
+
+    def is_of(self, request: BranchRequest) -> bool:
+        """Return True where the call is like the measured one but for its length, its batch and its number of KV heads."""
+        return (
+            self.operation is request.operation
+            and self.compute_capability == request.compute_capability
+            and self.needs_grad == request.needs_grad
+            and self.dtype == str(request.dtype).removeprefix("torch.")
+            and self.group_size * request.num_kv_heads == request.num_heads
+            and (self.head_dim_qk, self.head_dim_v) == (request.head_dim_qk, request.head_dim_v)
+            and self._sizes_of(self.geometry) == self._sizes_of(_geometry_of(request))
+        )
+
+    def _sizes_of(self, geometry: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes that the operation depends on."""
+        parts = {Operation.CMP: geometry[:2], Operation.WIN: geometry[4:]}
+        return parts.get(self.operation, geometry)
+
+
+@frozen(kw_only=True)
+class ThresholdTable:
+    """The entries of a file; none where there is no file, or one that cannot be used."""
+
+    entries: tuple[MinLength, ...] = ()
+    problem: str | None = None
+    """Why the file cannot be used, and what to do; None where it can, or does not exist."""
+
+    def of(self, request: BranchRequest, backend: str) -> tuple[MinLength, ...]:
+        """Return what was measured of `backend` for calls like `request`, an entry for each backend it was compared with."""
+        return tuple(entry for entry in self.entries if entry.backend == backend and entry.is_of(request))
+
+
+@cache
+def table_of(path: Path) -> ThresholdTable:
+    """Return the table in `path` as it was when the process first asked."""
+    return read_table(path)
+
+
+def read_table(path: Path) -> ThresholdTable:
+    """Return the table in `path`. A file that cannot be used raises nothing: it is the `problem` of an empty table."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return ThresholdTable(entries=_entries_of(json.loads(text)))
+    except FileNotFoundError:
+        return ThresholdTable()
+    except OSError as error:
+        why = f"cannot be read ({error})"
+    except (KeyError, TypeError, AttributeError) as error:
+        why = f"has a damaged row ({type(error).__name__}: {error})"
+    except (ValueError, RecursionError) as error:
+        # also of text that is not UTF-8 or not JSON
+        why = f"is damaged or no table of thresholds ({error})"
+    return ThresholdTable(problem=f"{path} {why}; remove it, and write it again by `nsa-bench thresholds --write`")
+
+
+def _entries_of(content: Any) -> tuple[MinLength, ...]:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    if content.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {content.get('schema')!r}; this version reads {SCHEMA}")
+    return tuple(_entry_of(row) for row in content["rows"])
+
+
+def _entry_of(row: dict[str, Any]) -> MinLength:
+    capability, least = row["compute_capability"], row["min_length"]
+    geometry = tuple(int(size) for size in row["geometry"].split("/"))
+    if len(geometry) != GEOMETRY_SIZES:
+        raise ValueError(f"geometry {row['geometry']!r} is not l/d/l'/n/w")
+    group_size, rest = divmod(_positive(row["num_heads"]), _positive(row["num_kv_heads"]))
+    if rest:
+        raise ValueError(f"num_heads {row['num_heads']} is not a multiple of num_kv_heads {row['num_kv_heads']}")
+    return MinLength(
+        compute_capability=None if capability is None else _capability_of(capability),
+        operation=Operation(row["operation"]),
+        needs_grad=DIRECTIONS[row["direction"]],
+        dtype=_text(row["dtype"]),
+        geometry=geometry,
+        group_size=group_size,
+        head_dim_qk=_positive(row["head_dim_qk"]),
+        head_dim_v=_positive(row["head_dim_v"]),
+        backend=_text(row["backend"]),
+        against=_text(row["against"]),
+        min_length=None if least is None else _positive(least),
+        max_length=_positive(row["max_length"]),
+    )
+
+
+def _geometry_of(request: BranchRequest) -> tuple[int, ...]:
+    geometry = request.geometry
+    return (
+        geometry.compression_block_size,
+        geometry.compression_stride,
+        geometry.selection_block_size,
+        geometry.num_selected_blocks,
+        geometry.window_size,
+    )
+
+
+def _capability_of(dotted: str) -> tuple[int, int]:
+    major, minor = dotted.split(".")
+    return int(major), int(minor)
+
+
+def _positive(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{value!r} is not a positive whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
