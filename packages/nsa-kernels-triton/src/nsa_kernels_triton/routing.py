@@ -22,7 +22,7 @@ SELECTIONS = (Operation.SELECT, Operation.SLC, Operation.NSA)
 """The operations whose kernels want the shared memory of the design target."""
 
 MOST_STEP_ROWS = 16
-"""Most rows of a sequence in a step of the decode kernels. A step of more rows takes the kernels of a forward pass."""
+"""Most rows of a sequence in a step of the decode kernels; attention of more rows takes the kernels of a forward pass."""
 FIRST_WITH_FP8 = (8, 9)
 
 NOT_INSTALLED = "triton is not installed (the kernels are written in it); pip install triton"
@@ -37,8 +37,6 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
     reasons = CAPABILITY.reasons_against(request)
     if find_spec("triton") is None:
         reasons += (Reason.incapable(NOT_INSTALLED),)
-    if request.operation is Operation.APPEND and request.num_queries > MOST_STEP_ROWS:
-        reasons += (Reason.policy(f"a step of {request.num_queries} rows (its kernels are for at most {MOST_STEP_ROWS} of each sequence)"),)
     if request.operation is Operation.APPEND:
         reasons += _reasons_against_fp8(request)
     if request.device_type == "cuda":

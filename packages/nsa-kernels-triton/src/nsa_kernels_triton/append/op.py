@@ -20,6 +20,8 @@ TOKEN_SPLITS = 8
 BLOCK_ITEMS = 16
 """Blocks of a tile in the products of `mlp`: the fewest that a product takes."""
 BLOCK_COLUMNS = 32
+MOST_MLP_ROWS = 16
+"""Most rows of a sequence whose blocks the kernels of `mlp` compute: they are cut for few blocks, torch's products are faster for many."""
 
 
 class Phi(NamedTuple):
@@ -39,7 +41,7 @@ def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, c
 
     One launch writes the rows of three stores and the blocks of phi `mean` and `conv`; `mlp` takes a second one. Where the ring of raw tokens
     has fewer rows than l - 1 and the step together, one launch more writes the rows after the blocks. Another phi or rotation than
-    the layer's own is called as it is, and only its result is written here.
+    the layer's own is called as it is, and only its result is written here; so is `mlp` in steps of more than `MOST_MLP_ROWS` rows.
     """
     if not start.numel():
         return
@@ -58,7 +60,8 @@ def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, c
 def _append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, geometry: BlockGeometry) -> None:
     start, count = start.contiguous(), count.contiguous()
     phi = None if blocks is None else phi_of(blocks)
-    if blocks is not None and phi is None:
+    has_many = phi is not None and phi.k_mlp is not None and blocks is not None and blocks.raw.k.shape[1] > MOST_MLP_ROWS
+    if blocks is not None and (phi is None or has_many):
         # before the ring of raw tokens forgets those of open blocks
         reference.emit_blocks(blocks, start, count, geometry, write=write_rows)
         blocks = None
