@@ -8,10 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_core import BlockGeometry, BranchRequest, Operation, default_registry, nsa_attention
+from nsa_core import (
+    BlockGeometry,
+    BranchRequest,
+    Operation,
+    compressed_attention,
+    default_registry,
+    nsa_attention,
+    sliding_window_attention,
+)
 from nsa_core.reference.choose import choose
 from nsa_core.testing.conformance import check_backend
 from nsa_core.testing.inputs import Shape, make_inputs
+from nsa_core.testing.tolerances import max_error
 from nsa_kernels_cuda import jit, routing
 from nsa_kernels_cuda.choice import op
 from nsa_kernels_cuda.flash_attention.backend import flash_attention_backends
@@ -183,6 +192,34 @@ def test_another_gpu_than_the_current_one_chooses():
     scores, positions = (x.to("cuda:1") for x in scores_of(2_048, 4))
     expected = choose(scores, None, positions, 4, geometry=GEOMETRY)
     assert torch.equal(op.choose(scores, None, positions, 4, geometry=GEOMETRY), expected)
+
+
+@pytest.mark.hardware(num_gpus=2, capability=(8, 0))
+def test_routing_loads_the_choice_on_the_gpu_of_the_request():
+    for function in (jit.load, jit.library_of, jit._why_unavailable):
+        function.cache_clear()
+    capability = torch.cuda.get_device_capability(1)
+    request = BranchRequest(operation="choose", device_type="cuda", compute_capability=capability, device_index=1)
+    assert routing.reasons_against(request) == ()
+    assert jit.load.cache_info().misses == len(op.KERNELS)
+    jit.load(op.SOURCE, op.KERNELS[torch.float32], 1)
+    assert jit.load.cache_info().misses == len(op.KERNELS)
+
+
+@pytest.mark.hardware(num_gpus=2, capability=(8, 0))
+@pytest.mark.parametrize("backend", flash_attention_backends(INSTALLED), ids=lambda backend: f"{backend.operation} {backend.name}")
+def test_flash_attention_runs_on_another_gpu_than_the_current_one(backend):
+    shape = Shape(geometry=GEOMETRY, num_queries=500, num_heads=4, num_kv_heads=2, head_dim_qk=64, head_dim_v=64)
+    inputs = make_inputs(shape, torch.bfloat16, "cuda:1").with_grad()
+    operands = (inputs.q, inputs.k_cmp, inputs.v_cmp) if backend.operation is Operation.CMP else (inputs.q, inputs.k_win, inputs.v_win)
+    run = compressed_attention if backend.operation is Operation.CMP else sliding_window_attention
+    assert torch.cuda.current_device() == 0
+    outs, gradients = [], []
+    for name in (backend.name, "sdpa"):
+        outs.append(run(*operands, geometry=GEOMETRY, backend=name).out)
+        gradients.append(torch.autograd.grad(outs[-1].sum(), operands))
+    for found, expected in ((outs[0], outs[1]), *zip(*gradients, strict=True)):
+        assert max_error(found, expected) <= 2**-5 * float(expected.abs().max())
 
 
 @pytest.mark.hardware(capability=(9, 0))

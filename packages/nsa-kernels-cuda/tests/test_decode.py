@@ -30,7 +30,7 @@ from nsa_core.selection import pool_importance
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.steps import step_by_branches
 from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
-from nsa_kernels_cuda import jit
+from nsa_kernels_cuda import cluster_launch, jit
 from nsa_kernels_cuda.cluster_launch import SHARED_BYTES
 from nsa_kernels_cuda.decode import backend as decode_backend
 from nsa_kernels_cuda.decode import op
@@ -472,6 +472,26 @@ def test_a_step_that_it_does_not_take_compiles_nothing(monkeypatch):
     assert messages(evolve(REQUEST, num_queries=2))
 
 
+@pytest.mark.parametrize("num_clusters", [0, 3])
+def test_the_next_backend_serves_a_gpu_without_room_for_a_cluster(num_clusters, nvrtc, monkeypatch):
+    asked = []
+
+    def why_no_cluster_fits(*question: Any) -> str:
+        asked.append(question)
+        return "" if num_clusters else "a cluster of 16 CTAs does not fit GPU 2"
+
+    monkeypatch.setattr(cluster_launch, "why_no_cluster_fits", why_no_cluster_fits)
+    monkeypatch.setattr(jit, "device_here", lambda capability, index: index)
+    monkeypatch.setattr(jit, "why_unavailable", lambda *arguments: "")
+    monkeypatch.setattr(decode_backend, "IS_PREFERRED", True)
+    decision = explain_routing(evolve(REQUEST, device_index=2))
+    assert (decision.chosen == "cuda") is bool(num_clusters)
+    assert ("incapable: a cluster of 16 CTAs does not fit GPU 2" in str(decision)) is not bool(num_clusters)
+    plan = plans.Plan.of(sizes_of(4, REQUEST.num_keys))
+    assert plan is not None
+    assert set(asked) == {(op.SOURCE, "decode_bfloat16_128", plan.num_ranks, 256, plan.shared_bytes, 2)}
+
+
 def test_it_stands_below_triton_until_it_is_preferred(nvrtc, monkeypatch):
     preferences = {candidate.name: candidate.preference for candidate in explain_routing(REQUEST).candidates}
     assert preferences["cuda"] < preferences.get("triton", 100)
@@ -592,6 +612,31 @@ def test_a_layers_steps_over_a_static_cache_take_it(kv, preferred, monkeypatch):
             outs.append(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(1200, 1300)], 1))
     assert len(calls) == 100
     assert max_error(outs[0], outs[1]) <= 2**-5 * float(outs[1].abs().max())
+
+
+@on_a_gpu
+def test_a_gpu_has_room_for_the_clusters_of_a_step_and_none_for_twice_the_largest():
+    def why(num_ranks: int) -> str:
+        kernel, device = op.kernel_of(torch.bfloat16, 128), torch.cuda.current_device()
+        return cluster_launch.why_no_cluster_fits(op.SOURCE, kernel, num_ranks, 256, SHARED_BYTES, device)
+
+    assert [why(num_ranks) for num_ranks in (1, 2, 4, 8, 16)] == [""] * 5
+    assert "a cluster of 32 CTAs" in why(32)
+
+
+@pytest.mark.hardware(num_gpus=2, capability=(9, 0))
+def test_another_gpu_than_the_current_one_takes_a_step():
+    for function in (jit.load, jit.library_of, jit._why_unavailable, cluster_launch._load, cluster_launch.why_no_cluster_fits):
+        function.cache_clear()
+    case = P._replace(starts=(2000, 3))
+    step = make_step(case, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert messages(evolve(REQUEST, device_index=1, num_sequences=2, batch=2)) == []
+    # routing loaded it on the GPU of the operands
+    assert jit.load.cache_info().misses == 1
+    assert_same_above_ties(on_the_gpu(step, case), step, case)
+    assert jit.load.cache_info().misses == 1
+    assert torch.cuda.current_device() == 0
 
 
 @on_a_gpu

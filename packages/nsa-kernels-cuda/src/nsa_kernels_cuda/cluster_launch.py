@@ -55,6 +55,36 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
 
 
 @cache
+def why_no_cluster_fits(source: Path, kernel: str, num_ranks: int, num_threads: int, shared_bytes: int, device: int) -> str:
+    """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; empty where it has. The driver is asked once.
+
+    A MIG slice may have no GPU processing cluster with so many multiprocessors, and other processes may hold some of them.
+    """
+    from cuda.bindings import driver
+
+    config, cluster = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = num_ranks, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_ranks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared_bytes, [cluster], 1
+    try:
+        with torch.cuda.device(device):
+            function = driver.CUfunction(int(_load(source, kernel, device).handle))
+            # the driver answers for the current context
+            jit.make_context_current(device)
+            status, num_clusters = driver.cuOccupancyMaxActiveClusters(function, config)
+    except jit.KernelBuildError as error:
+        return str(error)
+    if status == driver.CUresult.CUDA_SUCCESS and num_clusters:
+        return ""
+    answer = "the driver has room for none" if status == driver.CUresult.CUDA_SUCCESS else f"the driver says {status.name}"
+    return (
+        f"a cluster of {num_ranks} CTAs with {shared_bytes} bytes of shared memory each does not fit GPU {device} ({answer}); use 'triton'"
+    )
+
+
+@cache
 def _load(source: Path, kernel: str, device: int) -> "Kernel":
     """Return `kernel`, allowed on GPU `device` SHARED_BYTES of shared memory, and clusters of more than 8 blocks."""
     from cuda.bindings import driver

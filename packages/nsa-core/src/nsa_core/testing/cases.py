@@ -95,6 +95,7 @@ def request_of(case: Case, operation: Operation, device: torch.device, *, needs_
         geometry=shape.geometry,
         device_type=device.type,
         compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        device_index=device.index,
         dtype=case.dtype,
         kv_dtype=case.dtype,
         batch=1 if shape.lengths is not None or case.layout is Layout.RAGGED else shape.batch,
