@@ -110,7 +110,18 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
                 return differentiate_blocks(provider, given, q, k, v, result, geometry, scale)
             return tuple(provider.backward(given, q, k, v, result, scale=scale, window=geometry.window_size))
 
-    return attention_op(f"nsa_flash_attn::{operation}_{provider.name}", forward, backward, operation=operation)
+    known = _providers_named(provider.name)
+    if provider not in known:
+        known.append(provider)
+    number = known.index(provider)
+    name = f"nsa_flash_attn::{operation}_{provider.name}{f'_{number + 1}' if number else ''}"
+    return attention_op(name, forward, backward, operation=operation)
+
+
+@cache
+def _providers_named(name: str) -> list[Provider]:
+    """Return the list of the providers of one name that have ops; those after the first have a number in their op's name."""
+    return []
 
 
 def _with_dense_columns(x: Tensor) -> Tensor:
