@@ -9,17 +9,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_core import (
     BlockGeometry,
     BranchRequest,
+    Capability,
     InputError,
     NativeSparseAttention,
     NSAConfig,
     Operation,
+    Reason,
     default_registry,
     explain_routing,
 )
@@ -27,8 +31,10 @@ from nsa_core.backends.base import FusedOutput, Keys, Layout, Queries
 from nsa_core.blocks import num_compressed_blocks, num_selection_blocks
 from nsa_core.reference import naive
 from nsa_core.selection import pool_importance
+from nsa_core.testing.conformance import check_backend
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.steps import step_by_branches
+from nsa_core.testing.strategies import HEADS, edge_lengths, geometries
 from nsa_core.testing.tolerances import allowed_error, max_error, near_tie_margin
 from nsa_kernels_cuda import cluster_launch, jit
 from nsa_kernels_cuda.cluster_launch import SHARED_BYTES
@@ -38,6 +44,7 @@ from nsa_kernels_cuda.decode import plan as plans
 from nsa_kernels_cuda.decode.backend import CudaDecode
 
 SCALE = 0.3
+FP16 = torch.float16
 
 
 class Case(NamedTuple):
@@ -205,7 +212,6 @@ def with_clusters_of(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "CLUSTERS", ((2**31, num_ranks),))
 
 
-FP16 = torch.float16
 CASES = {
     "one row": Case(),
     "group of 1": Case(num_heads=2),
@@ -297,6 +303,85 @@ def test_the_windows_keys_may_lie_anywhere(run, layout):
     step = layout(make_step(case), case)
     whole = make_step(case)
     assert_same(run(step, case), by_the_reference(whole._replace(win=whole.slc) if step.win is step.slc else whole, case))
+
+
+Run = Callable[[Step, Case], FusedOutput]
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> Case:
+    """Draw a step whose sequences end at and around the edges of a drawn geometry."""
+    geometry = draw(geometries())
+    heads, kv_heads = draw(st.sampled_from(HEADS))
+    lengths = st.sampled_from(edge_lengths(geometry))
+    return Case(
+        starts=tuple(length - 1 for length in draw(st.lists(lengths, min_size=1, max_size=3))),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim_qk=draw(st.sampled_from((16, 48))),
+        head_dim_v=draw(st.sampled_from((16, 32))),
+        geometry=geometry,
+        dtype=draw(st.sampled_from((torch.bfloat16, FP16))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def check_future_tokens_change_nothing(run: Run, step: Step, case: Case) -> None:
+    """Outputs and choices are bit-identical whatever finite numbers stand behind a sequence's last token and last whole block."""
+    found = []
+    for future in (1.0, -1000.0):
+        stores = (keys._replace(k=keys.k.nan_to_num(future), v=keys.v.nan_to_num(-future)) for keys in step[1:4])
+        found.append(run(Step(step.queries, *stores, step.gates), case))
+    assert torch.equal(found[0].block_indices, found[1].block_indices)
+    assert torch.equal(found[0].out, found[1].out)
+
+
+def check_heads_permute_within_groups(run: Run, step: Step, case: Case) -> None:
+    """Permuting the heads of a group permutes outputs and keeps the choice, above the margin."""
+    groups = torch.arange(case.num_heads, device=step.gates.device).view(case.num_kv_heads, -1)
+    order = groups[:, torch.randperm(groups.shape[1], generator=torch.Generator().manual_seed(case.seed))].flatten()
+    queries = step.queries._replace(q=step.queries.q[:, :, order])
+    permuted = run(step._replace(queries=queries, gates=step.gates[:, :, order]), case)
+    # the choice of the heads in their first order is right for these too, and so is the output put back into it
+    assert_same_above_ties(permuted._replace(out=permuted.out[:, :, order.argsort()]), step, case)
+
+
+PROPERTIES = {"causality": check_future_tokens_change_nothing, "group consistency": check_heads_permute_within_groups}
+
+
+@pytest.mark.parametrize("check", PROPERTIES.values(), ids=PROPERTIES)
+def test_the_properties_hold_of_drawn_steps(run, check):
+    @given(case=drawn_cases())
+    def holds(case: Case) -> None:
+        check(run, make_step(case), case)
+
+    holds()
+
+
+@frozen(kw_only=True)
+class EmulatedDecode:
+    """The backend over the emulated kernels, with the limits of the one for GPUs."""
+
+    library: ctypes.CDLL
+    name: str = "cuda"
+    operation: Operation = Operation.NSA
+    capability: Capability = evolve(decode_backend.CAPABILITY, device_types=("cpu",), min_compute_capability=None)
+
+    def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
+        return self.capability.reasons_against(request) + tuple(map(Reason.incapable, decode_backend._limits(request)))
+
+    def preference(self, request: BranchRequest) -> int:
+        return 50
+
+    def __call__(self, *operands: Any, geometry: BlockGeometry, scale: float) -> FusedOutput:
+        step = Step(*operands)
+        return run_on(self.library, step, Case(geometry=geometry, scale=scale, dtype=step.queries.q.dtype))
+
+
+def test_the_emulated_kernels_conform_to_the_oracle(emulated_decode):
+    report = check_backend(EmulatedDecode(library=emulated_decode))
+    # in bf16 and fp16, over each form of the window
+    assert len(report.passed) == 6
 
 
 def test_gates_may_have_the_dtype_of_q_or_any_other(run):
@@ -558,6 +643,37 @@ def test_sequences_of_unlike_lengths_equal_each_alone_on_a_gpu(monkeypatch):
     together = on_the_gpu(step, case)
     for b in range(len(case.starts)):
         assert torch.equal(on_the_gpu(step.of_sequence(b), case).out, together.out[b : b + 1])
+
+
+@on_a_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("check", PROPERTIES.values(), ids=PROPERTIES)
+def test_the_properties_hold_of_drawn_steps_on_a_gpu(check):
+    @settings(max_examples=200, deadline=None)
+    @given(case=drawn_cases())
+    def holds(case: Case) -> None:
+        # a backend that is named never falls back
+        check(on_the_gpu, make_step(case, "cuda"), case)
+
+    holds()
+
+
+@on_a_gpu
+def test_the_op_passes_opcheck():
+    case = P._replace(starts=(700, 3))
+    # opcheck compares operands before and after, and NaN equals nothing
+    step = Step(*(x._replace(k=x.k.nan_to_num(), v=x.v.nan_to_num()) if isinstance(x, Keys) else x for x in make_step(case, "cuda")))
+    flat = [x for operand in step for x in (operand if isinstance(operand, tuple) else (operand,))]
+    arguments = (*flat, list(case.geometry.as_tuple()), case.scale, False)
+    assert set(torch.library.opcheck(torch.ops.nsa_cuda.decode.default, arguments).values()) == {"SUCCESS"}
+
+
+@on_a_gpu
+def test_it_conforms_to_the_oracle():
+    report = check_backend(CudaDecode(), device="cuda")
+    print(report)
+    # in bf16 and fp16, over each form of the window
+    assert len(report.passed) == 6
 
 
 @on_a_gpu
