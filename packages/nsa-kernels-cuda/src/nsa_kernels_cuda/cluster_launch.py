@@ -1,4 +1,4 @@
-"""Launches of kernels whose blocks form clusters, on torch's current stream."""
+"""Launches of kernels whose CTAs form clusters, on torch's current stream."""
 
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cuda.core import Kernel
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory that a block may have at compute capability 9.0."""
+"""Shared memory that a CTA may have at compute capability 9.0."""
 
 
 class ClusterLaunch(NamedTuple):
@@ -22,11 +22,11 @@ class ClusterLaunch(NamedTuple):
 
     num_clusters: int
     num_ranks: int
-    """Blocks of a cluster; above 8 a GPU need not have room for one."""
+    """CTAs of a cluster; above 8 a GPU need not have room for one."""
     num_threads: int
-    """Threads of a block."""
+    """Threads of a CTA."""
     shared_bytes: int
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory of a CTA."""
     arguments: tuple[Tensor | int | None, ...]
     """Pointers, as tensors on the GPU or None for nullptr, and numbers of type int, in the kernel's order."""
 
@@ -86,7 +86,7 @@ def why_no_cluster_fits(source: Path, kernel: str, num_ranks: int, num_threads: 
 
 @cache
 def _load(source: Path, kernel: str, device: int) -> "Kernel":
-    """Return `kernel`, allowed on GPU `device` SHARED_BYTES of shared memory, and clusters of more than 8 blocks."""
+    """Return `kernel`, allowed on GPU `device` SHARED_BYTES of shared memory, and clusters of more than 8 CTAs."""
     from cuda.bindings import driver
 
     loaded = jit.load(source, kernel, device)

@@ -17,9 +17,9 @@ KERNELS = {torch.float32: "choose_float32", torch.bfloat16: "choose_bfloat16", t
 
 WARP_SIZE = 32
 MOST_WARPS = 4
-"""Warps, and so rows, of a block where their scores fit."""
+"""Warps, and so rows, of a CTA where their scores fit."""
 SHARED_BYTES = 48 * 1024
-"""Shared memory of a block on every GPU, without asking for more."""
+"""Shared memory of a CTA on every GPU, without asking for more."""
 PIECE = 4 * WARP_SIZE
 """Blocks that a warp reads at a time; rows are staged in whole pieces."""
 MOST_SURVIVORS = 128
