@@ -2,8 +2,8 @@
 #include "decode.cu"
 
 // What a launch takes, in the order of the kernel's parameters: 13 pointers, then numbers.
-extern "C" void emulate_decode(const char* kernel, int num_blocks, int shared_bytes, int num_ranks, int backwards, void** p, const int* n) {
-  const emulator::Shape shape = {{num_blocks, 1}, NUM_THREADS, static_cast<std::size_t>(shared_bytes), num_ranks, backwards != 0};
+extern "C" void emulate_decode(const char* kernel, int num_ctas, int shared_bytes, int num_ranks, int backwards, void** p, const int* n) {
+  const emulator::Shape shape = {{num_ctas, 1}, NUM_THREADS, static_cast<std::size_t>(shared_bytes), num_ranks, backwards != 0};
   const auto run = [&]<class T>(void (*function)(DECODE_PARAMETERS(T))) {
     const auto in = [&](int i) { return static_cast<const T*>(p[i]); };
     const auto numbers = [&](int i) { return static_cast<const int*>(p[i]); };

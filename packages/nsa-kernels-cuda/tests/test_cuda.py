@@ -1,17 +1,36 @@
 """The choice on a GPU: equal to the rule, on the current stream, captured, and what it takes next to Triton's."""
 
+import os
+import shutil
 import statistics
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from nsa_core import BlockGeometry, BranchRequest, Operation, default_registry, nsa_attention
+from nsa_core import (
+    BlockGeometry,
+    BranchRequest,
+    Operation,
+    compressed_attention,
+    default_registry,
+    nsa_attention,
+    sliding_window_attention,
+)
 from nsa_core.reference.choose import choose
+from nsa_core.testing import properties
 from nsa_core.testing.conformance import check_backend
 from nsa_core.testing.inputs import Shape, make_inputs
+from nsa_core.testing.properties import Where
+from nsa_core.testing.strategies import shapes
+from nsa_core.testing.tolerances import max_error
 from nsa_kernels_cuda import jit, routing
 from nsa_kernels_cuda.choice import op
 from nsa_kernels_cuda.flash_attention.backend import flash_attention_backends
@@ -175,7 +194,7 @@ def test_what_a_launch_takes_on_the_host(record_property):
 def test_the_op_passes_opcheck():
     scores, positions = scores_of(2_048, 4)
     arguments = (scores, None, positions, 4, list(GEOMETRY.as_tuple()))
-    torch.library.opcheck(op._choose, arguments)
+    assert set(torch.library.opcheck(op._choose, arguments).values()) == {"SUCCESS"}
 
 
 @pytest.mark.hardware(num_gpus=2, capability=(8, 0))
@@ -183,6 +202,34 @@ def test_another_gpu_than_the_current_one_chooses():
     scores, positions = (x.to("cuda:1") for x in scores_of(2_048, 4))
     expected = choose(scores, None, positions, 4, geometry=GEOMETRY)
     assert torch.equal(op.choose(scores, None, positions, 4, geometry=GEOMETRY), expected)
+
+
+@pytest.mark.hardware(num_gpus=2, capability=(8, 0))
+def test_routing_loads_the_choice_on_the_gpu_of_the_request():
+    for function in (jit.load, jit.library_of, jit._why_unavailable):
+        function.cache_clear()
+    capability = torch.cuda.get_device_capability(1)
+    request = BranchRequest(operation="choose", device_type="cuda", compute_capability=capability, device_index=1)
+    assert routing.reasons_against(request) == ()
+    assert jit.load.cache_info().misses == len(op.KERNELS)
+    jit.load(op.SOURCE, op.KERNELS[torch.float32], 1)
+    assert jit.load.cache_info().misses == len(op.KERNELS)
+
+
+@pytest.mark.hardware(num_gpus=2, capability=(8, 0))
+@pytest.mark.parametrize("backend", flash_attention_backends(INSTALLED), ids=lambda backend: f"{backend.operation} {backend.name}")
+def test_flash_attention_runs_on_another_gpu_than_the_current_one(backend):
+    shape = Shape(geometry=GEOMETRY, num_queries=500, num_heads=4, num_kv_heads=2, head_dim_qk=64, head_dim_v=64)
+    inputs = make_inputs(shape, torch.bfloat16, "cuda:1").with_grad()
+    operands = (inputs.q, inputs.k_cmp, inputs.v_cmp) if backend.operation is Operation.CMP else (inputs.q, inputs.k_win, inputs.v_win)
+    run = compressed_attention if backend.operation is Operation.CMP else sliding_window_attention
+    assert torch.cuda.current_device() == 0
+    outs, gradients = [], []
+    for name in (backend.name, "sdpa"):
+        outs.append(run(*operands, geometry=GEOMETRY, backend=name).out)
+        gradients.append(torch.autograd.grad(outs[-1].sum(), operands))
+    for found, expected in ((outs[0], outs[1]), *zip(*gradients, strict=True)):
+        assert max_error(found, expected) <= 2**-5 * float(expected.abs().max())
 
 
 @pytest.mark.hardware(capability=(9, 0))
@@ -213,6 +260,74 @@ def test_flash_attention_of_every_installed_provider_conforms_to_the_oracle(back
     report = check_backend(backend, device="cuda")
     print(report)
     assert report.passed
+
+
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+SMALL_CALLS = """
+import torch
+from nsa_core import BlockGeometry, Keys, Queries
+from nsa_kernels_cuda.choice import op as choice
+from nsa_kernels_cuda.decode import op as decode
+
+torch.manual_seed(0)
+geometry = BlockGeometry(8, 4, 8, num_selected_blocks=6, window_size=20)
+positions = torch.arange(300, 308, device="cuda", dtype=torch.int32)
+choice.choose(torch.rand(8, 2, 40, device="cuda"), None, positions, 2, geometry=geometry)
+if torch.cuda.get_device_capability() == (9, 0):
+    def keys(length):
+        return Keys(*torch.randn(2, 2, length, 2, 16, device="cuda", dtype=torch.bfloat16), length)
+    q = torch.randn(2, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
+    start = torch.tensor([90, 37], dtype=torch.int32, device="cuda")
+    gates = torch.rand(2, 1, 8, 3, device="cuda")
+    decode.decode(Queries(q, 1, None, start), keys(23), keys(100), keys(100), gates, geometry=geometry, scale=0.3)
+torch.cuda.synchronize()
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed (neither on PATH nor in /usr/local/cuda/bin)")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool):
+    # torch may ask for what a driver lacks, and goes on
+    options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
+    command = [SANITIZER, *options, sys.executable, "-c", SMALL_CALLS]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done" in done.stdout
+    assert "0 errors" in done.stdout or "0 hazards" in done.stdout
+
+
+FLASH_CHECKS = {"causality": properties.check_past_outputs_and_choices, "group consistency": properties.check_heads_permute_within_groups}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("check", FLASH_CHECKS)
+@pytest.mark.parametrize("name", [f"flash_attn[{provider.name}]" for provider in INSTALLED])
+def test_the_properties_hold_of_flash_attention_on_drawn_shapes(name, check):
+    """The choice is the reference's, by scores whose lse is the provider's."""
+    where = Where(backend={"cmp": name, "win": name, "slc": "sdpa", "select": "sdpa"}, device="cuda", dtype=torch.bfloat16)
+    served = set()
+
+    @settings(max_examples=200, deadline=None)
+    @given(shape=shapes(packed=False), width=st.sampled_from((8, 16, 64)), data=st.data())
+    def holds(shape: Shape, width: int, data: st.DataObject) -> None:
+        shape = evolve(shape, head_dim_qk=width, head_dim_v=width)
+        row = (data.draw(st.integers(0, shape.total - 1)),) if check == "causality" else ()
+        FLASH_CHECKS[check](shape, *row, where)
+
+    def record(asked: str, request: BranchRequest, taken: str | None) -> None:
+        served.add((request.operation, taken))
+
+    default_registry().observers.append(record)
+    try:
+        holds()
+    finally:
+        default_registry().observers.remove(record)
+    assert served == {(Operation.CMP, name), (Operation.WIN, name), (Operation.SLC, "sdpa"), (Operation.SELECT, "sdpa")}
 
 
 @pytest.mark.slow

@@ -194,6 +194,23 @@ def test_a_call_takes_the_provider_that_routing_notes(operation, is_compiled, mo
     assert inputs.q.grad is not None
 
 
+@frozen(kw_only=True)
+class TwiceAsMuch(PlainTorch):
+    """Another library of the same name."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
+        found = PlainTorch().forward(q, k, v, scale=scale, window=window)
+        return found._replace(out=2 * found.out)
+
+
+@pytest.mark.filterwarnings("ignore:.*against policy.*")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_two_providers_of_one_name_keep_their_own_ops(operation):
+    registries = [BackendRegistry((backend_of(operation, each(name="same")),)) for each in (PlainTorch, TwiceAsMuch)]
+    first, second = (call(operation, registry, inputs_of()).out for registry in registries)
+    assert torch.equal(2 * first, second)
+
+
 def test_where_no_provider_serves_the_reasons_of_each_are_given():
     [found, *_] = flash_attention_backends((limited("a", max_head_dim=64), limited("b", gradient=False)), files=tuple)
     assert [str(reason) for reason in found.reasons_against(evolve(REQUEST, operation="cmp"))] == [

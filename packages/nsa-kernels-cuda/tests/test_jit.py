@@ -7,6 +7,7 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nsa_core import BackendRegistry, BranchRequest, Operation
 from nsa_core.reference.sdpa import SDPABackend
@@ -55,6 +56,7 @@ def put_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.device", nullcontext)
 
 
@@ -198,6 +200,24 @@ def test_routing_loads_every_kernel_on_the_current_gpu_so_that_a_capture_need_no
     put_gpu(monkeypatch)
     assert chosen().chosen == "cuda"
     assert loaded == [(op.SOURCE, kernel, 1) for kernel in op.KERNELS.values()]
+
+
+def test_routing_loads_on_the_gpu_of_the_request_and_not_on_the_current_one(nvrtc, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(jit, "load", lambda *arguments: loaded.append(arguments))
+    put_gpu(monkeypatch)
+    registry = BackendRegistry((CudaChoice(), SDPABackend(operation=Operation.CHOOSE)))
+    facts = {"operation": "choose", "geometry": REQUEST.geometry.as_tuple(), "device_type": "cuda", "dtype": torch.float32}
+    for index in (3, 0):
+        registry.resolve_index("cuda", False, device_index=index, **facts)
+    assert [device for _, _, device in loaded] == [3, 3, 3, 0, 0, 0]
+
+
+def test_nothing_is_loaded_on_a_gpu_that_is_not_here(nvrtc, monkeypatch):
+    monkeypatch.setattr(jit, "load", lambda *arguments: pytest.fail("it loaded"))
+    put_gpu(monkeypatch)
+    assert jit.why_unavailable(op.SOURCE, ("choose_float32",), (9, 0), 4) == ""
+    assert jit.why_unavailable(op.SOURCE, ("choose_float32",), (8, 0), 1) == ""
 
 
 def test_the_kernels_of_a_source_are_loaded_as_one_library_on_each_gpu(source, monkeypatch):

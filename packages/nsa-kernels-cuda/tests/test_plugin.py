@@ -36,6 +36,46 @@ print(json.dumps({"has_compiler": found, "started": torch.cuda.is_initialized()}
 REQUEST = BranchRequest(operation="choose", device_type="cuda", compute_capability=(9, 0), num_queries=4096, num_keys=4096)
 
 
+IMPORTED_TWICE = """
+import sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from nsa_core import BlockGeometry
+
+declared = []
+define = torch.library.Library.define
+def counted(self, schema, *x, **y):
+    declared.append(f"{self.ns}::{schema.partition('(')[0]}")
+    return define(self, schema, *x, **y)
+
+torch.library.Library.define = counted
+
+def imported():
+    from nsa_kernels_cuda import plugin
+    plugin.nsa_branch_backends()
+    return sys.modules["nsa_kernels_cuda.choice.op"]
+
+first = imported()
+for name in [name for name in sys.modules if name.startswith("nsa_kernels_cuda")]:
+    del sys.modules[name]
+second = imported()
+assert first is not second
+with FakeTensorMode():
+    for module in (first, second):
+        scores, positions = torch.empty(5, 2, 40, device="cuda"), torch.empty(5, dtype=torch.int32, device="cuda")
+        assert module.choose(scores, None, positions, 2, geometry=BlockGeometry()).shape == (5, 2, 16)
+print(*(name for name in declared if name.startswith(("nsa_cuda::", "nsa_flash_attn::"))))
+"""
+
+
+def test_an_op_is_declared_once_where_the_package_is_imported_twice():
+    done = subprocess.run([sys.executable, "-c", IMPORTED_TWICE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.split()
+    assert {"nsa_cuda::choose", "nsa_cuda::decode", "nsa_flash_attn::cmp_torch"} <= set(names)
+    assert len(names) == len(set(names))
+
+
 @pytest.fixture(scope="module")
 def process():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)

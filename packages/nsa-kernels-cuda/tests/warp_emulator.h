@@ -1,8 +1,8 @@
 // Runs a CUDA kernel on the host, for tests: threads are coroutines that meet at collective functions of a warp, and at barriers.
 //
-// Clusters run one after another. Of a cluster, the first block that can runs until it waits for others, and of a block each warp until its
-// lanes stand at one barrier; or the last block and warp first, as the caller says. No result may depend on it. Shared memory starts as NaN, ends in guard bytes, and holds NaN where
-// an asynchronous copy was not waited for and where a block has ended. Compile a file that includes the kernel with `-include warp_emulator.h`, and call
+// Clusters run one after another. Of a cluster, the first CTA that can runs until it waits for others, and of a CTA each warp until its
+// lanes stand at one barrier; or the last CTA and warp first, as the caller says. No result may depend on it. Shared memory starts as NaN, ends in guard bytes, and holds NaN where
+// an asynchronous copy was not waited for and where a CTA has ended. Compile a file that includes the kernel with `-include warp_emulator.h`, and call
 // `emulator::launch`.
 #pragma once
 
@@ -56,7 +56,7 @@ constexpr int STACK_BYTES = 64 * 1024;
 constexpr int GUARD_BYTES = 256;
 constexpr unsigned char GUARD = 0xEE;
 
-enum class At { READY, COLLECTIVE, PART_OF_BLOCK, BLOCK, CLUSTER, END };
+enum class At { READY, COLLECTIVE, PART_OF_CTA, CTA, CLUSTER, END };
 
 struct Copy {
   char* target;
@@ -68,7 +68,7 @@ struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
   At at;
-  int num_expected;  // threads of a barrier of a part of a block
+  int num_expected;  // threads of a barrier of a part of a CTA
   int num_collectives;
   std::deque<std::vector<Copy>> copies;  // groups, the last one open
 };
@@ -84,7 +84,7 @@ struct Warp {
 };
 
 struct Cluster {
-  int num_ranks = 1, block_size = 0;
+  int num_ranks = 1, cta_size = 0;
   std::size_t shared_bytes = 0, pitch = 0;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -106,7 +106,7 @@ inline std::function<void()> body;
 inline Thread& this_thread() { return cluster.threads[running]; }
 inline Warp& this_warp() { return cluster.warps[running / LANES]; }
 inline int this_lane() { return running % LANES; }
-inline int this_rank() { return running / cluster.block_size; }
+inline int this_rank() { return running / cluster.cta_size; }
 
 inline void pause(At at, int num_expected = 0) {
   Thread& thread = this_thread();
@@ -136,7 +136,7 @@ inline void run_warp(int warp) {
   const int first = warp * LANES;
   do {
     for (running = first; running < first + LANES; ++running) {
-      threadIdx.x = running % cluster.block_size;
+      threadIdx.x = running % cluster.cta_size;
       swapcontext(&scheduler, &this_thread().context);
     }
     const Thread& one = cluster.threads[first];
@@ -157,22 +157,22 @@ inline int num_at(int begin, int end, At at) {
 
 // Make the warps ready of which all that they wait for stand at the same barrier.
 inline void release() {
-  const int per_block = cluster.block_size / LANES, num_warps = cluster.warps.size();
+  const int per_cta = cluster.cta_size / LANES, num_warps = cluster.warps.size();
   std::vector<int> found;
   for (int warp = 0; warp < num_warps; ++warp) {
     const At at = cluster.warps[warp].at;
-    const int begin = warp / per_block * per_block, expected = cluster.threads[warp * LANES].num_expected / LANES;
+    const int begin = warp / per_cta * per_cta, expected = cluster.threads[warp * LANES].num_expected / LANES;
     if ((at == At::CLUSTER && num_at(0, num_warps, at) == num_warps) ||
-        (at == At::BLOCK && num_at(begin, begin + per_block, at) == per_block) ||
-        (at == At::PART_OF_BLOCK && num_at(begin, begin + per_block, at) == expected)) {
+        (at == At::CTA && num_at(begin, begin + per_cta, at) == per_cta) ||
+        (at == At::PART_OF_CTA && num_at(begin, begin + per_cta, at) == expected)) {
       found.push_back(warp);
     }
   }
   for (int warp : found) cluster.warps[warp].at = At::READY;
 }
 
-// Run the blocks of one cluster, from `first_block` on.
-inline void run_cluster(int first_block, bool backwards) {
+// Run the CTAs of one cluster, from `first_cta` on.
+inline void run_cluster(int first_cta, bool backwards) {
   for (std::size_t i = 0; i < cluster.threads.size(); ++i) {
     Thread& thread = cluster.threads[i];
     getcontext(&thread.context);
@@ -188,19 +188,19 @@ inline void run_cluster(int first_block, bool backwards) {
     std::memset(cluster.memory_of(rank) + cluster.shared_bytes, GUARD, GUARD_BYTES);
   }
   for (Warp& warp : cluster.warps) warp.at = At::READY;
-  const int num_warps = cluster.warps.size(), per_block = cluster.block_size / LANES;
-  for (int block = 0; block >= 0; release()) {
-    block = -1;
+  const int num_warps = cluster.warps.size(), per_cta = cluster.cta_size / LANES;
+  for (int cta = 0; cta >= 0; release()) {
+    cta = -1;
     for (int i = 0; i < num_warps; ++i) {
       const int warp = backwards ? num_warps - 1 - i : i;
-      if (cluster.warps[warp].at != At::READY || (block >= 0 && warp / per_block != block)) continue;
-      block = warp / per_block;
-      blockIdx.x = first_block + block;
+      if (cluster.warps[warp].at != At::READY || (cta >= 0 && warp / per_cta != cta)) continue;
+      cta = warp / per_cta;
+      blockIdx.x = first_cta + cta;
       run_warp(warp);
     }
-    // nothing may read the shared memory of a block that has ended
-    if (block >= 0 && num_at(block * per_block, (block + 1) * per_block, At::END) == per_block) {
-      std::memset(cluster.memory_of(block), 0xFF, cluster.shared_bytes);
+    // nothing may read the shared memory of a CTA that has ended
+    if (cta >= 0 && num_at(cta * per_cta, (cta + 1) * per_cta, At::END) == per_cta) {
+      std::memset(cluster.memory_of(cta), 0xFF, cluster.shared_bytes);
     }
   }
   for (const Warp& warp : cluster.warps) {
@@ -220,26 +220,26 @@ inline void run_cluster(int first_block, bool backwards) {
 }
 
 struct Shape {
-  Index grid;  // blocks
-  int block_size;
+  Index grid;  // CTAs
+  int cta_size;
   std::size_t shared_bytes = 48 * 1024;
-  int num_ranks = 1;       // blocks of a cluster, along x
-  bool backwards = false;  // the last block and warp run first
+  int num_ranks = 1;       // CTAs of a cluster, along x
+  bool backwards = false;  // the last CTA and warp run first
 };
 
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Shape shape, std::type_identity_t<Parameters>... arguments) {
   body = [=] { kernel(arguments...); };
-  blockDim = {shape.block_size, 1};
+  blockDim = {shape.cta_size, 1};
   cluster.num_ranks = shape.num_ranks;
-  cluster.block_size = shape.block_size;
+  cluster.cta_size = shape.cta_size;
   cluster.shared_bytes = shape.shared_bytes;
   cluster.pitch = (shape.shared_bytes + GUARD_BYTES + 15) / 16 * 16;
   cluster.memory.reset(new char[cluster.pitch * shape.num_ranks + 16]);
-  cluster.threads.resize(shape.num_ranks * shape.block_size);
+  cluster.threads.resize(shape.num_ranks * shape.cta_size);
   cluster.warps.resize(cluster.threads.size() / LANES);
   for (blockIdx.y = 0; blockIdx.y < shape.grid.y; ++blockIdx.y) {
-    for (int block = 0; block < shape.grid.x; block += shape.num_ranks) run_cluster(block, shape.backwards);
+    for (int cta = 0; cta < shape.grid.x; cta += shape.num_ranks) run_cluster(cta, shape.backwards);
   }
 }
 
@@ -305,7 +305,7 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
 }
 
 inline void __syncwarp() { emulator::exchange(0xFFFFFFFFu, 0); }
-inline void __syncthreads() { emulator::pause(emulator::At::BLOCK); }
+inline void __syncthreads() { emulator::pause(emulator::At::CTA); }
 
 // ---- ptx.cuh
 #include "numbers.cuh"
@@ -364,7 +364,7 @@ unsigned pack(T type, float low, float high) {
   return bits_of(type, low) | bits_of(type, high) << 16;
 }
 
-inline void partial_barrier(int num_threads) { emulator::pause(emulator::At::PART_OF_BLOCK, num_threads); }
+inline void partial_barrier(int num_threads) { emulator::pause(emulator::At::PART_OF_CTA, num_threads); }
 inline int cluster_rank() { return emulator::this_rank(); }
 inline void cluster_barrier() { emulator::pause(emulator::At::CLUSTER); }
 

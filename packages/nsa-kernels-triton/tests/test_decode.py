@@ -11,9 +11,8 @@ from torch import Tensor
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig, Operation
 from nsa_core.backends.base import FusedOutput, Keys, Queries
 from nsa_core.blocks import num_compressed_blocks
-from nsa_core.gating import gated_sum
-from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
+from nsa_core.testing.steps import step_by_branches
 from nsa_core.testing.tolerances import allowed_error, max_error
 from nsa_kernels_triton.decode import kernels, op
 from nsa_kernels_triton.plugin import TritonBackend
@@ -82,19 +81,7 @@ def make_step(case: Case) -> Step:
 
 
 def by_the_reference(step: Step, geometry: BlockGeometry) -> FusedOutput:
-    """Return Eq. 5 by the reference in float64, branch by branch."""
-
-    def run(operation: Operation, *operands: Any) -> Any:
-        return SDPABackend(operation=operation)(*operands, geometry=geometry, scale=SCALE)
-
-    def double(keys: Keys) -> Keys:
-        return keys._replace(k=keys.k.double(), v=keys.v.double())
-
-    queries, cmp, slc, win = step.queries._replace(q=step.queries.q.double()), *map(double, step[1:4])
-    compressed = run(Operation.CMP, queries, cmp)
-    chosen = run(Operation.SELECT, queries, cmp, compressed.lse)
-    selected = run(Operation.SLC, queries, slc, chosen).out
-    return FusedOutput(gated_sum(step.gates.double(), compressed.out, selected, run(Operation.WIN, queries, win).out), chosen)
+    return step_by_branches(*step, geometry=geometry, scale=SCALE)
 
 
 def by_the_kernels(step: Step, geometry: BlockGeometry) -> FusedOutput:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nsa_core import Keys, Operation, Queries, attention_op
+from nsa_core import InputError, Keys, Operation, Queries, attention_op
+from nsa_core.backends.ops import declare_op
 from nsa_core.testing.inputs import SMALL
 
 
@@ -30,6 +31,22 @@ def test_a_second_declaration_replaces_the_first():
         assert torch.equal(out, factor * keys.v)
         (gradient,) = torch.autograd.grad(out.sum(), keys.v)
         assert torch.equal(gradient, torch.full_like(gradient, factor))
+
+
+def test_torch_gets_an_op_once_however_often_it_is_declared(monkeypatch):
+    """torch 2.11 crashes where an op is taken back and declared anew."""
+    defined, define, library = [], torch.library.Library.define, torch.library.Library
+    monkeypatch.setattr(library, "define", lambda self, schema, **keywords: defined.append(schema) or define(self, schema, **keywords))
+    monkeypatch.setattr(library, "_destroy", lambda self: pytest.fail("an op was taken back"))
+    for factor in (2, 3):
+        declare(factor, "nsa_core_tests::once")
+    assert [schema.partition("(")[0] for schema in defined] == ["once", "once_backward"]
+
+
+def test_an_op_has_one_schema():
+    declare_op("nsa_core_tests::one_schema", "(Tensor x) -> Tensor", torch.clone, torch.clone)
+    with pytest.raises(InputError, match="is declared twice, as .* rename one"):
+        declare_op("nsa_core_tests::one_schema", "(Tensor x, int y) -> Tensor", torch.clone, torch.clone)
 
 
 def test_fields_that_are_not_there_reach_the_functions_as_they_were():

@@ -1,4 +1,4 @@
-"""Launches of kernels whose blocks form clusters, on torch's current stream."""
+"""Launches of kernels whose CTAs form clusters, on torch's current stream."""
 
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cuda.core import Kernel
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory that a block may have at compute capability 9.0."""
+"""Shared memory that a CTA may have at compute capability 9.0."""
 
 
 class ClusterLaunch(NamedTuple):
@@ -22,11 +22,11 @@ class ClusterLaunch(NamedTuple):
 
     num_clusters: int
     num_ranks: int
-    """Blocks of a cluster; above 8 a GPU need not have room for one."""
+    """CTAs of a cluster; above 8 a GPU need not have room for one."""
     num_threads: int
-    """Threads of a block."""
+    """Threads of a CTA."""
     shared_bytes: int
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory of a CTA."""
     arguments: tuple[Tensor | int | None, ...]
     """Pointers, as tensors on the GPU or None for nullptr, and numbers of type int, in the kernel's order."""
 
@@ -55,8 +55,38 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
 
 
 @cache
+def why_no_cluster_fits(source: Path, kernel: str, num_ranks: int, num_threads: int, shared_bytes: int, device: int) -> str:
+    """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; empty where it has. The driver is asked once.
+
+    A MIG slice may have no GPU processing cluster with so many multiprocessors, and other processes may hold some of them.
+    """
+    from cuda.bindings import driver
+
+    config, cluster = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = num_ranks, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = num_ranks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared_bytes, [cluster], 1
+    try:
+        with torch.cuda.device(device):
+            function = driver.CUfunction(int(_load(source, kernel, device).handle))
+            # the driver answers for the current context
+            jit.make_context_current(device)
+            status, num_clusters = driver.cuOccupancyMaxActiveClusters(function, config)
+    except jit.KernelBuildError as error:
+        return str(error)
+    if status == driver.CUresult.CUDA_SUCCESS and num_clusters:
+        return ""
+    answer = "the driver has room for none" if status == driver.CUresult.CUDA_SUCCESS else f"the driver says {status.name}"
+    return (
+        f"a cluster of {num_ranks} CTAs with {shared_bytes} bytes of shared memory each does not fit GPU {device} ({answer}); use 'triton'"
+    )
+
+
+@cache
 def _load(source: Path, kernel: str, device: int) -> "Kernel":
-    """Return `kernel`, allowed on GPU `device` SHARED_BYTES of shared memory, and clusters of more than 8 blocks."""
+    """Return `kernel`, allowed on GPU `device` SHARED_BYTES of shared memory, and clusters of more than 8 CTAs."""
     from cuda.bindings import driver
 
     loaded = jit.load(source, kernel, device)

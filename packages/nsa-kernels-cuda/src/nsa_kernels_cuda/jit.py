@@ -180,27 +180,36 @@ def library_of(source: Path, architecture: str) -> "ObjectCode":
 
 
 def make_context_current(device: int) -> None:
-    """Make the primary context of GPU `device`, the current one of torch, current for the driver in a thread that has none yet.
+    """Make the primary context of GPU `device`, the current one of torch, current for the driver where another or none is.
 
     Torch leaves that to the first call of CUDA's runtime, which a new thread may not have made.
     """
     from cuda.bindings import driver
 
-    _, context = driver.cuCtxGetCurrent()
-    if not int(context):
+    # without a context the call fails
+    status, current = driver.cuCtxGetDevice()
+    if status != driver.CUresult.CUDA_SUCCESS or int(current) != device:
         from cuda.core import Device
 
         Device(device).set_current()
 
 
-def why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[int, int]) -> str:
-    """Return why `kernels` cannot run on a GPU of `capability`, with what to do; empty where they can.
+def device_here(capability: tuple[int, int], index: int | None) -> int | None:
+    """Return GPU `index`, the current one where None, if CUDA has started and it has `capability`; else None."""
+    if not torch.cuda.is_initialized():
+        return None
+    device = torch.cuda.current_device() if index is None else index
+    is_here = device < torch.cuda.device_count() and torch.cuda.get_device_capability(device) == capability
+    return device if is_here else None
 
-    Compiles them, so that routing knows before a call does. Where CUDA has started and the current GPU is such a one, the driver loads
-    all of them there: a CUDA graph may capture the first call of each.
+
+def why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[int, int], index: int | None = None) -> str:
+    """Return why `kernels` cannot run on GPU `index` of `capability`, with what to do; empty where they can. None: the current GPU.
+
+    Compiles them, so that routing knows before a call does. Where CUDA has started and the GPU is here, the driver loads all of them
+    there: a CUDA graph may capture the first call of each.
     """
-    is_here = torch.cuda.is_initialized() and torch.cuda.get_device_capability() == capability
-    return _why_unavailable(source, kernels, capability, torch.cuda.current_device() if is_here else None)
+    return _why_unavailable(source, kernels, capability, device_here(capability, index))
 
 
 @cache

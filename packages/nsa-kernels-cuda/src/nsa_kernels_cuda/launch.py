@@ -18,11 +18,11 @@ class Launch(NamedTuple):
     """One launch of a kernel."""
 
     grid: tuple[int, int]
-    """Blocks along x and y."""
+    """CTAs along x and y."""
     num_threads: int
-    """Threads of a block."""
+    """Threads of a CTA."""
     shared_bytes: int
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory of a CTA."""
     arguments: tuple[Tensor | int | None, ...]
     """Pointers, as tensors on the GPU or None for nullptr, and numbers of type int, in the kernel's order."""
 

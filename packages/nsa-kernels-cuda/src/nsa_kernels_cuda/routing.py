@@ -31,14 +31,14 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
             ),
         )
     capability = supported_capability(request)
-    unavailable = jit.why_unavailable(SOURCE, tuple(KERNELS.values()), capability) if capability else ""
+    unavailable = jit.why_unavailable(SOURCE, tuple(KERNELS.values()), capability, request.device_index) if capability else ""
     return reasons + ((Reason.incapable(unavailable),) if unavailable else ())
 
 
 def notes_on(request: BranchRequest) -> tuple[str, ...]:
     """Return why every process compiles the kernel anew, where it does."""
     capability = supported_capability(request)
-    if capability is None or jit.why_unavailable(SOURCE, tuple(KERNELS.values()), capability):
+    if capability is None or jit.why_unavailable(SOURCE, tuple(KERNELS.values()), capability, request.device_index):
         return ()
     note = jit.note_on_cache(SOURCE, capability)
     return (note,) if note else ()

@@ -141,6 +141,8 @@ class BranchRequest:
     device_type: str = "cpu"
     compute_capability: tuple[int, int] | None = None
     """(major, minor) of a CUDA device, None elsewhere."""
+    device_index: int | None = None
+    """The CUDA device of the operands; None elsewhere, and where the request stands for a machine that need not be here."""
     dtype: torch.dtype = torch.float32
     """The dtype of q."""
     kv_dtype: torch.dtype = torch.float32

@@ -6,13 +6,14 @@ The declaration generates the schema, the fake implementation, autograd, and the
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_core.backends.base import BranchOutput, FusedOutput, Keys, Operation, Queries
 from nsa_core.config import BlockGeometry
+from nsa_core.errors import InputError
 
 OPERANDS: dict[Operation, tuple[Any, ...]] = {
     Operation.CMP: (Queries, Keys),
@@ -23,8 +24,19 @@ OPERANDS: dict[Operation, tuple[Any, ...]] = {
 }
 """The operands of each operation that can be declared."""
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", bool: "bool"}
-LIBRARIES: dict[str, torch.library.Library] = {}
-"""The library of each declared op: torch drops an op with its library, so that a second declaration replaces the first."""
+
+
+class Declared(NamedTuple):
+    """An op as torch knows it, for as long as the process lives."""
+
+    library: torch.library.Library
+    schema: str
+    functions: dict[str, Callable[..., Any]]
+    """The function of each dispatch key, and of "fake"; the latest declaration's."""
+
+
+DECLARED: dict[str, Declared] = {}
+"""Every declared op. Torch gets each once: its 2.11 crashes where an op is taken back and declared anew."""
 
 geometry_of = cache(BlockGeometry)
 """The geometry of the numbers of `BlockGeometry.as_tuple`; to make one is to check it."""
@@ -74,7 +86,7 @@ def attention_op(
         results = _results_like(operation, operands[0], operands[1], sizes)
         return returns((*results, *saves(*operands, geometry=sizes)) if saves and needs_grad else results)
 
-    op = _declare(name, f"({schema}, int[] geometry, float scale, bool needs_grad) -> {returned}", run_forward, fake)
+    op = declare_op(name, f"({schema}, int[] geometry, float scale, bool needs_grad) -> {returned}", run_forward, fake)
 
     def below_autograd(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -86,7 +98,7 @@ def attention_op(
         # the last input is needs_grad
         return returns(differentiable.apply(*inputs)) if differentiable is not None and inputs[-1] else below_autograd(*inputs)
 
-    LIBRARIES[name].impl(name.partition("::")[2], run_autograd, "Autograd")
+    _implement(name, "Autograd", run_autograd)
 
     def call(*operands: Any, geometry: BlockGeometry, scale: float) -> Any:
         flat = [x for operand in operands for x in (operand if isinstance(operand, tuple) else (operand,))]
@@ -114,15 +126,43 @@ def _grouped(operation: Operation, flat: Sequence[Any]) -> list[Any]:
     return [next(fields) if kind is Tensor else kind._make(islice(fields, len(kind._fields))) for kind in kinds]
 
 
-def _declare(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Return the op `name`, declared with its implementation for every device and its fake."""
+def declare_op(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, dispatch_key: str = "CompositeExplicitAutograd"
+) -> Any:
+    """Return the op `name` with its implementation, for every device unless `dispatch_key` says otherwise, and its fake.
+
+    Both replace those of a declaration before; torch gets the op once in a process, also where a package is imported again.
+
+    Raises:
+        InputError: where it was declared with another schema.
+    """
     namespace, op_name = name.split("::")
-    LIBRARIES.pop(name, None)
-    library = LIBRARIES[name] = torch.library.Library(namespace, "FRAGMENT")
-    library.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(op_name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=library)
+    if name not in DECLARED:
+        library = torch.library.Library(namespace, "FRAGMENT")
+        library.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        DECLARED[name] = Declared(library, schema, {})
+    declared = DECLARED[name]
+    if declared.schema != schema:
+        raise InputError(f"the op {name} is declared twice, as {declared.schema} and as {schema} (an op has one schema); rename one")
+    _implement(name, dispatch_key, run)
+    _implement(name, "fake", fake)
     return getattr(getattr(torch.ops, namespace), op_name).default
+
+
+def _implement(name: str, key: str, function: Callable[..., Any]) -> None:
+    """Let torch call `function` for the declared op `name` at dispatch key `key`, or as its fake where `key` is "fake"."""
+    library, _, functions = DECLARED[name]
+    is_new, functions[key] = key not in functions, function
+
+    def latest(*inputs: Any) -> Any:
+        return functions[key](*inputs)
+
+    if not is_new:
+        return
+    if key == "fake":
+        torch.library.register_fake(name, latest, lib=library)
+    else:
+        library.impl(name.partition("::")[2], latest, key)
 
 
 def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[..., Any], operation: Operation) -> Any:
@@ -143,12 +183,15 @@ def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[.
     grads = ", ".join(f"Tensor? d{index}" for index in range(num_grads))
     gradients = ", ".join(["Tensor"] * len(trained))
     schema = f"({grads}, Tensor[] results, {_schema_of(operation)}, int[] geometry, float scale) -> ({gradients})"
-    op = _declare(f"{name}_backward", schema, run, fake)
+    op = declare_op(f"{name}_backward", schema, run, fake)
 
     def refuse(*_: Any) -> Any:
         raise RuntimeError(f"{name}: its gradient was differentiated once more (the backward pass has no derivative); differentiate once")
 
-    torch.library.register_autograd(f"{name}_backward", refuse, lib=LIBRARIES[f"{name}_backward"])
+    backward_op = DECLARED[f"{name}_backward"]
+    if "refuse" not in backward_op.functions:
+        backward_op.functions["refuse"] = refuse
+        torch.library.register_autograd(f"{name}_backward", refuse, lib=backward_op.library)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod

@@ -201,6 +201,7 @@ def _request_of(geometry: tuple[int, ...], device_index: int, **fields: Any) -> 
     return BranchRequest(
         geometry=BlockGeometry(*geometry),
         compute_capability=torch.cuda.get_device_capability(device_index) if fields["device_type"] == "cuda" else None,
+        device_index=device_index if fields["device_type"] == "cuda" else None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **fields,
     )

@@ -41,15 +41,22 @@ class Case:
     """Form of the sliding branch's keys: the whole sequence, a ring, or the last tokens (`Keys.first`)."""
     has_shared_keys: bool = False
     """The selected and the sliding branch get the same tensors, as of a layer with `kv="shared"`."""
+    has_one_row: bool = False
+    """Each sequence of the step has one row, as in decoding."""
 
     @property
     def is_step(self) -> bool:
         """Return True where the queries are a step over stores."""
         return self.layout in (Layout.CACHED, Layout.PAGED, Layout.RAGGED)
 
+    @property
+    def step_counts(self) -> tuple[int, ...]:
+        """Return the rows of each sequence of the step that count; the first has them all."""
+        return (1,) * self.shape.batch if self.has_one_row else STEP_COUNTS[: self.shape.batch]
+
     def concerns(self, operation: Operation) -> bool:
         """Return True where `operation` has the operands that the case varies."""
-        if self.has_shared_keys:
+        if self.has_shared_keys or self.has_one_row:
             return operation is Operation.NSA
         return self.window == "whole" or operation in (Operation.WIN, Operation.NSA)
 
@@ -81,6 +88,11 @@ def cases(geometry: BlockGeometry = SMALL, dtypes: tuple[torch.dtype, ...] = DTY
         for window in ("ring", "tail"):
             shape = evolve(decisive, batch=2, seed=6)
             yield Case(name=f"{kind} cached, {window}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=window)
+        forms: tuple[Literal["whole", "ring", "tail"], ...] = ("whole", "ring", "tail")
+        for form in forms:
+            # sizes that tensor cores read as they are
+            shape = evolve(decisive, batch=3, head_dim_qk=16, head_dim_v=16, seed=8)
+            yield Case(name=f"{kind} one row, {form}", shape=shape, dtype=dtype, layout=Layout.CACHED, window=form, has_one_row=True)
         for layout, shape in ((Layout.DENSE, decisive), (Layout.PACKED, packed), (Layout.CACHED, evolve(decisive, batch=2))):
             yield Case(
                 name=f"{kind} {layout}, shared k and v", shape=evolve(shape, seed=7), dtype=dtype, layout=layout, has_shared_keys=True
@@ -95,6 +107,7 @@ def request_of(case: Case, operation: Operation, device: torch.device, *, needs_
         geometry=shape.geometry,
         device_type=device.type,
         compute_capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        device_index=device.index,
         dtype=case.dtype,
         kv_dtype=case.dtype,
         batch=1 if shape.lengths is not None or case.layout is Layout.RAGGED else shape.batch,
@@ -114,8 +127,8 @@ def request_of(case: Case, operation: Operation, device: torch.device, *, needs_
 
 def _num_rows(case: Case) -> int:
     if case.layout is Layout.RAGGED:
-        return sum(STEP_COUNTS[: case.shape.batch])
-    return STEP_ROWS if case.is_step else case.shape.total
+        return sum(case.step_counts)
+    return case.step_counts[0] if case.is_step else case.shape.total
 
 
 class Problem(NamedTuple):
@@ -140,16 +153,17 @@ def problem_of(case: Case, device: torch.device) -> Problem:
     if not case.is_step:
         return Problem(inputs, block_indices, options, None)
     length, batch = case.shape.num_queries, case.shape.batch
-    start = torch.tensor([length - STEP_ROWS, length // 2, 3][:batch], dtype=torch.int32, device=device)
-    count = torch.tensor(STEP_COUNTS[:batch], dtype=torch.int32, device=device)
+    start = torch.tensor([length - case.step_counts[0], length // 2, 3][:batch], dtype=torch.int32, device=device)
+    count = torch.tensor(case.step_counts, dtype=torch.int32, device=device)
     options |= {"query_start": start, "query_count": count}
-    step, step_indices = _step_of(inputs, block_indices, case.shape.geometry, start, count)
+    step, step_indices = _step_of(inputs, block_indices, case, start, count)
     return Problem(step, step_indices, options, None if case.layout is Layout.CACHED else _page_table(case, device))
 
 
-def _step_of(inputs: Inputs, block_indices: Tensor, geometry: BlockGeometry, start: Tensor, count: Tensor) -> tuple[Inputs, Tensor]:
+def _step_of(inputs: Inputs, block_indices: Tensor, case: Case, start: Tensor, count: Tensor) -> tuple[Inputs, Tensor]:
     batch = torch.arange(len(start), device=start.device).unsqueeze(1)
-    rows = start.long().unsqueeze(1) + torch.arange(STEP_ROWS, device=start.device)
+    geometry, num_rows = case.shape.geometry, case.step_counts[0]
+    rows = start.long().unsqueeze(1) + torch.arange(num_rows, device=start.device)
     lengths = (start + count).tolist()
     stores = list(inputs.tensors[1:7])
     for index, store in enumerate(stores):
@@ -157,7 +171,7 @@ def _step_of(inputs: Inputs, block_indices: Tensor, geometry: BlockGeometry, sta
         future = torch.arange(store.shape[1], device=start.device) >= torch.tensor(held, device=start.device).unsqueeze(1)
         stores[index] = store.masked_fill(future[..., None, None], float("nan"))
     chosen = block_indices[batch, rows]
-    chosen[torch.arange(STEP_ROWS, device=start.device) >= count.unsqueeze(1)] = -1
+    chosen[torch.arange(num_rows, device=start.device) >= count.unsqueeze(1)] = -1
     return Inputs.of([inputs.q[batch, rows], *stores, inputs.gates[batch, rows]]), chosen
 
 
@@ -219,7 +233,7 @@ class Arrangement(NamedTuple):
         """Return the sliding branch's keys of a ring or tail case, NaN in rows that hold no token; differentiable."""
         start, length = self.problem.options["query_start"], k.shape[1]
         end = (start + self.problem.options["query_count"]).long().unsqueeze(1)
-        size = self.case.shape.geometry.window_size - 1 + STEP_ROWS
+        size = self.case.shape.geometry.window_size - 1 + self.case.step_counts[0]
         slots = torch.arange(size, device=k.device)
         first = (start - self.case.shape.geometry.window_size + 1).clamp(min=0)
         is_ring = self.case.window == "ring"
@@ -234,9 +248,9 @@ class Arrangement(NamedTuple):
 
     def queries(self, q: Tensor) -> Queries:
         """Return the queries of a cached case."""
-        return Queries(q, STEP_ROWS, None, self.problem.options["query_start"], self.problem.options["query_count"])
+        return Queries(q, self.case.step_counts[0], None, self.problem.options["query_start"], self.problem.options["query_count"])
 
     def _is_row(self, x: Tensor) -> Tensor:
         count = self.problem.options["query_count"]
-        is_row: Tensor = torch.arange(STEP_ROWS, device=x.device) < count.unsqueeze(1)
+        is_row: Tensor = torch.arange(self.case.step_counts[0], device=x.device) < count.unsqueeze(1)
         return is_row

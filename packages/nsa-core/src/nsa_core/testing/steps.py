@@ -16,10 +16,12 @@ from torch import Tensor
 
 from nsa_core import blocks
 from nsa_core.attention import append_rows
-from nsa_core.backends.base import BranchBackend, BranchRequest, Keys, Layout, NewBlocks, NewRows, Operation
+from nsa_core.backends.base import BranchBackend, BranchRequest, FusedOutput, Keys, Layout, NewBlocks, NewRows, Operation, Queries
 from nsa_core.backends.registry import BackendRegistry
 from nsa_core.config import BlockGeometry, RopeScaling
+from nsa_core.gating import gated_sum
 from nsa_core.reference.choose import choose
+from nsa_core.reference.sdpa import SDPABackend
 from nsa_core.rope import RotaryEmbedding
 from nsa_core.testing.inputs import EQUAL_BLOCKS, ONE_LOCAL, SMALL
 from nsa_core.testing.tolerances import Comparable, allowed_error, max_error
@@ -32,6 +34,27 @@ class Trial(NamedTuple):
     request: BranchRequest
     judge: Callable[[], tuple[list[str], Comparable]]
     """Returns the problems, and how many choices scores decided."""
+
+
+def step_by_branches(
+    queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry, scale: float, chosen: Tensor | None = None
+) -> FusedOutput:
+    """Return Eq. 5 by the reference in float64, branch by branch, over the operands of `nsa_core.backends.base.FusedBackend`.
+
+    chosen int32 (B, S, G, n): the blocks of the selected branch, the reference's own choice where None.
+    """
+
+    def run(operation: Operation, *operands: Any) -> Any:
+        return SDPABackend(operation=operation)(*operands, geometry=geometry, scale=scale)
+
+    def double(keys: Keys) -> Keys:
+        return keys._replace(k=keys.k.double(), v=keys.v.double())
+
+    queries, cmp, slc, win = queries._replace(q=queries.q.double()), *map(double, (cmp, slc, win))
+    compressed = run(Operation.CMP, queries, cmp)
+    chosen = run(Operation.SELECT, queries, cmp, compressed.lse) if chosen is None else chosen
+    outs = compressed.out, run(Operation.SLC, queries, slc, chosen).out, run(Operation.WIN, queries, win).out
+    return FusedOutput(gated_sum(gates.double(), *outs), chosen)
 
 
 WIDTHS = {"k": 8, "v": 6}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa_core.backends.ops import geometry_of
+from nsa_core.backends.ops import declare_op, geometry_of
 from nsa_core.config import BlockGeometry
 from nsa_core.errors import InputError
 from nsa_kernels_cuda import jit, launch
@@ -17,9 +17,9 @@ KERNELS = {torch.float32: "choose_float32", torch.bfloat16: "choose_bfloat16", t
 
 WARP_SIZE = 32
 MOST_WARPS = 4
-"""Warps, and so rows, of a block where their scores fit."""
+"""Warps, and so rows, of a CTA where their scores fit."""
 SHARED_BYTES = 48 * 1024
-"""Shared memory of a block on every GPU, without asking for more."""
+"""Shared memory of a CTA on every GPU, without asking for more."""
 PIECE = 4 * WARP_SIZE
 """Blocks that a warp reads at a time; rows are staged in whole pieces."""
 MOST_SURVIVORS = 128
@@ -59,8 +59,7 @@ def _check(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_head
             raise InputError(f"{name} has shape {tuple(x.shape)} on {x.device} (the rule: {shape} on {scores.device}); make it so")
 
 
-@torch.library.custom_op("nsa_cuda::choose", mutates_args=(), device_types="cuda")
-def _choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, geometry: Sequence[int]) -> Tensor:
+def _run(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, geometry: Sequence[int]) -> Tensor:
     sizes = geometry_of(*geometry)
     chosen = scores.new_empty(scores.shape[0], num_kv_heads, sizes.num_selected_blocks, dtype=torch.int32)
     if chosen.numel():
@@ -68,9 +67,12 @@ def _choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_hea
     return chosen
 
 
-@_choose.register_fake
-def _(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, geometry: Sequence[int]) -> Tensor:
+def _fake(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, geometry: Sequence[int]) -> Tensor:
     return scores.new_empty(scores.shape[0], num_kv_heads, geometry_of(*geometry).num_selected_blocks, dtype=torch.int32)
+
+
+_SCHEMA = "(Tensor scores, Tensor? factor, Tensor positions, SymInt num_kv_heads, int[] geometry) -> Tensor"
+_choose = declare_op("nsa_cuda::choose", _SCHEMA, _run, _fake, dispatch_key="CUDA")
 
 
 def kernel_of(dtype: torch.dtype) -> str:

@@ -1,14 +1,14 @@
-// Eq. 5 (arXiv 2502.11089) for one row of each sequence over its stores, in one launch: a cluster of blocks to each sequence and KV head.
+// Eq. 5 (arXiv 2502.11089) for one row of each sequence over its stores, in one launch: a cluster of CTAs to each sequence and KV head.
 //
-// 1. The cluster's blocks share the compressed keys, and the warps of a block its share. A warp also sums each head's weights by selection
-//    block, relative to its maximum at the time. The warps' softmaxes are merged into one of the block.
-// 2. Blocks exchange maxima and sums. Each normalises its sums by selection block, adds up the group's heads (Eq. 9, 10), and writes these
-//    scores to all blocks.
-// 3. One warp of every block makes the same choice (Eq. 11). Meanwhile some warps attend to the block's share of the window, whose keys were
+// 1. The cluster's CTAs share the compressed keys, and the warps of a CTA its share. A warp also sums each head's weights by selection
+//    block, relative to its maximum at the time. The warps' softmaxes are merged into one of the CTA.
+// 2. CTAs exchange maxima and sums. Each normalises its sums by selection block, adds up the group's heads (Eq. 9, 10), and writes these
+//    scores to all CTAs.
+// 3. One warp of every CTA makes the same choice (Eq. 11). Meanwhile some warps attend to the CTA's share of the window, whose keys were
 //    asked for in step 1. The others attend to its share of the chosen blocks.
-// 4. Blocks exchange outputs, maxima and sums of the three branches; each adds up a part of the output's numbers, times gates.
+// 4. CTAs exchange outputs, maxima and sums of the three branches; each adds up a part of the output's numbers, times gates.
 //
-// Blocks exchange by distributed shared memory. Nothing behind a sequence's last token is read, and nothing outside the stores.
+// CTAs exchange by distributed shared memory. Nothing behind a sequence's last token is read, and nothing outside the stores.
 #include "attend.cuh"
 #include "choice.cuh"
 
@@ -29,7 +29,7 @@ struct Operands {
 };
 
 struct Problem {
-  int num_ranks;  // blocks of a cluster
+  int num_ranks;  // CTAs of a cluster
   int num_heads, num_groups;
   HeadDims dims;
   int cmp_rows, slc_rows, win_rows, is_ring, has_float_gates;
@@ -58,7 +58,7 @@ struct Stats {
   float max, sum;
 };
 
-// The shared memory of a block.
+// The shared memory of a CTA.
 struct Memory {
   char *q, *rings;
   float* outs;        // (branches, heads, D_v), relative to `stats`
@@ -67,7 +67,7 @@ struct Memory {
   Stats* totals;      // (heads): maximum of the compressed branch, and 1 over its sum
   float* gates;       // (heads, branches)
   Stats* warp_stats;  // (warps, ROWS)
-  float* records;     // (tiles of this block, record_size)
+  float* records;     // (tiles of this CTA, record_size)
   float* factors;     // (ranks, branches, heads): where records were before scores were made of them
   WarpMemory choice;
   int* indices;
@@ -99,7 +99,7 @@ struct Memory {
   }
 };
 
-// The compressed keys that a row sees, and the share of a block of the cluster.
+// The compressed keys that a row sees, and the share of a CTA of the cluster.
 struct Share {
   int num_keys, num_tiles, tiles_per_rank, first, end;
 
@@ -219,7 +219,7 @@ __device__ void store_softmax(const Softmax<WIDTH>& softmax, const Problem& prob
   }
 }
 
-// Merge the softmaxes of warps begin .. end - 1 into the block's, for the rows of one tile.
+// Merge the softmaxes of warps begin .. end - 1 into the CTA's, for the rows of one tile.
 __device__ inline void merge_warps(const Problem& problem, const Memory& memory, Branch branch, int tile, int begin, int end) {
   constexpr int THREADS_PER_ROW = NUM_THREADS / ROWS;
   const int row = threadIdx.x / THREADS_PER_ROW, lane = threadIdx.x % THREADS_PER_ROW;
@@ -280,7 +280,7 @@ __device__ void over_cluster(const Problem& problem, const Memory& memory, int n
   }
 }
 
-// Write the scores (Eq. 9, 10) of the selection blocks of this block's share to every block of the cluster. Half a warp to a selection
+// Write the scores (Eq. 9, 10) of the selection blocks of this CTA's share to every CTA of the cluster. Half a warp to a selection
 // block, a lane to each head of the group.
 __device__ inline void share_scores(const Problem& problem, const Memory& memory, const Share& share, int rank) {
   const int heads = problem.padded_heads(), num_blocks = problem.blocks_per_tile(), size = problem.record_size();
@@ -314,7 +314,7 @@ __device__ inline void share_scores(const Problem& problem, const Memory& memory
   }
 }
 
-// Write this block's part of the output: the gated sum of the branches over all blocks of the cluster.
+// Write this CTA's part of the output: the gated sum of the branches over all CTAs of the cluster.
 template <class T>
 __device__ void store_out(T* out, const Problem& problem, const Memory& memory, int rank) {
   const int heads = problem.padded_heads(), group_size = problem.group_size(), dim = problem.dims.v;
@@ -416,7 +416,7 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem) {
   store_out(out, problem, memory, rank);
 #pragma unroll 1
   for (int i = threadIdx.x; i < selection.num_selected && rank == 0; i += NUM_THREADS) indices[i] = memory.indices[i];
-  // no block ends while another reads its shared memory
+  // no CTA ends while another reads its shared memory
   cluster_barrier();
 }
 

@@ -77,7 +77,7 @@ __device__ inline unsigned pack(Float16, float low, float high) {
   return packed;
 }
 
-// Wait for as many threads of the block, whole warps; a barrier apart from that of the whole block.
+// Wait for as many threads of the CTA, whole warps; a barrier apart from that of the whole CTA.
 __device__ inline void partial_barrier(int num_threads) { asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory"); }
 
 __device__ inline int cluster_rank() {
@@ -91,7 +91,7 @@ __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Return the address, in the block `rank` of the cluster, of what stands at `pointer` in the shared memory of this one.
+// Return the address, in the CTA `rank` of the cluster, of what stands at `pointer` in the shared memory of this one.
 template <class T>
 __device__ T* of_rank(T* pointer, int rank) {
   unsigned long long address;

@@ -7,9 +7,9 @@ from attrs import frozen
 from nsa_core import BranchRequest, Capability, Operation, Reason
 from nsa_core.backends.base import Layout
 from nsa_core.blocks import num_compressed_blocks
-from nsa_kernels_cuda import jit
+from nsa_kernels_cuda import cluster_launch, jit
 from nsa_kernels_cuda.decode import op
-from nsa_kernels_cuda.decode.plan import KERNELS, KEYS, WIDTHS, Plan, Sizes, num_blocks_of
+from nsa_kernels_cuda.decode.plan import KERNELS, KEYS, NUM_WARPS, WARP_SIZE, WIDTHS, Plan, Sizes, num_blocks_of
 
 ONLY_ON = (9, 0)
 """The compute capability whose clusters and shared memory the kernels are cut for."""
@@ -38,7 +38,8 @@ class CudaDecode:
         reasons = CAPABILITY.reasons_against(request) + tuple(map(Reason.incapable, _limits(request)))
         if reasons:
             return reasons
-        unavailable = jit.why_unavailable(op.SOURCE, (op.kernel_of(request.dtype, request.head_dim_v),), ONLY_ON)
+        kernel = op.kernel_of(request.dtype, request.head_dim_v)
+        unavailable = jit.why_unavailable(op.SOURCE, (kernel,), ONLY_ON, request.device_index) or _why_no_room(kernel, request)
         return (Reason.incapable(unavailable),) if unavailable else ()
 
     def preference(self, request: BranchRequest) -> int:
@@ -78,6 +79,16 @@ def _limits(request: BranchRequest) -> list[str]:
             "use a smaller max_seqlen"
         )
     return found
+
+
+def _why_no_room(kernel: str, request: BranchRequest) -> str:
+    """Return why the GPU of `request` holds no cluster of the plan; empty where it does, and where that GPU is not here."""
+    device, plan = jit.device_here(ONLY_ON, request.device_index), Plan.of(_sizes_of(request))
+    assert plan is not None
+    if device is None:
+        return ""
+    num_threads = NUM_WARPS * WARP_SIZE
+    return cluster_launch.why_no_cluster_fits(op.SOURCE, kernel, plan.num_ranks, num_threads, plan.shared_bytes, device)
 
 
 def _sizes_of(request: BranchRequest) -> Sizes:

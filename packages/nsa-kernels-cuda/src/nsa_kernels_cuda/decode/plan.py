@@ -1,4 +1,4 @@
-"""How a step is cut into clusters, and the shared memory that a block of them takes. Plain numbers."""
+"""How a step is cut into clusters, and the shared memory that a CTA of them takes. Plain numbers."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ KEYS = 16
 """Keys of a tile, and so the most compressed keys from one selection block to the next."""
 MOST_STAGES = 4
 CLUSTERS = ((4, 16), (16, 8), (32, 4), (64, 2))
-"""Blocks of a cluster for up to so many pairs of a sequence and a KV head, and 1 for more: at most 128 blocks up to 64 pairs."""
+"""CTAs of a cluster for up to so many pairs of a sequence and a KV head, and 1 for more: at most 128 CTAs up to 64 pairs."""
 MOST_RANKS = 16
 
 
@@ -49,11 +49,11 @@ class Plan:
     """How a step is launched."""
 
     num_ranks: int
-    """Blocks of a cluster."""
+    """CTAs of a cluster."""
     num_stages: int
     """Tiles of each warp's ring."""
     num_win_warps: int
-    """Warps of a block that attend to the window; the others attend to chosen blocks."""
+    """Warps of a CTA that attend to the window; the others attend to chosen blocks."""
     shared_bytes: int
 
     @classmethod
@@ -69,7 +69,7 @@ class Plan:
                 shared_bytes = shared_bytes_of(sizes, num_ranks, num_stages)
                 if shared_bytes <= SHARED_BYTES:
                     return cls(num_ranks=num_ranks, num_stages=num_stages, num_win_warps=num_win_warps, shared_bytes=shared_bytes)
-            # a block's share of the scores shrinks
+            # a CTA's share of the scores shrinks
             num_ranks *= 2
         return None
 

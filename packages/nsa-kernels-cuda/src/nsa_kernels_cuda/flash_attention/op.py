@@ -87,10 +87,12 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
 
     def forward(queries: Queries, keys: Keys, *, geometry: BlockGeometry, scale: float, needs_grad: bool) -> BranchOutput:
         q, k, v = (_with_dense_columns(x) for x in (queries.q, keys.k, keys.v))
-        if not is_window:
-            return attend_to_blocks(provider, q, k, v, geometry, scale)
-        found = provider.forward(q, k, v, scale=scale, window=geometry.window_size)
-        return BranchOutput(found.out, found.lse.contiguous())
+        # libraries launch on the current GPU
+        with torch.cuda.device_of(q):
+            if not is_window:
+                return attend_to_blocks(provider, q, k, v, geometry, scale)
+            found = provider.forward(q, k, v, scale=scale, window=geometry.window_size)
+            return BranchOutput(found.out, found.lse.contiguous())
 
     def backward(grads: Any, results: Any, queries: Queries, keys: Keys, *, geometry: BlockGeometry, scale: float) -> tuple[Tensor, ...]:
         dout, dlse = grads
@@ -103,11 +105,23 @@ def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutpu
         dout = torch.zeros_like(result.out) if dout is None else dout
         dout, q, k, v = (_with_dense_columns(x) for x in (dout, queries.q, keys.k, keys.v))
         given = ResultGradients(dout, dlse)
-        if not is_window:
-            return differentiate_blocks(provider, given, q, k, v, result, geometry, scale)
-        return tuple(provider.backward(given, q, k, v, result, scale=scale, window=geometry.window_size))
+        with torch.cuda.device_of(q):
+            if not is_window:
+                return differentiate_blocks(provider, given, q, k, v, result, geometry, scale)
+            return tuple(provider.backward(given, q, k, v, result, scale=scale, window=geometry.window_size))
 
-    return attention_op(f"nsa_flash_attn::{operation}_{provider.name}", forward, backward, operation=operation)
+    known = _providers_named(provider.name)
+    if provider not in known:
+        known.append(provider)
+    number = known.index(provider)
+    name = f"nsa_flash_attn::{operation}_{provider.name}{f'_{number + 1}' if number else ''}"
+    return attention_op(name, forward, backward, operation=operation)
+
+
+@cache
+def _providers_named(name: str) -> list[Provider]:
+    """Return the list of the providers of one name that have ops; those after the first have a number in their op's name."""
+    return []
 
 
 def _with_dense_columns(x: Tensor) -> Tensor:

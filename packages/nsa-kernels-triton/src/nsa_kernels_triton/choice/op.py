@@ -14,7 +14,6 @@ from nsa_core.reference.rows import rows_of
 from nsa_core.reference.select import max_tokens
 from nsa_kernels_triton import routing
 from nsa_kernels_triton.choice import kernels
-from nsa_kernels_triton.device import capability_of
 from nsa_kernels_triton.hopper import launch as hopper
 from nsa_kernels_triton.implementations import Config, kernel_for
 from nsa_kernels_triton.launch import Sequences, cdiv, next_power_of_2
@@ -96,14 +95,14 @@ def other_choice(q: Tensor, num_groups: int, num_blocks: int, geometry: BlockGeo
     registry = default_registry()
     # a registry may grow: its size belongs to what is remembered; the number of rows does not, which no choice depends on
     sizes = (len(registry.backends), num_groups, num_blocks)
-    return _preferred_choice(registry, sizes, capability_of(q), q.dtype, geometry)
+    return _preferred_choice(registry, sizes, q.device, q.dtype, geometry)
 
 
 @lru_cache(maxsize=256)
 def _preferred_choice(
     registry: BackendRegistry,
     sizes: tuple[int, int, int],
-    capability: tuple[int, int] | None,
+    device: torch.device,
     dtype: torch.dtype,
     geometry: BlockGeometry,
 ) -> BranchBackend | None:
@@ -113,7 +112,8 @@ def _preferred_choice(
         operation=Operation.CHOOSE,
         geometry=geometry,
         device_type="cuda",
-        compute_capability=capability,
+        compute_capability=torch.cuda.get_device_capability(device),
+        device_index=device.index,
         dtype=dtype,
         kv_dtype=dtype,
         num_queries=1,
