@@ -15,6 +15,7 @@ from nsa_bench.cli import run_command
 from nsa_bench.decode import DecodeResult, DecodeStep, make_decode_plan, measure_case
 from nsa_bench.options import DecodeOptions
 from nsa_core import blocks
+from nsa_core.testing.tolerances import allowed_error
 
 pytestmark = pytest.mark.usefixtures("once")
 WORDS = ["--device", "cpu", "--shapes", "4/2/16/8", "--geometry", "8/4/16/4/24"]
@@ -106,6 +107,23 @@ def test_the_reference_reads_the_rows_alone_that_a_step_sees() -> None:
     for store in (step.slc.k, step.slc.v):
         store[0].masked_fill_(~is_chosen.T[:, :, None], float("nan"))
     assert step.check().failure is None
+
+
+def test_the_limit_counts_the_error_of_torchs_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[float] = []
+
+    def noted(expected: Tensor, dtype: torch.dtype, torch_error: float) -> float:
+        errors.append(torch_error)
+        return allowed_error(expected, dtype, torch_error)
+
+    monkeypatch.setattr(decode, "allowed_error", noted)
+    plan = plan_of(context="100", batch="2", dtype="bf16", baseline=False)
+    result = measure_case(plan.cases[0], plan)
+    assert result.failure is None
+    # of one rounding to bf16, not of a wrong yardstick
+    assert 0 < errors[0] < 0.02
+    assert result.limit is not None
+    assert result.limit > 2 * errors[0]
 
 
 def test_a_wrong_step_gets_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,8 +270,8 @@ class DecodeStep:
         record = _Record()
         out = self.attend(observers=(record,))
         few = slice(min(CHECKED_SEQUENCES, self.case.batch))
-        expected, near_ties, wrong = self._reference(few, record.block_indices[few])
-        error, limit = max_error(out[few], expected), allowed_error(expected, self.case.dtype)
+        expected, by_torch, near_ties, wrong = self._reference(few, record.block_indices[few])
+        error, limit = max_error(out[few], expected), allowed_error(expected, self.case.dtype, max_error(by_torch, expected))
         reads = count_reads(record.block_indices, record.positions, self.geometry)
         actual, wanted = int(reads.actual[0, 0]), blocks.predicted_reads(self.case.context, self.geometry)
         failures = [f"out is off by {error:.2e} (allowed: {limit:.2e})"] * (not error <= limit)
@@ -282,26 +282,30 @@ class DecodeStep:
             limit=limit, near_ties=near_ties, reads_actual=actual, reads_expected=wanted,
         )  # fmt: skip
 
-    def _reference(self, few: slice, chosen: Tensor) -> tuple[Tensor, int, int]:
-        """Return Eq. 5 in float64 with the blocks that were chosen, and how many choices differ as near ties, and wrongly.
+    def _reference(self, few: slice, chosen: Tensor) -> tuple[Tensor, Tensor, int, int]:
+        """Return Eq. 5 with the blocks that were chosen, in float64 and by MATH in the case's dtype; choices that differ as near ties, and wrongly.
 
         Of the stores it reads the rows that the step's queries see.
         """
         num_groups, last, size = self.case.shape.num_kv_heads, self.case.context - 1, self.geometry.selection_block_size
-        q = self.queries.q[few, 0].double().unflatten(1, (num_groups, -1))
+        q = self.queries.q[few, 0].unflatten(1, (num_groups, -1))
 
-        def branch(keys: Keys, positions: Tensor) -> tuple[Tensor, Tensor]:
-            """Return out and weights over the rows at `positions` (B, G, m); those before 0 or after the last are not seen."""
+        def branch(keys: Keys, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Return out, out by MATH, and weights over the rows at `positions` (B, G, m); those before 0 or after the last are not seen."""
             rows = positions.clamp(0, last) % keys.k.shape[1] if keys.ring else positions.clamp(0, last)
-            k, v = (x[few].transpose(1, 2).gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])).double() for x in (keys.k, keys.v))
+            k, v = (x[few].transpose(1, 2).gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in (keys.k, keys.v))
             is_seen = ((positions >= 0) & (positions <= last)).unsqueeze(2)
-            weights = (q @ k.mT * self.case.shape.head_dim_qk**-0.5).masked_fill(~is_seen, float("-inf")).softmax(-1)
-            return (weights @ v).flatten(1, 2).unsqueeze(1), weights
+            with sdpa_kernel(SDPBackend.MATH):
+                by_torch = scaled_dot_product_attention(q, k, v, attn_mask=is_seen)
+            scores = q.double() @ k.double().mT * self.case.shape.head_dim_qk**-0.5
+            weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+            exact, by_torch = (x.flatten(1, 2).unsqueeze(1) for x in (weights @ v.double(), by_torch))
+            return exact, by_torch, weights
 
         def alike(positions: Tensor) -> Tensor:
             return positions.to(q.device).expand(q.shape[0], num_groups, -1)
 
-        compressed, weights = branch(self.cmp, alike(torch.arange(blocks.num_compressed_blocks(self.case.context, self.geometry))))
+        *compressed, weights = branch(self.cmp, alike(torch.arange(blocks.num_compressed_blocks(self.case.context, self.geometry))))
         num_blocks = blocks.num_selection_blocks(self.case.context, self.geometry)
         importance = pool_importance(weights.sum(2), self.geometry, num_blocks)
         wanted = choose_blocks(importance, (self.start[few].long())[:, None], self.geometry)
@@ -313,9 +317,11 @@ class DecodeStep:
             spread = row[list(swapped)].max() - row[list(swapped)].min() if min(swapped) >= 0 else row.new_tensor(torch.inf)
             near_ties += int(spread <= near_tie_margin(row.max(), self.case.dtype))
         of_blocks = chosen[:, 0].long().unsqueeze(-1) * size + torch.arange(size, device=q.device)
-        selected, _ = branch(self.slc, of_blocks.flatten(2))
-        window, _ = branch(self.win, alike(torch.arange(last - self.geometry.window_size + 1, last + 1)))
-        return gated_sum(self.gates[few].double(), compressed, selected, window), near_ties, int(differs.sum()) - near_ties
+        *selected, _ = branch(self.slc, of_blocks.flatten(2))
+        *window, _ = branch(self.win, alike(torch.arange(last - self.geometry.window_size + 1, last + 1)))
+        gates = self.gates[few]
+        exact, by_torch = (gated_sum(gates.to(outs[0].dtype), *outs) for outs in zip(compressed, selected, window, strict=True))
+        return exact, by_torch, near_ties, int(differs.sum()) - near_ties
 
 
 def dense_kernels(case: DecodeCase, step: DecodeStep, device: torch.device) -> dict[str, Callable[[], object]]:
