@@ -95,17 +95,22 @@ def phi_of(blocks: NewBlocks) -> Phi | None:
 
 def _is_known(compress: Any, new: Tensor) -> bool:
     """Return True of a compressor of the layer whose call is its formula, of whole parameters."""
-    if type(compress) not in (MeanCompressor, ConvCompressor, MLPCompressor):
+    is_mlp = type(compress) is MLPCompressor
+    if not is_mlp and type(compress) not in (MeanCompressor, ConvCompressor):
         return False
-    # a parameter in shards is gathered by the module's call, and hooks are part of it; so is what stands in place of a layer, as LoRA does
-    if any(x._forward_hooks or x._forward_pre_hooks for x in compress.modules()):
+    # at every step: to walk the modules and parameters by torch's own iterators takes ten times as long
+    modules = (compress, *compress._modules.values())
+    # what stands in place of a layer, as LoRA does, computes something else
+    if any(type(module) is not nn.Linear for module in modules[1:]):
         return False
-    if type(compress) is MLPCompressor and not type(compress.up) is type(compress.down) is nn.Linear:
-        return False
-    parameters = list(compress.parameters())
-    if any(type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() for x in parameters):
-        return False
-    return type(compress) is not MLPCompressor or all(x.dtype == new.dtype for x in parameters)
+    for module in modules:
+        # hooks are part of a module's call, and it gathers a parameter in shards
+        if module._forward_hooks or module._forward_pre_hooks:
+            return False
+        for x in module._parameters.values():
+            if x is not None and (type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() or (is_mlp and x.dtype != new.dtype)):
+                return False
+    return True
 
 
 def _taps(compress: Any) -> Tensor | None:
@@ -137,7 +142,7 @@ def sizes_of(store: Keys) -> tuple[int, int, int]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x.detach().contiguous()
+    return (x.detach() if x.requires_grad else x).contiguous()
 
 
 def _launch(rows: tuple[NewRows, ...], blocks: NewBlocks | None, phi: Phi, start: Tensor, count: Tensor, geometry: BlockGeometry) -> None:
