@@ -221,12 +221,11 @@ class _Hidden(NamedTuple):
     @classmethod
     def of(cls, k: MLPCompressor, v: MLPCompressor | None, splits: int, num_items: int, device: torch.device) -> "_Hidden":
         layers = [layer for layer in (k, v) if layer is not None]
-        columns = [
-            (
-                x.position, x.up.weight, x.up.bias, x.down.weight, x.down.bias,
-                torch.empty(num_items, x.down.out_features, dtype=torch.float32, device=device),
-                torch.empty(splits, num_items, x.down.out_features, dtype=torch.float32, device=device),
-            )
-            for x in layers
-        ]  # fmt: skip
+        columns = []
+        for layer in layers:
+            # a module's attributes take a look-up in Python each
+            up, down = layer.up, layer.down
+            means = torch.empty(num_items, down.out_features, dtype=torch.float32, device=device)
+            partials = torch.empty(splits, num_items, down.out_features, dtype=torch.float32, device=device)
+            columns.append((layer.position, up.weight, up.bias, down.weight, down.bias, means, partials))
         return cls(*((*pair, None)[:2] for pair in zip(*columns, strict=True)))
