@@ -167,10 +167,16 @@ def attend(
     return attend_branches(queries, keys, gates, absent, make_call(queries.q, geometry, scale, backend, registry, observers))
 
 
-def attend_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:
-    """Return `attend` of queries that are checked, and of Keys of the three branches, which are checked here."""
+def attend_branches(
+    queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call, *, is_known: bool = False
+) -> Tensor:
+    """Return `attend` of queries that are checked, and of Keys of the three branches, which are checked here.
+
+    `is_known`: Keys of these shapes and dtypes were found to fit such queries before; nothing but values is left to check, on a CPU.
+    """
     queries, keys = _autocast(queries, keys)
-    check_keys(queries, keys, call.geometry)
+    if not is_known or checks.can_read(queries.start):
+        check_keys(queries, keys, call.geometry)
     return _gated_attention(queries, keys, gates, tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None), call)
 
 

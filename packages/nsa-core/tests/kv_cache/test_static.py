@@ -17,6 +17,7 @@ from nsa_core import (
     NSACache,
     NSAConfig,
     Operation,
+    attention,
 )
 from nsa_core.backends.base import FusedOutput
 from nsa_core.kv_cache import cache as cache_module
@@ -377,3 +378,35 @@ def test_a_layers_step_takes_few_operations_beside_those_of_backends(kv, count_r
     with CountedOperations() as counted:
         layer(x, cache=cache)
     assert len(counted.names) == expected, counted.names
+
+
+def test_stores_are_checked_against_each_form_of_step_once_and_anew_where_they_are_replaced(monkeypatch):
+    checked = []
+    monkeypatch.setattr(attention, "check_keys", lambda queries, keys, geometry: checked.append(queries.q.shape[:2]))
+    monkeypatch.setattr(cache_module, "FIRST_CAPACITY", 8)
+    # no value can be read there, as on a GPU
+    with torch.device("meta"):
+        layer, x = NativeSparseAttention(CONFIG), torch.zeros(2, 3, 8)
+    static, growing = layer.new_cache(2, 40, static=True, max_rollback=2), layer.new_cache(2, 40)
+
+    for count in (1, 1, 3, 1, 3):
+        layer(x[:, :count], cache=static)
+    assert checked == [(2, 1), (2, 3)]
+    del checked[:]
+    for _ in range(4):
+        layer(x, cache=growing)
+    growing.reorder(torch.zeros(3, dtype=torch.int64, device="meta"))
+    for _ in range(2):
+        layer(x[[0, 0, 0]], cache=growing)
+    # it grows in the third step, and once more in the last
+    assert checked == [(2, 3), (2, 3), (3, 3), (3, 3)]
+
+
+def test_values_that_can_be_read_are_checked_at_every_step(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 1, 8)
+    cache = layer.new_cache(1, 8, static=True)
+    for _ in range(2):
+        layer(x, cache=cache)
+    cache.lengths.fill_(-3)
+    with pytest.raises(InputError):
+        layer(x, cache=cache)

@@ -100,6 +100,8 @@ class NSACache:
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
         self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths) if static else HostBounds(batch_size)
+        self.known_forms: set[tuple[torch.Size, torch.dtype, bool]] = set()
+        """Shape and dtype of q, and `Step.in_place`, of the steps that the stores were found to fit; emptied where stores are replaced."""
         # Table 4 counts all three branches, so nothing is counted of a layer with fewer
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
@@ -347,6 +349,7 @@ class NSACache:
         """Reorder by `indices` of the caller, `chosen` on the cache's device, `sources` for the pages."""
         in_place = self.is_static
         self.stores.reorder(chosen, in_place=in_place)
+        self.known_forms.clear()
         self.bounds.reorder(chosen if in_place else indices)
         if self.pages is not None:
             self.pages.reorder(sources)
