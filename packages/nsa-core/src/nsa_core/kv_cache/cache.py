@@ -99,7 +99,7 @@ class NSACache:
         self.stores = Stores(config, batch_size, heads, options, device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
-        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths) if static else HostBounds(batch_size)
+        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths, self.max_seqlen) if static else HostBounds(batch_size)
         self.known_forms: set[tuple[torch.Size, torch.dtype, bool]] = set()
         """Shape and dtype of q, and `Step.in_place`, of the steps that the stores were found to fit; emptied where stores are replaced."""
         # Table 4 counts all three branches, so nothing is counted of a layer with fewer
@@ -192,7 +192,7 @@ class NSACache:
         count = None if query_count is None else query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
         if isinstance(self.bounds, DeviceBounds):
-            limit = self.max_seqlen if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
+            limit = None if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
             # a count on a GPU is not read, so it is clipped
             added = self.bounds.begin(num_queries if count is None else count.clamp(0, num_queries), limit, in_place=in_place)
             return Step(self.lengths.clone(), added, in_place)
