@@ -22,13 +22,17 @@ BLOCK_ITEMS = 16
 BLOCK_COLUMNS = 32
 
 
+Parameters = tuple[Tensor, ...]
+"""The parameters of one compressor: none of `mean`, the taps of `conv`; position, weight and bias of up and of down of `mlp`."""
+
+
 class Phi(NamedTuple):
     """What the kernels read of the compressors of keys and values; None for what is not there."""
 
     k_taps: Tensor | None = None
     v_taps: Tensor | None = None
-    k_mlp: MLPCompressor | None = None
-    v_mlp: MLPCompressor | None = None
+    k_mlp: Parameters | None = None
+    v_mlp: Parameters | None = None
     frequencies: Tensor | None = None
     """float32 (D_k / 2,): of the rotation of block keys."""
     factor: float = 1.0
@@ -82,10 +86,11 @@ def phi_of(blocks: NewBlocks) -> Phi | None:
     """Return what the kernels read of the compressors and the rotation of `blocks`; None where they are not the layer's own, unchanged."""
     compress_k, compress_v, rotate, new = blocks.compress_k, blocks.compress_v, blocks.rotate, blocks.raw
     has_values = compress_v is not None and new.v is not None
-    if not _is_known(compress_k, new.k) or (has_values and (type(compress_v) is not type(compress_k) or not _is_known(compress_v, new.k))):
+    k, v = _parameters_of(compress_k, new.k), _parameters_of(compress_v, new.k) if has_values else ()
+    if k is None or v is None or (has_values and type(compress_v) is not type(compress_k)):
         return None
-    k, v = compress_k, compress_v if has_values else None
-    phi = Phi(_taps(k), _taps(v), k if isinstance(k, MLPCompressor) else None, v if isinstance(v, MLPCompressor) else None)
+    is_mlp = type(compress_k) is MLPCompressor
+    phi = Phi(k_mlp=k, v_mlp=v or None) if is_mlp else Phi(k[0] if k else None, v[0] if v else None)
     if rotate is unrotated:
         return phi
     if type(rotate) is not RotaryEmbedding or rotate.dim != new.k.shape[3]:
@@ -93,28 +98,30 @@ def phi_of(blocks: NewBlocks) -> Phi | None:
     return phi._replace(frequencies=rotate.kept_frequencies(new.k.device)[rotate.dim // 2 :], factor=rotate.attention_factor())
 
 
-def _is_known(compress: Any, new: Tensor) -> bool:
-    """Return True of a compressor of the layer whose call is its formula, of whole parameters."""
-    is_mlp = type(compress) is MLPCompressor
-    if not is_mlp and type(compress) not in (MeanCompressor, ConvCompressor):
-        return False
-    # at every step: to walk the modules and parameters by torch's own iterators takes ten times as long
-    modules = (compress, *compress._modules.values())
-    # what stands in place of a layer, as LoRA does, computes something else
-    if any(type(module) is not nn.Linear for module in modules[1:]):
-        return False
-    for module in modules:
-        # hooks are part of a module's call, and it gathers a parameter in shards
-        if module._forward_hooks or module._forward_pre_hooks:
-            return False
-        for x in module._parameters.values():
-            if x is not None and (type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() or (is_mlp and x.dtype != new.dtype)):
-                return False
-    return True
-
-
-def _taps(compress: Any) -> Tensor | None:
-    return compress.weight.detach() if isinstance(compress, ConvCompressor) else None
+def _parameters_of(compress: Any, new: Tensor) -> Parameters | None:
+    """Return the parameters of a compressor of the layer whose call is its formula, of whole parameters; None of another."""
+    kind = type(compress)
+    # by name, once a step: to walk the modules and parameters by torch's own iterators takes several times as long
+    modules: tuple[Any, ...] = (compress,)
+    found: tuple[Any, ...] = ()
+    if kind is MLPCompressor:
+        up, down = compress.up, compress.down
+        # what stands in place of a layer, as LoRA does, computes something else
+        if not type(up) is type(down) is nn.Linear:
+            return None
+        modules, found = (compress, up, down), (compress.position, up.weight, up.bias, down.weight, down.bias)
+    elif kind is ConvCompressor:
+        found = (compress.weight,)
+    elif kind is not MeanCompressor:
+        return None
+    # hooks are part of a module's call
+    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+        return None
+    for x in found:
+        # a parameter in shards is gathered by the module's call
+        if type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() or (kind is MLPCompressor and x.dtype != new.dtype):
+            return None
+    return found
 
 
 class _Store(NamedTuple):
@@ -219,13 +226,11 @@ class _Hidden(NamedTuple):
     """float32 (splits of tokens, items, D)."""
 
     @classmethod
-    def of(cls, k: MLPCompressor, v: MLPCompressor | None, splits: int, num_items: int, device: torch.device) -> "_Hidden":
-        layers = [layer for layer in (k, v) if layer is not None]
+    def of(cls, k: Parameters, v: Parameters | None, splits: int, num_items: int, device: torch.device) -> "_Hidden":
         columns = []
-        for layer in layers:
-            # a module's attributes take a look-up in Python each
-            up, down = layer.up, layer.down
-            means = torch.empty(num_items, down.out_features, dtype=torch.float32, device=device)
-            partials = torch.empty(splits, num_items, down.out_features, dtype=torch.float32, device=device)
-            columns.append((layer.position, up.weight, up.bias, down.weight, down.bias, means, partials))
+        for parameters in (k,) if v is None else (k, v):
+            width = parameters[-1].shape[0]
+            means = torch.empty(num_items, width, dtype=torch.float32, device=device)
+            partials = torch.empty(splits, num_items, width, dtype=torch.float32, device=device)
+            columns.append((*parameters, means, partials))
         return cls(*((*pair, None)[:2] for pair in zip(*columns, strict=True)))
