@@ -22,6 +22,7 @@ from nsa_core import (
     nsa_attention,
     sliding_window_attention,
 )
+from nsa_core.backends import registry as registry_module
 from nsa_core.reference.sdpa import sdpa_backends
 from nsa_core.telemetry import AttentionObserver
 
@@ -347,6 +348,17 @@ def test_calls_that_repeat_make_no_request_anew_and_each_gets_its_own(monkeypatc
     assert (told[-2].deterministic, told[-1]) == (True, first[0])
     assert len(made) == len(calls) + 2
     assert registry.named(Operation.WIN, "better").num_calls == 1
+
+
+def test_a_registry_keeps_no_more_calls_than_it_may(monkeypatch):
+    monkeypatch.setattr(registry_module, "MAX_ROUTES", 8)
+    registry, facts = (
+        registry_of({"name": "window"}),
+        {"operation": "win", "geometry": GEOMETRY.as_tuple(), "device_type": "cpu", "device_index": 0},
+    )
+    for number in range(50):
+        assert registry.route((number,), "auto", False, lambda: facts) == 0
+        assert len(registry._routes) <= 8
 
 
 def test_auto_passes_over_a_backend_without_a_gradient_of_lse_only_where_lse_reaches_the_caller():

@@ -168,6 +168,8 @@ class BackendRegistry:
         if found is None:
             made = facts()
             found = self._remembered((backend, optional, is_deterministic, *made.values()), lambda: _request_of(**made))
+            if len(self._routes) >= MAX_ROUTES:
+                self._routes.clear()
             self._routes[key] = found
         return self._observed(backend, found)
 
