@@ -13,6 +13,7 @@ from nsa_core import (
     Operation,
     Queries,
     attend,
+    checks,
     compress_mean,
     compressed_attention,
     nsa_attention,
@@ -332,6 +333,29 @@ def test_rows_of_an_append_that_do_not_fit_their_store_are_refused_before_anythi
         with pytest.raises(InputError, match=message):
             append_rows((NewRows(keys, new, None),), None, int32(start), int32(count), SMALL)
     assert not store.any()
+
+
+def test_each_of_several_stores_is_checked_and_their_common_positions_once(monkeypatch):
+    def rows_of(batch=2, size=8, num_rows=3):
+        store = torch.zeros(batch, size, 2, 4)
+        return NewRows(Keys(store, store, size), torch.ones(batch, num_rows, 2, 4), None)
+
+    start, count, names = int32([5, 0]), int32([3, 3]), []
+    for other, message in [
+        (rows_of(size=7), "reaches position 8 of a store of 7 rows"),
+        (rows_of(num_rows=2), r"count=\[3, 3\] leaves 0 .. 2"),
+        (rows_of(batch=3), r"start has shape \(2,\)"),
+    ]:
+        first = rows_of()
+        with pytest.raises(InputError, match=message):
+            append_rows((first, other), None, start, count, SMALL)
+        assert not first.store.k.any()
+    check_tensor = checks.check_tensor
+    monkeypatch.setattr(checks, "check_tensor", lambda name, *others: names.append(name) or check_tensor(name, *others))
+
+    append_rows((rows_of(), rows_of(size=9), rows_of()), None, start, count, SMALL)
+
+    assert names == ["start", "count"]
 
 
 def test_naming_what_the_fused_operation_does_not_replace_leaves_it_on():

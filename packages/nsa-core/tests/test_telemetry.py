@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_core import BlockGeometry, LayerTelemetry, NSAConfig, blocks, telemetry
+from nsa_core.backends.base import Queries
 from nsa_core.config import BRANCHES
+from nsa_core.reference.rows import positions_of
 from nsa_core.telemetry import ReadCounter, count_reads
 
 SMALL = BlockGeometry(4, 2, 4, 3, 1, 1, 5)
@@ -329,3 +331,19 @@ def test_telemetry_of_a_branchs_absence_has_no_figures_of_it(random_layer, rando
     figures = layer.telemetry.summary()
     assert not {"k_mean", "gate_share_slc", "contribution_slc", "reads_pred"} & set(figures)
     assert {"gate_share_cmp", "contribution_win"} <= set(figures)
+
+
+def test_a_query_alone_has_the_position_and_the_reads_that_it_has_among_others():
+    generator = torch.Generator().manual_seed(0)
+    start, q = torch.tensor([0, 3, 40], dtype=torch.int32), torch.zeros(3, 2, 4, 6)
+    indices = torch.randint(-1, 6, (3, 2, 2, 3), generator=generator, dtype=torch.int32)
+    for count in (None, torch.tensor([2, 0, 1], dtype=torch.int32)):
+        both = positions_of(Queries(q, 2, None, start, count))
+        alone = [
+            positions_of(Queries(q[:, :1], 1, None, start + row, None if count is None else (count - row).clamp(0, 1))) for row in range(2)
+        ]
+        assert torch.equal(torch.cat(alone, 1), both)
+        reads = [count_reads(indices[:, row : row + 1], alone[row], SMALL) for row in range(2)]
+        for together, first, second in zip(count_reads(indices, both, SMALL), *reads, strict=True):
+            assert torch.equal(together, first + second)
+            assert first.any()

@@ -17,7 +17,7 @@ from nsa_core.testing.conformance import check_backend
 from nsa_core.testing.inputs import ONE_LOCAL, SMALL
 from nsa_core.testing.tolerances import allowed_error, max_error
 from nsa_kernels_triton.append import kernels
-from nsa_kernels_triton.append.op import MOST_MLP_ROWS
+from nsa_kernels_triton.append.op import MOST_MLP_ROWS, phi_of
 from nsa_kernels_triton.plugin import TritonBackend
 
 pytestmark = [pytest.mark.usefixtures("nan_buffers"), pytest.mark.filterwarnings("ignore:.*against policy.*")]
@@ -247,6 +247,10 @@ class Doubled(nn.Module):
         return 2 * tokens.mean(2)
 
 
+class Shard(Tensor):
+    """Stands for a parameter that a module gathers before it is read."""
+
+
 class Wrapped(nn.Module):
     """A layer in place of another, with its weights, as LoRA makes."""
 
@@ -276,6 +280,23 @@ def test_what_the_kernels_do_not_know_is_called_as_it_is(what: str) -> None:
     for cache, backend in zip(twin.caches, (TritonBackend, SDPABackend), strict=True):
         write(cache, twin, new, int32(*case.starts), count, backend)
     assert_same_stores(twin.caches[0], twin.caches[1], case.dtype)
+
+
+def test_a_phi_is_known_by_its_own_parameters_without_a_walk_over_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    twin = make(Case(phi="mlp"))
+    raw = twin.caches[0].new_rows("raw", *rows_of(Case(), (1, 1, 1), ["raw"], 0)["raw"])
+    blocks = NewBlocks(twin.caches[0].stores.keys_of("cmp"), raw, *twin.compress, twin.rotate)
+    monkeypatch.setattr(nn.Module, "named_modules", refuse)
+    monkeypatch.setattr(nn.Module, "_named_members", refuse)
+    assert phi_of(blocks) is not None
+
+    down = blocks.compress_v.down
+    for name, weight in (("dtype", down.weight.double()), ("strides", down.weight.t()), ("class", down.weight.as_subclass(Shard))):
+        monkeypatch.setitem(down._parameters, "weight", weight)
+        assert phi_of(blocks) is None, name
 
 
 def test_stores_that_are_not_contiguous_are_written() -> None:

@@ -275,6 +275,26 @@ def test_launches_do_not_depend_on_lengths(
     assert attend_grid[2] > 1
 
 
+def test_steps_of_one_size_are_cut_once_and_those_of_another_anew(
+    launched: list[tuple[str, tuple[int, ...], dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[tuple[Any, ...]] = []
+    of = op.Splits.of
+    monkeypatch.setattr(op.Splits, "of", lambda *numbers: cut.append(numbers) or of(*numbers))
+    op.cut_of.cache_clear()
+    on_a_gpu_of(40, monkeypatch)
+    step = make_step(Case())
+    ring = step.win._replace(ring=True, max_count=step.win.k.shape[1])
+    others = step._replace(win=ring), step._replace(queries=step.queries._replace(max_count=2))
+    for each in (step, *others, step, *others):
+        by_the_kernels(each, SMALL)
+    on_a_gpu_of(12, monkeypatch)
+    by_the_kernels(step, SMALL)
+    assert len(cut) == 4
+    assert launched[:9] == launched[9:18]
+    assert launched[:3] not in (launched[3:6], launched[6:9], launched[18:])
+
+
 def test_blocks_of_many_strides_take_the_kernels_of_training(launched: list[tuple[str, tuple[int, ...], dict[str, Any]]]) -> None:
     case = Case(starts=(150,), geometry=BlockGeometry(2, 2, 66, 3, 1, 1, 20), counts=(1,))
     step = make_step(case)

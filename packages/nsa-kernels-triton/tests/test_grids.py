@@ -8,8 +8,9 @@ import torch
 
 import nsa_kernels_triton
 from nsa_core import BlockGeometry, NativeSparseAttention, NSAConfig, nsa_attention, sliding_window_attention
-from nsa_core.attention import append_rows
+from nsa_core.attention import append_rows, rotate_heads
 from nsa_core.backends.base import NewBlocks
+from nsa_core.rope import RotaryEmbedding
 from nsa_kernels_triton import device, pipelines
 
 pytestmark = [
@@ -82,6 +83,12 @@ def append(geometry, batch=1, groups=1):
     append_rows(tuple(rows), blocks, start, count, geometry, config.backends, None)
 
 
+def rotate(batch=1, heads=1):
+    """Rotate q and a key of one row of each sequence."""
+    rope, start = RotaryEmbedding(16), torch.zeros(batch, dtype=torch.int32)
+    rotate_heads((torch.zeros(batch, 1, heads, 16), torch.zeros(batch, 1, 1, 16)), start, rope, SMALL_BLOCKS, {"rotate": "triton"}, None)
+
+
 def assert_within_limits(grids):
     too_large = {kernel.__name__: grid for kernel, all_of in grids.items() for grid in all_of if any(map(int.__gt__, grid, LIMITS))}
     assert not too_large
@@ -118,6 +125,13 @@ def test_rows_of_many_sequences_or_groups_are_written(grids):
     assert_within_limits(grids)
 
 
+def test_heads_of_many_sequences_or_many_heads_are_rotated(grids):
+    rotate(MANY)
+    rotate(heads=MANY)
+    assert {kernel.__name__ for kernel in grids} == {"rotate_kernel"}
+    assert_within_limits(grids)
+
+
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 def test_many_sequences_are_launched_on_hopper(grids, is_packed):
@@ -138,6 +152,7 @@ def test_no_kernel_escapes_these_tests(grids, monkeypatch):
     train(SMALL_BLOCKS, 2, 64, dtype=torch.float16)
     step(SMALL_BLOCKS)
     append(SMALL_BLOCKS)
+    rotate()
     monkeypatch.setattr(pipelines, "has_gluon", lambda: True)
     monkeypatch.setattr(device, "capability_of", lambda x: (9, 0))
     for head_dims in ((128, 128), (192, 128)):

@@ -167,10 +167,16 @@ def attend(
     return attend_branches(queries, keys, gates, absent, make_call(queries.q, geometry, scale, backend, registry, observers))
 
 
-def attend_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call) -> Tensor:
-    """Return `attend` of queries that are checked, and of Keys of the three branches, which are checked here."""
+def attend_branches(
+    queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...], call: Call, *, is_known: bool = False
+) -> Tensor:
+    """Return `attend` of queries that are checked, and of Keys of the three branches, which are checked here.
+
+    `is_known`: Keys of these shapes and dtypes were found to fit such queries before; nothing but values is left to check, on a CPU.
+    """
     queries, keys = _autocast(queries, keys)
-    check_keys(queries, keys, call.geometry)
+    if not is_known or checks.can_read(queries.start):
+        check_keys(queries, keys, call.geometry)
     return _gated_attention(queries, keys, gates, tuple(name for name in BRANCHES if name in absent or keys[f"_{name}"] is None), call)
 
 
@@ -301,8 +307,7 @@ def append_rows(
 
     Sequence b gets rows 0 .. count[b] - 1 at positions start[b] onwards; both int32 (B,). No gradient.
     """
-    for new in rows:
-        _check_new_rows(new, start, count)
+    _check_new_rows(rows, start, count)
     written = rows if new_blocks is None else (*rows, new_blocks.raw._replace(store=new_blocks.store))
     # a backend is chosen by the store that asks most of it
     asks = (
@@ -333,23 +338,31 @@ def rotate_heads(
     return found
 
 
-def _check_new_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
-    """Raise InputError where a step's rows do not fit their store; nothing is written then."""
-    store, table, batch, num_rows = new.store.k, new.store.page_table, new.k.shape[0], new.k.shape[1]
-    holds = store.shape[0] if table is None else table.shape[0]
-    if holds != batch:
-        raise InputError(f"the store holds {holds} sequences, the step has {batch} (one each); give both the same batch")
-    if (store.dtype in FP8) != (new.store.k_scale is not None):
-        raise InputError(f"the store is {store.dtype} (stores of FP8 have k_scale and v_scale, others none); give both, or neither")
-    for name, x in (("start", start), ("count", count)):
-        checks.check_tensor(name, x, (batch,), "(B,)", new.k, torch.int32)
-    if not checks.can_read(start):
+def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> None:
+    """Raise InputError where a step's rows do not fit their stores; nothing is written then."""
+    checked = None
+    for new in rows:
+        store, table, batch = new.store.k, new.store.page_table, new.k.shape[0]
+        holds = store.shape[0] if table is None else table.shape[0]
+        if holds != batch:
+            raise InputError(f"the store holds {holds} sequences, the step has {batch} (one each); give both the same batch")
+        if (store.dtype in FP8) != (new.store.k_scale is not None):
+            raise InputError(f"the store is {store.dtype} (stores of FP8 have k_scale and v_scale, others none); give both, or neither")
+        # the stores of a layer share the batch and the device of their rows, so that one check serves all
+        if checked != (batch, new.k.device):
+            for name, x in (("start", start), ("count", count)):
+                checks.check_tensor(name, x, (batch,), "(B,)", new.k, torch.int32)
+            checked = batch, new.k.device
+    if not rows or not checks.can_read(start):
         return
+    num_rows, reach = min(new.k.shape[1] for new in rows), int((start + count).max())
     if int(count.min()) < 0 or int(count.max()) > num_rows:
         raise InputError(f"count={count.tolist()} leaves 0 .. {num_rows} (the rows of the step); fix it")
-    size = store.shape[1] * (1 if table is None else table.shape[1])
-    if not new.store.ring and int((start + count).max()) > size:
-        raise InputError(f"the step reaches position {int((start + count).max())} of a store of {size} rows; give it a larger one")
+    for new in rows:
+        table = new.store.page_table
+        size = new.store.k.shape[1] * (1 if table is None else table.shape[1])
+        if not new.store.ring and reach > size:
+            raise InputError(f"the step reaches position {reach} of a store of {size} rows; give it a larger one")
 
 
 def compress_mean(k: Tensor, geometry: BlockGeometry, *, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from nsa_core import blocks
 from nsa_core.backends.base import BranchRequest, Keys, Operation, Queries, layout_of
@@ -74,10 +74,54 @@ def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
     name = name_for(operation, call)
     if name is None:
         return None
-    index = call.registry.resolve_index(
-        name, operation is Operation.NSA, **facts_of(operation, operands, call.geometry, returns_lse=call.returns_lse)
-    )
-    return None if index < 0 else call.registry.backends[index]
+    registry, is_optional = call.registry, operation is Operation.NSA
+    if torch.compiler.is_compiling():
+        facts = facts_of(operation, operands, call.geometry, returns_lse=call.returns_lse)
+        index = registry.resolve_index(name, is_optional, **facts)
+    else:
+        # a cached step waits for its routing, and its calls are those of the step before
+        key = _key_of(operation, operands, call, name)
+        index = registry.route(key, name, is_optional, lambda: facts_of(operation, operands, call.geometry, returns_lse=call.returns_lse))
+    return None if index < 0 else registry.backends[index]
+
+
+def _key_of(operation: Operation, operands: tuple[Any, ...], call: Call, name: str) -> tuple[Any, ...]:
+    """Return a key of the call outside traced graphs: calls of equal keys have equal `facts_of`. It takes a third of their time.
+
+    Raises:
+        InputError: when a tensor carries a tangent of forward-mode differentiation.
+    """
+    queries, keys = _routed(operation, operands)
+    q, k = queries.q, keys.k
+    cu_seqlens = queries.cu_seqlens
+    needs_grad = (torch.is_grad_enabled() or forward_ad._current_level >= 0) and _needs_grad(operation, q, operands)
+    is_aligned = not q.is_cuda or _are_aligned(q, *_stores(operands))
+    return (
+        operation, name, call.returns_lse, call.geometry, q.device, q.dtype, k.dtype, q.shape, k.shape, keys.v.shape,
+        queries.max_count, keys.max_count, None if cu_seqlens is None else cu_seqlens.shape, queries.start is None,
+        keys.page_table is None, needs_grad, is_aligned,
+    )  # fmt: skip
+
+
+def _routed(operation: Operation, operands: tuple[Any, ...]) -> tuple[Queries, Keys]:
+    """Return the queries and the keys that a request is made of; of several Keys the selected ones bound the tokens."""
+    queries, keys = operands[0], operands[2 if operation is Operation.NSA else 1]
+    assert isinstance(queries, Queries) and isinstance(keys, Keys)
+    return queries, keys
+
+
+def _stores(operands: tuple[Any, ...]) -> list[Tensor]:
+    """Return every k and v of the operands."""
+    return [store for x in operands[1:] if isinstance(x, Keys) for store in x[:2]]
+
+
+def _needs_grad(operation: Operation, q: Tensor, operands: tuple[Any, ...]) -> bool:
+    """Return True where a gradient is recorded; raise InputError where a tensor carries a tangent of forward-mode differentiation."""
+    if operation is Operation.SELECT:
+        return False
+    tensors = [q, *_stores(operands), *[x for x in operands[2:] if isinstance(x, Tensor)]]
+    check_no_tangent(*tensors)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def name_for(operation: Operation, call: Call) -> str | None:
@@ -101,16 +145,9 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
     Raises:
         InputError: when a tensor carries a tangent of forward-mode differentiation.
     """
-    # of several Keys the selected ones bound the tokens
-    queries, keys = operands[0], operands[2 if operation is Operation.NSA else 1]
-    assert isinstance(queries, Queries) and isinstance(keys, Keys)
+    queries, keys = _routed(operation, operands)
     q, layout, is_traced = queries.q, layout_of(queries, keys), torch.compiler.is_compiling()
-    stores = [store for x in operands[1:] if isinstance(x, Keys) for store in x[:2]]
-    needs_grad = False
-    if operation is not Operation.SELECT:
-        tensors = [q, *stores, *[x for x in operands[2:] if isinstance(x, Tensor)]]
-        check_no_tangent(*tensors)
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    needs_grad = _needs_grad(operation, q, operands)
     batch, num_queries, num_heads, head_dim = q.shape
     num_sequences = batch if queries.cu_seqlens is None else queries.cu_seqlens.shape[0] - 1
     num_keys = queries.max_count
@@ -140,7 +177,7 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
         "needs_grad": needs_grad,
         "needs_lse_grad": needs_grad and returns_lse,
         # a graph being traced has no addresses
-        "is_aligned": is_traced or not q.is_cuda or _are_aligned(q, *stores),
+        "is_aligned": is_traced or not q.is_cuda or _are_aligned(q, *_stores(operands)),
     }
 
 
@@ -156,7 +193,10 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 def check_no_tangent(*tensors: Tensor) -> None:
     """Raise InputError in forward-mode differentiation: torch drops the tangents of a custom op's inputs without a word."""
-    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors):
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        # outside forward-mode differentiation nothing has one, and to ask each tensor takes longer
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise InputError(
             "a tensor carries a tangent of forward-mode differentiation (the operations have a backward pass only); use backward() "
             "or torch.autograd.functional.vjp"

@@ -328,7 +328,11 @@ class NativeSparseAttention(nn.Module):
         slc = rows["slc"].store if "slc" in rows else None
         queries = Queries(q, x.shape[1], None, step.start, step.added)
         keys = {"_cmp": cmp, "_slc": slc, "_win": win}
-        out = self._attend(x, queries, keys, (self.telemetry, cache.read_counter))
+        form, is_traced = (q.shape, q.dtype, step.in_place), torch.compiler.is_compiling()
+        is_known = not is_traced and form in cache.known_forms
+        out = self._attend(x, queries, keys, (self.telemetry, cache.read_counter), is_known=is_known)
+        if not (is_known or is_traced):
+            cache.known_forms.add(form)
         if late:
             append_rows(late, None, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         cache.end_step(step)
@@ -350,6 +354,8 @@ class NativeSparseAttention(nn.Module):
         queries: Queries,
         keys: BranchKeys,
         observers: tuple[AttentionObserver | None, ...],
+        *,
+        is_known: bool = False,
     ) -> Tensor:
         config = self.config
         has_compressed = None
@@ -368,6 +374,6 @@ class NativeSparseAttention(nn.Module):
         present = tuple(observer for observer in observers if observer is not None)
         call = make_call(queries.q, config.geometry, None, config.backends, self.registry, present)
         absent = tuple(name for name in BRANCHES if name not in config.branches)
-        out = attend_branches(queries, keys, gates, absent, call)
+        out = attend_branches(queries, keys, gates, absent, call, is_known=is_known)
         projected: Tensor = self.o_proj(out.flatten(-2))
         return projected

@@ -33,6 +33,8 @@ def count_reads(block_indices: Tensor, positions: Tensor, geometry: BlockGeometr
     # a chosen block gives what of it is not after the query; -1, none, becomes a block behind every query
     given = torch.sub(ends[..., None, None], block_indices & torch.iinfo(torch.int32).max, alpha=width).clamp(0, width)
     actual = given.sum(-1) + rest.unsqueeze(-1)
+    if positions.shape[1] == 1:
+        return Reads((predicted + rest).squeeze(1), actual.squeeze(1))
     return Reads((predicted + rest).sum(1), actual.sum(1))
 
 

@@ -17,10 +17,12 @@ from nsa_core import (
     NSAError,
     Operation,
     Reason,
+    dispatch,
     explain_routing,
     nsa_attention,
     sliding_window_attention,
 )
+from nsa_core.backends import registry as registry_module
 from nsa_core.reference.sdpa import sdpa_backends
 from nsa_core.telemetry import AttentionObserver
 
@@ -304,6 +306,59 @@ def test_observers_of_a_registry_are_told_every_choice_with_the_request_by_name(
     nsa_attention(*operands(), geometry=GEOMETRY, registry=registry)
     served = [("auto", operation, 4, "dense", "sdpa") for operation in ("cmp", "select", "slc", "win")]
     assert told == [("auto", "nsa", 4, "dense", None), *served]
+
+
+def test_calls_that_repeat_make_no_request_anew_and_each_gets_its_own(monkeypatch):
+    registry, told, made = registry_of({"name": "window"}), [], []
+    registry.observers.append(lambda backend, facts, name: told.append(facts))
+    facts_of = dispatch.facts_of
+    monkeypatch.setattr(dispatch, "facts_of", lambda *operands, **keywords: made.append(operands) or facts_of(*operands, **keywords))
+    q, k, v = torch.randn(1, 11, 4, 6), torch.randn(1, 11, 2, 6), torch.randn(1, 11, 2, 4)
+    start, table = torch.tensor([3], dtype=torch.int32), torch.tensor([[0]], dtype=torch.int32)
+    calls = [
+        ((q, k, v), {}),
+        ((q[:, :9], k[:, :9], v[:, :9]), {}),
+        ((q[:, :, :2], k, v), {}),
+        ((q[..., :5], k[..., :5], v), {}),
+        ((q, k[:, :, :1], v[:, :, :1]), {}),
+        ((q, k, v[..., :3]), {}),
+        ((q.double(), k.double(), v.double()), {}),
+        ((q.clone().requires_grad_(), k, v), {}),
+        ((q, k, v), {"cu_seqlens": torch.tensor([0, 11], dtype=torch.int32)}),
+        ((q, k, v), {"cu_seqlens": torch.tensor([0, 4, 11], dtype=torch.int32)}),
+        ((q[:, :2], k, v), {"query_start": start}),
+        ((q[:, :2], k, v), {"query_start": start, "page_table": table}),
+        ((q, k, v), {"geometry": BlockGeometry(4, 2, 8, 3, 1, 1, 6)}),
+    ]
+
+    for _ in range(2):
+        for tensors, keywords in calls:
+            sliding_window_attention(*tensors, **{"geometry": GEOMETRY, "registry": registry, **keywords})
+    torch.use_deterministic_algorithms(True)
+    try:
+        sliding_window_attention(q, k, v, geometry=GEOMETRY, registry=registry)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    registry.register(CountingBackend(name="better", level=2))
+    sliding_window_attention(q, k, v, geometry=GEOMETRY, registry=registry)
+
+    first, again = told[: len(calls)], told[len(calls) : 2 * len(calls)]
+    assert first == again
+    assert len(set(first)) == len(calls)
+    assert (told[-2].deterministic, told[-1]) == (True, first[0])
+    assert len(made) == len(calls) + 2
+    assert registry.named(Operation.WIN, "better").num_calls == 1
+
+
+def test_a_registry_keeps_no_more_calls_than_it_may(monkeypatch):
+    monkeypatch.setattr(registry_module, "MAX_ROUTES", 8)
+    registry, facts = (
+        registry_of({"name": "window"}),
+        {"operation": "win", "geometry": GEOMETRY.as_tuple(), "device_type": "cpu", "device_index": 0},
+    )
+    for number in range(50):
+        assert registry.route((number,), "auto", False, lambda: facts) == 0
+        assert len(registry._routes) <= 8
 
 
 def test_auto_passes_over_a_backend_without_a_gradient_of_lse_only_where_lse_reaches_the_caller():

@@ -17,6 +17,7 @@ from nsa_core import (
     NSACache,
     NSAConfig,
     Operation,
+    attention,
 )
 from nsa_core.backends.base import FusedOutput
 from nsa_core.kv_cache import cache as cache_module
@@ -36,10 +37,9 @@ def int32(values):
 
 def tensors_of(cache):
     """Every tensor that a step of the cache reads or writes, by name."""
-    counted = zip(("predicted", "actual"), cache._last_reads, cache._total_reads, strict=True)
-    reads = {f"{kind} {name}": x for name, *pair in counted for kind, x in zip(("last", "total"), pair, strict=True)}
+    reads = {"last reads": cache._last_reads, "total reads": cache._total_reads}
     stores = {f"{kind} {name}": x for kind, found in (("k", cache.keys), ("v", cache.values)) for name, x in found.items()}
-    bounds = {"lengths": cache.lengths, "reached": cache.bounds.reached, "overflowed": cache.bounds.overflowed}
+    bounds = {"lengths": cache.lengths, "reached": cache.bounds.reached}
     return {**stores, **bounds, **reads}
 
 
@@ -130,8 +130,8 @@ def test_a_full_cache_stays_what_it_was_however_many_steps_follow(random_layer, 
         assert not layer(x[:, :count], cache=cache).any()
 
     after = tensors_of(cache)
-    assert bool(after["overflowed"]) == any(steps)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name[0] in "kv" or name in ("lengths", "reached"))
+    assert bool(cache.bounds.overflowed) == any(steps)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name[0] in "kv" or name == "lengths")
 
 
 @pytest.mark.parametrize("act", [lambda cache: cache.crop(1), lambda cache: cache.select(torch.tensor([1])), lambda cache: cache.check()])
@@ -329,7 +329,7 @@ class CountedOperations(TorchDispatchMode):
 
     FREE = (
         *("view", "_unsafe_view", "expand", "transpose", "t", "slice", "select", "unsqueeze", "split"),
-        *("detach", "alias", "empty", "new_empty", "promote_types"),
+        *("squeeze", "detach", "alias", "empty", "new_empty", "promote_types"),
     )
 
     def __init__(self):
@@ -365,7 +365,7 @@ class KernelsElsewhere:
         return FusedOutput(q.new_empty(*q.shape[:3], CONFIG.head_dim_v), chosen)
 
 
-@pytest.mark.parametrize(("kv", "count_reads", "expected"), [("separate", False, 22), ("shared", False, 18), ("separate", True, 47)])
+@pytest.mark.parametrize(("kv", "count_reads", "expected"), [("separate", False, 20), ("shared", False, 16), ("separate", True, 40)])
 def test_a_layers_step_takes_few_operations_beside_those_of_backends(kv, count_reads, expected):
     """On a GPU each is a launch, and a step of one token waits for little else."""
     registry = BackendRegistry(tuple(map(KernelsElsewhere, (Operation.NSA, Operation.APPEND, Operation.ROTATE))))
@@ -378,3 +378,35 @@ def test_a_layers_step_takes_few_operations_beside_those_of_backends(kv, count_r
     with CountedOperations() as counted:
         layer(x, cache=cache)
     assert len(counted.names) == expected, counted.names
+
+
+def test_stores_are_checked_against_each_form_of_step_once_and_anew_where_they_are_replaced(monkeypatch):
+    checked = []
+    monkeypatch.setattr(attention, "check_keys", lambda queries, keys, geometry: checked.append(queries.q.shape[:2]))
+    monkeypatch.setattr(cache_module, "FIRST_CAPACITY", 8)
+    # no value can be read there, as on a GPU
+    with torch.device("meta"):
+        layer, x = NativeSparseAttention(CONFIG), torch.zeros(2, 3, 8)
+    static, growing = layer.new_cache(2, 40, static=True, max_rollback=2), layer.new_cache(2, 40)
+
+    for count in (1, 1, 3, 1, 3):
+        layer(x[:, :count], cache=static)
+    assert checked == [(2, 1), (2, 3)]
+    del checked[:]
+    for _ in range(4):
+        layer(x, cache=growing)
+    growing.reorder(torch.zeros(3, dtype=torch.int64, device="meta"))
+    for _ in range(2):
+        layer(x[[0, 0, 0]], cache=growing)
+    # it grows in the third step, and once more in the last
+    assert checked == [(2, 3), (2, 3), (3, 3), (3, 3)]
+
+
+def test_values_that_can_be_read_are_checked_at_every_step(random_layer, random_input):
+    layer, x = random_layer(CONFIG), random_input(1, 1, 8)
+    cache = layer.new_cache(1, 8, static=True)
+    for _ in range(2):
+        layer(x, cache=cache)
+    cache.lengths.fill_(-3)
+    with pytest.raises(InputError):
+        layer(x, cache=cache)

@@ -155,7 +155,27 @@ class BackendRegistry:
         """
         key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts.values())
         # the request itself, with its checks, is made at the first of such calls alone
-        index, request = self._remembered(key, lambda: _request_of(**facts))
+        return self._observed(backend, self._remembered(key, lambda: _request_of(**facts)))
+
+    def route(self, key: tuple[Any, ...], backend: str, optional: bool, facts: Callable[[], dict[str, Any]]) -> int:
+        """Return `resolve_index` of `facts()`, which is called for the first of equal keys alone; observers are called every time.
+
+        Keys name `backend` and what `facts()` depends on but for torch's deterministic algorithms. A new backend makes the registry forget them.
+        """
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        key = is_deterministic, key
+        found = self._routes.get(key)
+        if found is None:
+            made = facts()
+            found = self._remembered((backend, optional, is_deterministic, *made.values()), lambda: _request_of(**made))
+            if len(self._routes) >= MAX_ROUTES:
+                self._routes.clear()
+            self._routes[key] = found
+        return self._observed(backend, found)
+
+    def _observed(self, backend: str, found: tuple[int, BranchRequest]) -> int:
+        """Return the index of a choice, and call the observers."""
+        index, request = found
         for observer in self.observers:
             observer(backend, request, None if index < 0 else self.backends[index].name)
         return index

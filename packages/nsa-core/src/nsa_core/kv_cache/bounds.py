@@ -98,24 +98,41 @@ _count_in_graph = torch.library.custom_op("nsa_core::count_step", count_step, mu
 _count_in_graph.register_fake(lambda *_: None)
 
 
+LOST = 2**31 - 1
+"""Stands in `DeviceBounds.reached` for a sequence that lost tokens below `max_seqlen`, where its pages end."""
+
+
 class DeviceBounds:
     """Bounds of a static cache: tensors on its device, changed in place, so that a captured step finds them where they were."""
 
-    def __init__(self, lengths: Tensor) -> None:
-        """Start with empty sequences; `lengths` int32 `(B,)` are the cache's own."""
-        self.lengths = lengths
+    def __init__(self, lengths: Tensor, max_seqlen: int) -> None:
+        """Start with empty sequences; `lengths` int32 `(B,)` are the cache's own, and none grows beyond `max_seqlen`."""
+        self.lengths, self.max_seqlen = lengths, max_seqlen
         self.reached = torch.zeros_like(lengths)
-        """int32 (B,): the tokens that the rings have seen of each sequence: the last rows are theirs, also after a crop."""
-        self.overflowed = torch.zeros_like(lengths, dtype=torch.bool)
-        """bool (B,): the sequences that lost tokens, because they did not fit."""
+        """int32 (B,): the tokens that the rings have seen of each sequence: the last rows are theirs, also after a crop. More than
+        `max_seqlen` where the sequence lost tokens, because they did not fit."""
 
-    def begin(self, wanted: int | Tensor, limit: int | Tensor, *, in_place: bool) -> Tensor:
-        """Return int32 `(B,)`: how many of the `wanted` tokens fit below `limit`; where some do not, the sequence is marked."""
-        room = limit - self.lengths
-        added = room.clamp(0, wanted) if isinstance(wanted, int) else torch.minimum(wanted, room.clamp(min=0))
-        self.overflowed.logical_or_(added < wanted)
+    @property
+    def overflowed(self) -> Tensor:
+        """Return bool `(B,)`: True for sequences that lost tokens."""
+        return self.reached > self.max_seqlen
+
+    def begin(self, wanted: int | Tensor, limit: Tensor | None, *, in_place: bool) -> Tensor:
+        """Return int32 `(B,)`: how many of the `wanted` tokens fit; where some do not, the sequence is marked.
+
+        They fit below `max_seqlen`, and below `limit` `(B,)` where the sequences have pages.
+        """
+        # a step waits for each of these operations
+        end = self.lengths + wanted
+        if limit is None:
+            added = end.clamp(max=self.max_seqlen).sub_(self.lengths)
+        else:
+            added = torch.minimum(end, limit).sub_(self.lengths).clamp_(min=0)
+            end = end.masked_fill(end > limit, LOST)
         if in_place:
-            self.reached.clamp_(min=self.lengths + added)
+            self.reached.clamp_(min=end)
+        else:
+            self.reached.masked_fill_(end > self.max_seqlen, LOST)
         return added
 
     def end(self) -> None:
@@ -135,7 +152,9 @@ class DeviceBounds:
 
     def lost(self, indices: Tensor | None = None) -> CacheOverflowError | None:
         """Return an error that names the sequences among `indices` (None: all) that lost tokens, None without any; waits for the device."""
-        marked = self.overflowed if indices is None else torch.zeros_like(self.overflowed).index_fill(0, indices, True) & self.overflowed
+        marked = self.overflowed
+        if indices is not None:
+            marked = torch.zeros_like(marked).index_fill(0, indices, True) & marked
         found = marked.nonzero().flatten().tolist()
         if not found:
             return None
@@ -145,13 +164,11 @@ class DeviceBounds:
 
     def reorder(self, indices: Tensor) -> None:
         """Take the bounds of the sequences at `indices`, one for each."""
-        for x in (self.reached, self.overflowed):
-            x.copy_(x.index_select(0, indices))
+        self.reached.copy_(self.reached.index_select(0, indices))
 
     def reset(self, indices: Tensor | None) -> None:
         """Note that the sequences at `indices` (None: all) are empty."""
-        for x in (self.reached, self.overflowed):
-            x.zero_() if indices is None else x.index_fill_(0, indices, 0)
+        self.reached.zero_() if indices is None else self.reached.index_fill_(0, indices, 0)
 
 
 def check_crop(counts: Tensor, held: Tensor, depth: Tensor, max_rollback: int) -> None:

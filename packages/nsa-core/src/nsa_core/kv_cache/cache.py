@@ -99,14 +99,14 @@ class NSACache:
         self.stores = Stores(config, batch_size, heads, options, device)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         """int32 (B,): tokens held of each sequence."""
-        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths) if static else HostBounds(batch_size)
+        self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths, self.max_seqlen) if static else HostBounds(batch_size)
+        self.known_forms: set[tuple[torch.Size, torch.dtype, bool]] = set()
+        """Shape and dtype of q, and `Step.in_place`, of the steps that the stores were found to fit; emptied where stores are replaced."""
         # Table 4 counts all three branches, so nothing is counted of a layer with fewer
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
-        self._last_reads, self._total_reads = (
-            Reads(*(torch.zeros(*size, dtype=torch.int64, device=device) for size in ((batch_size,), (batch_size, heads))))
-            for _ in range(2)
-        )
+        self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
+        """int64 (B, 1 + G): the predicted reads of each sequence, then the actual ones of each KV head."""
 
     def _page_table(self, batch_size: int, page_size: int, num_pages: int | None, device: torch.device | str) -> PageTable:
         if page_size < 1 or (num_pages is not None and num_pages < 1):
@@ -163,12 +163,12 @@ class NSACache:
         """
         if self.read_counter is None or (self.read_counter.reads is None and not self.is_static):
             return None
-        return Reads(*(x.clone() for x in self._last_reads))
+        return _reads_of(self._last_reads)
 
     @property
     def total_reads(self) -> Reads:
         """Return a copy of the tokens read since each sequence was new, predicted `(B,)` and actual `(B, G)`."""
-        return Reads(*(x.clone() for x in self._total_reads))
+        return _reads_of(self._total_reads)
 
     def check(self) -> None:
         """Raise CacheOverflowError if a step of a static cache dropped tokens that did not fit; waits for the device.
@@ -192,7 +192,7 @@ class NSACache:
         count = None if query_count is None else query_count.to(device=self.lengths.device, dtype=torch.int32, non_blocking=True)
         in_place = num_queries <= self.max_rollback or self.max_rollback >= self.max_seqlen
         if isinstance(self.bounds, DeviceBounds):
-            limit = self.max_seqlen if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
+            limit = None if self.pages is None else self.pages.limits(self.lengths, self.config.geometry)
             # a count on a GPU is not read, so it is clipped
             added = self.bounds.begin(num_queries if count is None else count.clamp(0, num_queries), limit, in_place=in_place)
             return Step(self.lengths.clone(), added, in_place)
@@ -254,9 +254,9 @@ class NSACache:
         if not (self.is_static and step.in_place):
             self.bounds.end()
         if self.read_counter is not None and self.read_counter.reads is not None:
-            for reads, last, total in zip(self.read_counter.reads, self._last_reads, self._total_reads, strict=True):
-                last.copy_(reads)
-                total.add_(reads)
+            predicted, actual = self.read_counter.reads
+            torch.cat([predicted.unsqueeze(1), actual], 1, out=self._last_reads)
+            self._total_reads.add_(self._last_reads)
 
     def _check_count(self, num_queries: int, query_count: Tensor | None) -> None:
         if query_count is None:
@@ -293,7 +293,7 @@ class NSACache:
         chosen = None if indices is None else self._checked(indices)
         lost = self.bounds.lost(chosen)
         self.bounds.reset(indices)
-        for x in (self.lengths, *self._last_reads, *self._total_reads):
+        for x in (self.lengths, self._last_reads, self._total_reads):
             x.zero_() if chosen is None else x.index_fill_(0, chosen, 0)
         if lost:
             raise lost
@@ -349,17 +349,16 @@ class NSACache:
         """Reorder by `indices` of the caller, `chosen` on the cache's device, `sources` for the pages."""
         in_place = self.is_static
         self.stores.reorder(chosen, in_place=in_place)
+        self.known_forms.clear()
         self.bounds.reorder(chosen if in_place else indices)
         if self.pages is not None:
             self.pages.reorder(sources)
         if in_place:
-            for x in (self.lengths, *self._last_reads, *self._total_reads):
+            for x in (self.lengths, self._last_reads, self._total_reads):
                 x.copy_(x.index_select(0, chosen))
             return
         self.lengths = self.lengths.index_select(0, chosen)
-        self._last_reads, self._total_reads = (
-            Reads(*(x.index_select(0, chosen) for x in reads)) for reads in (self._last_reads, self._total_reads)
-        )
+        self._last_reads, self._total_reads = (x.index_select(0, chosen) for x in (self._last_reads, self._total_reads))
         if self.read_counter is not None:
             self.read_counter.reads = None
 
@@ -375,3 +374,9 @@ class NSACache:
                     f"indices name sequence {int(outside[0])} (the cache holds {self.batch_size}); use 0 .. {self.batch_size - 1}"
                 )
         return indices.to(self.lengths.device, torch.int64, non_blocking=True)
+
+
+def _reads_of(counts: Tensor) -> Reads:
+    """Return a copy of `counts` `(B, 1 + G)` as Reads."""
+    predicted, actual = counts.split([1, counts.shape[1] - 1], 1)
+    return Reads(predicted.squeeze(1).clone(), actual.clone())

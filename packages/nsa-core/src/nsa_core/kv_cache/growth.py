@@ -42,6 +42,7 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
     longest = bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=cache.max_seqlen)
     if longest > stores.capacity:
         stores.grow(min(max(longest, 2 * stores.capacity), cache.max_seqlen))
+        cache.known_forms.clear()
         cache.can_grow = stores.capacity < cache.max_seqlen
 
 

@@ -33,6 +33,10 @@ def rows_of(queries: Queries, keys: Keys | None = None) -> Rows:
 def positions_of(queries: Queries) -> Tensor:
     """Return int64 `(B, S)`: each row's position inside its own sequence, -1 for a row that does not count."""
     batch, num_queries = queries.q.shape[:2]
+    if num_queries == 1 and queries.cu_seqlens is None and queries.start is not None:
+        # a step of one token waits for each of its operations
+        positions = queries.start.long().unsqueeze(1)
+        return positions if queries.count is None else positions.masked_fill((queries.count < 1).unsqueeze(1), -1)
     index = torch.arange(num_queries, device=queries.q.device).unsqueeze(0)
     if queries.cu_seqlens is None:
         positions = index.expand(batch, num_queries) if queries.start is None else index + queries.start.unsqueeze(1)

@@ -24,13 +24,17 @@ MOST_MLP_ROWS = 16
 """Most rows of a sequence whose blocks the kernels of `mlp` compute: they are cut for few blocks, torch's products are faster for many."""
 
 
+Parameters = tuple[Tensor, ...]
+"""The parameters of one compressor: none of `mean`, the taps of `conv`; position, weight and bias of up and of down of `mlp`."""
+
+
 class Phi(NamedTuple):
     """What the kernels read of the compressors of keys and values; None for what is not there."""
 
     k_taps: Tensor | None = None
     v_taps: Tensor | None = None
-    k_mlp: MLPCompressor | None = None
-    v_mlp: MLPCompressor | None = None
+    k_mlp: Parameters | None = None
+    v_mlp: Parameters | None = None
     frequencies: Tensor | None = None
     """float32 (D_k / 2,): of the rotation of block keys."""
     factor: float = 1.0
@@ -85,10 +89,11 @@ def phi_of(blocks: NewBlocks) -> Phi | None:
     """Return what the kernels read of the compressors and the rotation of `blocks`; None where they are not the layer's own, unchanged."""
     compress_k, compress_v, rotate, new = blocks.compress_k, blocks.compress_v, blocks.rotate, blocks.raw
     has_values = compress_v is not None and new.v is not None
-    if not _is_known(compress_k, new.k) or (has_values and (type(compress_v) is not type(compress_k) or not _is_known(compress_v, new.k))):
+    k, v = _parameters_of(compress_k, new.k), _parameters_of(compress_v, new.k) if has_values else ()
+    if k is None or v is None or (has_values and type(compress_v) is not type(compress_k)):
         return None
-    k, v = compress_k, compress_v if has_values else None
-    phi = Phi(_taps(k), _taps(v), k if isinstance(k, MLPCompressor) else None, v if isinstance(v, MLPCompressor) else None)
+    is_mlp = type(compress_k) is MLPCompressor
+    phi = Phi(k_mlp=k, v_mlp=v or None) if is_mlp else Phi(k[0] if k else None, v[0] if v else None)
     if rotate is unrotated:
         return phi
     if type(rotate) is not RotaryEmbedding or rotate.dim != new.k.shape[3]:
@@ -96,23 +101,30 @@ def phi_of(blocks: NewBlocks) -> Phi | None:
     return phi._replace(frequencies=rotate.kept_frequencies(new.k.device)[rotate.dim // 2 :], factor=rotate.attention_factor())
 
 
-def _is_known(compress: Any, new: Tensor) -> bool:
-    """Return True of a compressor of the layer whose call is its formula, of whole parameters."""
-    if type(compress) not in (MeanCompressor, ConvCompressor, MLPCompressor):
-        return False
-    # a parameter in shards is gathered by the module's call, and hooks are part of it; so is what stands in place of a layer, as LoRA does
-    if any(x._forward_hooks or x._forward_pre_hooks for x in compress.modules()):
-        return False
-    if type(compress) is MLPCompressor and not type(compress.up) is type(compress.down) is nn.Linear:
-        return False
-    parameters = list(compress.parameters())
-    if any(type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() for x in parameters):
-        return False
-    return type(compress) is not MLPCompressor or all(x.dtype == new.dtype for x in parameters)
-
-
-def _taps(compress: Any) -> Tensor | None:
-    return compress.weight.detach() if isinstance(compress, ConvCompressor) else None
+def _parameters_of(compress: Any, new: Tensor) -> Parameters | None:
+    """Return the parameters of a compressor of the layer whose call is its formula, of whole parameters; None of another."""
+    kind = type(compress)
+    # by name, once a step: to walk the modules and parameters by torch's own iterators takes several times as long
+    modules: tuple[Any, ...] = (compress,)
+    found: tuple[Any, ...] = ()
+    if kind is MLPCompressor:
+        up, down = compress.up, compress.down
+        # what stands in place of a layer, as LoRA does, computes something else
+        if not type(up) is type(down) is nn.Linear:
+            return None
+        modules, found = (compress, up, down), (compress.position, up.weight, up.bias, down.weight, down.bias)
+    elif kind is ConvCompressor:
+        found = (compress.weight,)
+    elif kind is not MeanCompressor:
+        return None
+    # hooks are part of a module's call
+    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+        return None
+    for x in found:
+        # a parameter in shards is gathered by the module's call
+        if type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() or (kind is MLPCompressor and x.dtype != new.dtype):
+            return None
+    return found
 
 
 class _Store(NamedTuple):
@@ -140,7 +152,7 @@ def sizes_of(store: Keys) -> tuple[int, int, int]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x.detach().contiguous()
+    return (x.detach() if x.requires_grad else x).contiguous()
 
 
 def _launch(rows: tuple[NewRows, ...], blocks: NewBlocks | None, phi: Phi, start: Tensor, count: Tensor, geometry: BlockGeometry) -> None:
@@ -217,14 +229,11 @@ class _Hidden(NamedTuple):
     """float32 (splits of tokens, items, D)."""
 
     @classmethod
-    def of(cls, k: MLPCompressor, v: MLPCompressor | None, splits: int, num_items: int, device: torch.device) -> "_Hidden":
-        layers = [layer for layer in (k, v) if layer is not None]
-        columns = [
-            (
-                x.position, x.up.weight, x.up.bias, x.down.weight, x.down.bias,
-                torch.empty(num_items, x.down.out_features, dtype=torch.float32, device=device),
-                torch.empty(splits, num_items, x.down.out_features, dtype=torch.float32, device=device),
-            )
-            for x in layers
-        ]  # fmt: skip
+    def of(cls, k: Parameters, v: Parameters | None, splits: int, num_items: int, device: torch.device) -> "_Hidden":
+        columns = []
+        for parameters in (k,) if v is None else (k, v):
+            width = parameters[-1].shape[0]
+            means = torch.empty(num_items, width, dtype=torch.float32, device=device)
+            partials = torch.empty(splits, num_items, width, dtype=torch.float32, device=device)
+            columns.append((*parameters, means, partials))
         return cls(*((*pair, None)[:2] for pair in zip(*columns, strict=True)))

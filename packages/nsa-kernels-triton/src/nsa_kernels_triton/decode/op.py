@@ -1,5 +1,6 @@
 """The whole operation for a step over a cache: how it is cut, and the three launches."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from nsa_core.config import BlockGeometry
 from nsa_kernels_triton.decode import kernels
 from nsa_kernels_triton.device import OLDEST, capability_of, num_multiprocessors, shared_memory_bytes
 from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
-from nsa_kernels_triton.numerics import is_exact, score_factor
+from nsa_kernels_triton.numerics import score_factor
 from nsa_kernels_triton.streams import on_its_device
 from nsa_kernels_triton.tile_table import padded, parts_of
 
@@ -59,32 +60,70 @@ class Splits(NamedTuple):
         return cls(cmp, win, cdiv(slots, max(1, tiles // of_block)))
 
 
+class StepSizes(NamedTuple):
+    """The numbers that decide how a step is cut. Two steps of equal sizes differ in their tensors alone."""
+
+    capability: tuple[int, int] | None
+    num_multiprocessors: int
+    has_pdl: bool
+    most_slices: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """(B, S, H, D_k) of q."""
+    num_groups: int
+    head_dim_v: int
+    num_sequences: int
+    max_count: int
+    """Rows of the longest sequence, at most."""
+    is_ragged: bool
+    most_blocks: int
+    """Compressed blocks of the longest sequence, at most."""
+    cmp: tuple[torch.dtype, bool]
+    """The dtype of a store, and whether it has pages."""
+    slc: tuple[torch.dtype, bool]
+    win: tuple[torch.dtype, bool]
+    is_ring: bool
+    geometry: BlockGeometry
+
+    @classmethod
+    def of(cls, queries: Queries, cmp: Keys, slc: Keys, win: Keys, geometry: BlockGeometry) -> "StepSizes":
+        """Return the sizes of a step."""
+        q, (num_groups, head_dim_v) = queries.q, cmp.v.shape[2:]
+        assert queries.start is not None
+        return cls(
+            capability_of(q), num_multiprocessors(q), has_pdl(q), SLICES, q.dtype, q.shape, num_groups, head_dim_v,
+            queries.start.shape[0], queries.max_count, queries.cu_seqlens is not None, cmp.max_count,
+            (cmp.k.dtype, cmp.page_table is not None), (slc.k.dtype, slc.page_table is not None),
+            (win.k.dtype, win.page_table is not None), win.ring, geometry,
+        )  # fmt: skip
+
+
 class Tiles(NamedTuple):
     """How a launch cuts keys."""
 
     slices: int
     """Parts of a tile, one for each warp."""
-    in_flight: int
-    """Tiles that arrive at a time; 0: none while another is computed with."""
+    stages: int
+    """Stages of the loop over tiles: one more than arrive at a time. Rows of pages are looked up as long before a tile arrives."""
 
     @classmethod
-    def of(cls, q: Tensor, keys: Keys, slice_keys: int, most: int | None = None) -> "Tiles":
-        """Return tiles of `most` parts of `slice_keys`, or of fewer, and as many in flight as leave room for two programs on a multiprocessor."""
-        capability = capability_of(q)
-        limit = int(0.9 * shared_memory_bytes(OLDEST if capability is None else capability))
-        slice_elements = slice_keys * (padded(keys.k.shape[3]) + padded(keys.v.shape[3]))
-        slices = SLICES if most is None else most
-        while slices > 1 and slices * slice_elements * q.element_size() > limit:
-            slices //= 2
-        if q.element_size() > 2:
-            # without matrix units a tile lies in registers, and what threads exchange takes as much
-            return cls(slices, 0)
-        tile_bytes = slices * slice_elements * keys.k.element_size()
-        return cls(slices, min(MOST_IN_FLIGHT, max(1, limit // (PROGRAMS_PER_MULTIPROCESSOR * tile_bytes))))
+    def of(cls, sizes: StepSizes, keys: tuple[torch.dtype, bool], slice_keys: int, most: int) -> "Tiles":
+        """Return tiles of `most` parts of `slice_keys`, or of fewer, and as many in flight as leave room for two programs on a multiprocessor.
 
-    def num_stages(self, keys: Keys) -> int:
-        """Return the stages of a loop over `keys`: the rows of pages are looked up as long before a tile as that arrives before it is used."""
-        return (1 if keys.page_table is None else 2) * self.in_flight + 1
+        `keys`: the dtype of their store, and whether it has pages.
+        """
+        limit = int(0.9 * shared_memory_bytes(OLDEST if sizes.capability is None else sizes.capability))
+        slice_elements = slice_keys * (padded(sizes.shape[3]) + padded(sizes.head_dim_v))
+        slices, itemsize = most, sizes.dtype.itemsize
+        while slices > 1 and slices * slice_elements * itemsize > limit:
+            slices //= 2
+        if itemsize > 2:
+            # without matrix units a tile lies in registers, and what threads exchange takes as much
+            return cls(slices, 1)
+        dtype, is_paged = keys
+        tile_bytes = slices * slice_elements * dtype.itemsize
+        in_flight = min(MOST_IN_FLIGHT, max(1, limit // (PROGRAMS_PER_MULTIPROCESSOR * tile_bytes)))
+        return cls(slices, (2 if is_paged else 1) * in_flight + 1)
 
 
 class Extent(NamedTuple):
@@ -108,46 +147,51 @@ class Extent(NamedTuple):
         return cls(rows, pages, width, width * rows)
 
 
-@on_its_device
-def _decode(
-    queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool
-) -> tuple[Tensor, Tensor]:
-    q, gates = queries.q.contiguous(), gates.contiguous()
-    cmp, slc, win = (_contiguous(keys) for keys in (cmp, slc, win))
-    (batch, length, num_heads, head_dim_qk), (num_groups, head_dim_v) = q.shape, cmp.v.shape[2:]
-    is_ragged = queries.cu_seqlens is not None
-    num_rows = batch * length
-    out = q.new_empty(batch, length, num_heads, head_dim_v)
-    indices = q.new_empty(batch, length, num_groups, geometry.num_selected_blocks, dtype=torch.int32)
-    if not out.numel():
-        return out, indices
-    assert queries.start is not None
-    num_sequences, group_size = queries.start.shape[0], num_heads // num_groups
-    row_tiles, head_tiles = cdiv(queries.max_count * group_size, BLOCK_ROWS), cdiv(group_size, BLOCK_ROWS)
-    num_pairs, num_queries = num_sequences * num_groups, queries.max_count * head_tiles
-    splits = Splits.of(num_multiprocessors(q), num_pairs * row_tiles, num_pairs * num_queries, geometry)
+class Launch(NamedTuple):
+    """The grid of a launch and its constants."""
+
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+class Cut(NamedTuple):
+    """How a step is cut: the sizes of what its launches share, and the launches."""
+
+    num_slots: int
+    """Partial outputs of a row and head."""
+    head_tiles: int
+    num_blocks: int
+    """Selection blocks that sums have room for."""
+    num_tops: int
+    num_positions: int
+    """Compressed keys that may be read."""
+    split: Launch
+    choose: Launch
+    attend: Launch
+
+
+@lru_cache(maxsize=1024)
+def cut_of(sizes: StepSizes) -> Cut:
+    """Return how a step of `sizes` is cut; kept, since the steps of a cache are of one size."""
+    geometry, num_groups, head_dim_v = sizes.geometry, sizes.num_groups, sizes.head_dim_v
+    batch, length, num_heads, head_dim_qk = sizes.shape
+    num_rows, group_size = batch * length, num_heads // num_groups
+    row_tiles, head_tiles = cdiv(sizes.max_count * group_size, BLOCK_ROWS), cdiv(group_size, BLOCK_ROWS)
+    num_pairs, num_queries = sizes.num_sequences * num_groups, sizes.max_count * head_tiles
+    splits = Splits.of(sizes.num_multiprocessors, num_pairs * row_tiles, num_pairs * num_queries, geometry)
     strides = geometry.selection_block_size // geometry.compression_stride
     padded_strides = next_power_of_2(strides)
     slice_blocks = cdiv(SLICE_KEYS, padded_strides)
     # rows of sums are read four at a time
-    num_blocks = cdiv(max(1, blocks.num_selection_blocks(blocks.max_tokens(cmp.max_count, geometry), geometry)), 16) * 16
-    tiles = Tiles.of(q, cmp, slice_blocks * padded_strides)
+    num_blocks = cdiv(max(1, blocks.num_selection_blocks(blocks.max_tokens(sizes.most_blocks, geometry), geometry)), 16) * 16
+    tiles = Tiles.of(sizes, sizes.cmp, slice_blocks * padded_strides, sizes.most_slices)
     num_tops = cdiv(num_blocks, tiles.slices * slice_blocks) * tiles.slices
-    rows_of_heads, cmp_slot = num_rows * num_heads, splits.cmp if splits.cmp > 1 else 0
-    num_slots = cmp_slot + 1 + splits.win + splits.slc
-
-    def scratch(*shape: int) -> Tensor:
-        return q.new_empty(shape, dtype=torch.float32)
-
-    outs, maxima, sums = scratch(num_slots, rows_of_heads, head_dim_v), scratch(num_slots, rows_of_heads), scratch(num_slots, rows_of_heads)
-    weights, tops = scratch(rows_of_heads, 2, num_blocks), scratch(rows_of_heads, num_tops)
-    counters = q.new_empty(num_rows, num_groups, head_tiles, dtype=torch.int32)
+    cmp_slot = splits.cmp if splits.cmp > 1 else 0
     parts_qk, parts_v, width = parts_of(head_dim_qk), parts_of(head_dim_v), next_power_of_2(head_dim_v)
-    is_dependent = has_pdl(q)
     both = {
         "H": num_heads, "G": num_groups, "D_V": head_dim_v, "SELECTION_SIZE": geometry.selection_block_size,
-        "NUM_SELECTED": geometry.num_selected_blocks, "RAGGED": is_ragged, "EXACT": is_exact(q), "PDL": is_dependent,
-        **({"launch_pdl": True} if is_dependent else {}),
+        "NUM_SELECTED": geometry.num_selected_blocks, "RAGGED": sizes.is_ragged, "EXACT": sizes.dtype == torch.float32, "PDL": sizes.has_pdl,
+        **({"launch_pdl": True} if sizes.has_pdl else {}),
     }  # fmt: skip
     # without fusion: a weight is 2 to the power of a difference of two rounded numbers, as `maxima` and `tops` have them
     attends = {
@@ -155,45 +199,83 @@ def _decode(
         "BLOCK_ROWS": BLOCK_ROWS, "enable_fp_fusion": False,
     }  # fmt: skip
     reach = geometry.compression_block_size // geometry.compression_stride
-    factor = score_factor(q, scale)
-    in_cmp, in_slc, in_win = Extent.of(cmp), Extent.of(slc), Extent.of(win)
     # a program has as many warps as its tiles have slices
-    win_tiles = Tiles.of(q, win, SLICE_KEYS, most=tiles.slices)
-    kernels.split_kernel[(num_pairs, splits.cmp + splits.win, max(row_tiles, num_queries))](
-        q, cmp.k, cmp.v, cmp.page_table, win.k, win.v, win.k_scale, win.v_scale, win.page_table, win.first,
-        queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
-        length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, num_blocks * strides), *in_win,
-        num_blocks, num_tops, factor,
+    win_tiles = Tiles.of(sizes, sizes.win, SLICE_KEYS, tiles.slices)
+    split = dict(
         SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides, REACH=reach,
-        WINDOW=geometry.window_size, RING=win.ring, CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, WIN_SLOT=cmp_slot + 1, HEAD_TILES=head_tiles,
+        WINDOW=geometry.window_size, RING=sizes.is_ring, CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, WIN_SLOT=cmp_slot + 1, HEAD_TILES=head_tiles,
         SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, WIN_SLICES=win_tiles.slices, SLICE_KEYS=SLICE_KEYS, num_warps=tiles.slices,
-        STAGES=tiles.num_stages(cmp), WIN_STAGES=win_tiles.num_stages(win), **both, **attends,
+        STAGES=tiles.stages, WIN_STAGES=win_tiles.stages, **both, **attends,
     )  # fmt: skip
     padded_splits, padded_tops = next_power_of_2(splits.cmp), next_power_of_2(num_tops)
     merged_heads = max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_splits * width)))
     parts = 1 + (cdiv(group_size, merged_heads) if splits.cmp > 1 else 0)
-    # one axis: the others end at 65,535
-    kernels.choose_kernel[(num_rows * num_groups * parts,)](
-        outs, maxima, sums, weights, tops, indices, counters, out, queries.cu_seqlens, queries.start, queries.count,
-        length, num_sequences, num_sequences.bit_length() + 1, rows_of_heads, num_blocks, num_tops,
+    choose = dict(
         WIDTH=width, REACH=reach, NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, CMP_SPLITS=splits.cmp,
         PADDED_SPLITS=padded_splits, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads, PARTS=parts,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_tops * slice_blocks))),
         TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
         num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
     )  # fmt: skip
-    tiles = Tiles.of(q, slc, SLICE_KEYS)
+    slc_tiles = Tiles.of(sizes, sizes.slc, SLICE_KEYS, sizes.most_slices)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
-    kernels.attend_kernel[(num_pairs, num_queries, splits.slc)](
-        q, slc.k, slc.v, slc.k_scale, slc.v_scale, slc.page_table, queries.cu_seqlens, queries.start, queries.count,
-        indices, gates, outs, maxima, sums, counters, out, length, rows_of_heads, *in_slc, factor,
+    attend = dict(
         WIDTH=width, CMP_SLOT=cmp_slot, WIN_SPLITS=splits.win, SPLITS=splits.slc, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots),
-        HEAD_TILES=head_tiles, SLICES=tiles.slices, SLICE_KEYS=SLICE_KEYS, num_warps=tiles.slices, STAGES=tiles.num_stages(slc), **both, **attends,
+        HEAD_TILES=head_tiles, SLICES=slc_tiles.slices, SLICE_KEYS=SLICE_KEYS, num_warps=slc_tiles.slices, STAGES=slc_tiles.stages,
+        **both, **attends,
+    )  # fmt: skip
+    return Cut(
+        cmp_slot + 1 + splits.win + splits.slc, head_tiles, num_blocks, num_tops, num_blocks * strides,
+        Launch((num_pairs, splits.cmp + splits.win, max(row_tiles, num_queries)), split),
+        # one axis: the others end at 65,535
+        Launch((num_rows * num_groups * parts,), choose),
+        Launch((num_pairs, num_queries, splits.slc), attend),
+    )  # fmt: skip
+
+
+@on_its_device
+def _decode(
+    queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry, scale: float, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    q, gates = queries.q.contiguous(), gates.contiguous()
+    cmp, slc, win = _contiguous(cmp), _contiguous(slc), _contiguous(win)
+    (batch, length, num_heads, _), (num_groups, head_dim_v) = q.shape, cmp.v.shape[2:]
+    out = q.new_empty(batch, length, num_heads, head_dim_v)
+    indices = q.new_empty(batch, length, num_groups, geometry.num_selected_blocks, dtype=torch.int32)
+    if not out.numel():
+        return out, indices
+    assert queries.start is not None
+    cut, num_sequences = cut_of(StepSizes.of(queries, cmp, slc, win, geometry)), queries.start.shape[0]
+    rows_of_heads, num_slots, num_blocks, num_tops = batch * length * num_heads, cut.num_slots, cut.num_blocks, cut.num_tops
+
+    def scratch(*shape: int) -> Tensor:
+        return q.new_empty(shape, dtype=torch.float32)
+
+    outs, maxima, sums = scratch(num_slots, rows_of_heads, head_dim_v), scratch(num_slots, rows_of_heads), scratch(num_slots, rows_of_heads)
+    weights, tops = scratch(rows_of_heads, 2, num_blocks), scratch(rows_of_heads, num_tops)
+    counters = q.new_empty(batch * length, num_groups, cut.head_tiles, dtype=torch.int32)
+    factor = score_factor(q, scale)
+    in_cmp, in_slc, in_win = Extent.of(cmp), Extent.of(slc), Extent.of(win)
+    kernels.split_kernel[cut.split.grid](
+        q, cmp.k, cmp.v, cmp.page_table, win.k, win.v, win.k_scale, win.v_scale, win.page_table, win.first,
+        queries.cu_seqlens, queries.start, queries.count, outs, maxima, sums, weights, tops,
+        length, rows_of_heads, in_cmp.rows, in_cmp.pages, in_cmp.table_width, min(in_cmp.end, cut.num_positions), *in_win,
+        num_blocks, num_tops, factor, **cut.split.constants,
+    )  # fmt: skip
+    kernels.choose_kernel[cut.choose.grid](
+        outs, maxima, sums, weights, tops, indices, counters, out, queries.cu_seqlens, queries.start, queries.count,
+        length, num_sequences, num_sequences.bit_length() + 1, rows_of_heads, num_blocks, num_tops, **cut.choose.constants,
+    )  # fmt: skip
+    kernels.attend_kernel[cut.attend.grid](
+        q, slc.k, slc.v, slc.k_scale, slc.v_scale, slc.page_table, queries.cu_seqlens, queries.start, queries.count,
+        indices, gates, outs, maxima, sums, counters, out, length, rows_of_heads, *in_slc, factor, **cut.attend.constants,
     )  # fmt: skip
     return out, indices
 
 
 def _contiguous(keys: Keys) -> Keys:
+    if all(x.is_contiguous() for x in keys if isinstance(x, Tensor)):
+        return keys
     tensors: dict[str, Any] = {name: x.contiguous() for name, x in keys._asdict().items() if isinstance(x, Tensor)}
     return keys._replace(**tensors)
 
