@@ -42,7 +42,8 @@ LAYER = NSAConfig(16, 4, 2, 8, 6, geometry=SMALL, gate_hidden_size=8)
 @pytest.mark.parametrize("backend", sdpa.sdpa_backends(), ids=lambda backend: backend.operation.value)
 def test_every_operation_conforms_to_the_oracle(backend: sdpa.SDPABackend) -> None:
     report = check_backend(backend)
-    assert len(report.passed) >= 100
+    # a rotation has heads, rows, dtypes and scalings to vary, and no geometry
+    assert len(report.passed) >= (32 if backend.operation is Operation.ROTATE else 100)
     assert not report.declined
     if backend.operation is Operation.SELECT:
         # scores decide a quarter of the kit's choices, and nearly all of those are compared

@@ -154,15 +154,15 @@ def _implement(name: str, key: str, function: Callable[..., Any]) -> None:
     library, _, functions = DECLARED[name]
     is_new, functions[key] = key not in functions, function
 
-    def latest(*inputs: Any) -> Any:
+    def current(*inputs: Any) -> Any:
         return functions[key](*inputs)
 
     if not is_new:
         return
     if key == "fake":
-        torch.library.register_fake(name, latest, lib=library)
+        torch.library.register_fake(name, current, lib=library)
     else:
-        library.impl(name.partition("::")[2], latest, key)
+        library.impl(name.partition("::")[2], current, key)
 
 
 def _differentiable(name: str, forward: Callable[..., Any], backward: Callable[..., Any], operation: Operation) -> Any:
