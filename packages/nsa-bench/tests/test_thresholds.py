@@ -95,6 +95,8 @@ def test_the_table_is_written(install: Any, tmp_path: Path, capsys: pytest.Captu
     ]
     table, whole = tmp_path / "t.json", tmp_path / "w.json"
     assert run_command(["thresholds", *words, "--write", str(table), "--json", str(whole)]) == 0
+    # others may route by it
+    assert table.stat().st_mode & 0o777 == 0o644
     written = json.loads(table.read_text())
     assert written["margins"] == {"reference": 1.2, "kernel": 1.05}
     assert {(row["backend"], row["against"], row["direction"]) for row in written["rows"]} == {

@@ -195,6 +195,20 @@ def test_a_layer_takes_the_loss_of_its_training_passes(kv, compressor):
     assert layer.selection_loss.value is None
 
 
+@pytest.mark.parametrize("kv", ["separate", "shared"])
+def test_keys_that_only_choose_get_no_gradient_of_it_and_phi_runs_once(kv):
+    layer = NativeSparseAttention(NSAConfig(32, H, G, D, D, geometry=GEOMETRY, kv=kv, branches=("slc", "win")))
+    layer.selection_loss, calls = SelectionLoss(num_samples=20), []
+    layer.compress_k.register_forward_hook(lambda *_: calls.append(1))
+    layer.q_proj.register_forward_hook(lambda module, inputs, q: q.detach())
+
+    layer(torch.randn(1, 70, 32, requires_grad=True))
+
+    assert len(calls) == 1
+    assert layer.selection_loss.value > 0
+    assert not layer.selection_loss.value.requires_grad
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("kv", ["separate", "shared"])
 def test_the_own_dense_form_is_that_of_the_layers_queries_and_selected_keys(kv, qk_norm):

@@ -188,6 +188,8 @@ def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(to_json(content))
+        # mkstemp makes a file for this user alone, and others may route by it
+        temporary.chmod(0o644)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

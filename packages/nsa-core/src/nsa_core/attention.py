@@ -172,7 +172,7 @@ def attend_branches(
 ) -> Tensor:
     """Return `attend` of queries that are checked, and of Keys of the three branches, which are checked here.
 
-    `is_known`: Keys of these shapes and dtypes were found to fit such queries before; nothing but values is left to check, on a CPU.
+    `is_known`: Keys of these shapes and dtypes were found to fit such queries before. Only values remain to be checked, and only on a CPU.
     """
     queries, keys = _autocast(queries, keys)
     if not is_known or checks.can_read(queries.start):

@@ -237,13 +237,15 @@ class NativeSparseAttention(nn.Module):
         q, rows = self._project(x, lambda heads: tuple(rotate(each, tables) for each in heads))
         pairs = {"_cmp": self._compress_whole(*rows["raw"], cu_seqlens), "_slc": rows["slc"], "_win": rows["win"]}
         queries = placed._replace(q=q)
-        raw, k_slc = rows["raw"][0], rows["slc"][0]
-        if self.selection_loss is not None and self.training and torch.is_grad_enabled() and raw is not None and k_slc is not None:
-            # keys that the other branches read too would lose there what the loss gains
-            taught = raw.detach() if self.config.kv == "shared" else raw
-            loss = self.selection_loss.take(
+        raw, k_cmp, k_slc = rows["raw"][0], pairs["_cmp"][0], rows["slc"][0]
+        auxiliary = self.selection_loss if self.training and torch.is_grad_enabled() else None
+        if auxiliary is not None and raw is not None and k_cmp is not None and k_slc is not None:
+            if self.config.kv == "shared" and not self._only_chooses:
+                # the gradient of the loss stops at the tokens' keys, because the other branches read them
+                k_cmp = self._compress_keys(raw.detach(), cu_seqlens)
+            loss = auxiliary.take(
                 queries.q,
-                self._compress_keys(taught, cu_seqlens),
+                k_cmp,
                 k_slc,
                 geometry=self.config.geometry,
                 cu_seqlens=cu_seqlens,
@@ -332,7 +334,7 @@ class NativeSparseAttention(nn.Module):
         is_known = not is_traced and form in cache.known_forms
         out = self._attend(x, queries, keys, (self.telemetry, cache.read_counter), is_known=is_known)
         if not (is_known or is_traced):
-            cache.known_forms.add(form)
+            cache.note_form(form)
         if late:
             append_rows(late, None, step.start, step.added, self.config.geometry, self.config.backends, self.registry)
         cache.end_step(step)

@@ -47,8 +47,8 @@ class RotaryEmbedding(nn.Module):
     def kept_frequencies(self, device: torch.device) -> Tensor:
         """Return float32 `(D,)`: the negated `frequencies`, then `frequencies`; computed once for each device of a process.
 
-        A graph that is captured reads those that are kept. Where none are, it computes its own at every replay: they are its memory, and so are
-        not kept. A traced graph computes them too.
+        A captured graph reads kept frequencies. Without them it computes frequencies at every replay, in the graph's memory, so they are not
+        kept. A traced graph computes them too.
         """
         if torch.compiler.is_compiling():
             return self._both_frequencies(device)

@@ -204,3 +204,20 @@ def test_pages_freed_twice_are_refused(random_layer):
 def test_a_cache_without_pages_reserves_none(random_layer):
     with pytest.raises(InputError, match=r"the cache has no pages to reserve \(it was built without page_size\)"):
         random_layer(CONFIG).new_cache(1, 20).reserve(0, 4, length=0)
+
+
+def test_a_sequence_that_adds_nothing_loses_nothing(random_layer, random_input):
+    """Sequences of a shared page, and without pages, take no row; that is no loss where none was wanted."""
+    layer = random_layer(CONFIG)
+    cache = layer.new_cache(3, 30, static=True, page_size=8)
+    cache.reserve(0, 14, length=0)
+    layer(random_input(3, 14, 8), cache=cache, query_count=int32([14, 0, 0]))
+    cache.reorder(torch.tensor([0, 0, 0]))
+    cache.reserve(0, 15, length=14)
+    layer(random_input(3, 1, 8), cache=cache, query_count=int32([1, 0, 0]))
+    assert cache.lengths.tolist() == [15, 14, 14]
+    assert not cache.bounds.overflowed.any()
+    cache.check()
+
+    layer(random_input(3, 1, 8), cache=cache, query_count=int32([0, 1, 0]))
+    assert cache.bounds.overflowed.tolist() == [False, True, False]

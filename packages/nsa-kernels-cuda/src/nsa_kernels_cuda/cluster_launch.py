@@ -58,7 +58,7 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
 def why_no_cluster_fits(source: Path, kernel: str, num_ranks: int, num_threads: int, shared_bytes: int, device: int) -> str:
     """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; empty where it has. The driver is asked once.
 
-    A MIG slice may have no GPU processing cluster with so many multiprocessors, and other processes may hold some of them.
+    A MIG slice may have no GPU processing cluster with so many multiprocessors.
     """
     from cuda.bindings import driver
 

@@ -158,12 +158,12 @@ class BackendRegistry:
         return self._observed(backend, self._remembered(key, lambda: _request_of(**facts)))
 
     def route(self, key: tuple[Any, ...], backend: str, optional: bool, facts: Callable[[], dict[str, Any]]) -> int:
-        """Return `resolve_index` of `facts()`, which is called for the first of equal keys alone; observers are called every time.
+        """Return `resolve_index` of `facts()`. Calls with equal keys share one choice: `facts` is called for the first of them, observers for all.
 
-        Keys name `backend` and what `facts()` depends on but for torch's deterministic algorithms. A new backend makes the registry forget them.
+        A key holds `backend` and all that `facts` reads, except torch's deterministic flag, which is added here. `register` forgets all choices.
         """
         is_deterministic = torch.are_deterministic_algorithms_enabled()
-        key = is_deterministic, key
+        key = is_deterministic, optional, key
         found = self._routes.get(key)
         if found is None:
             made = facts()

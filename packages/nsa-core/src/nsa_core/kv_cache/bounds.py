@@ -128,7 +128,7 @@ class DeviceBounds:
             added = end.clamp(max=self.max_seqlen).sub_(self.lengths)
         else:
             added = torch.minimum(end, limit).sub_(self.lengths).clamp_(min=0)
-            end = end.masked_fill(end > limit, LOST)
+            end = end.masked_fill(added < wanted, LOST)
         if in_place:
             self.reached.clamp_(min=end)
         else:

@@ -27,6 +27,8 @@ FIRST_CAPACITY = 1024
 """Tokens of each sequence that a cache which grows has room for at first, unless its bound is lower."""
 UNLIMITED = 2**31 - 1
 """No sequence is longer: positions are int32."""
+MAX_FORMS = 64
+"""Most entries of `NSACache.known_forms`."""
 
 
 class Step(NamedTuple):
@@ -107,6 +109,12 @@ class NSACache:
         self.read_counter = ReadCounter() if counts else None
         self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
         """int64 (B, 1 + G): the predicted reads of each sequence, then the actual ones of each KV head."""
+
+    def note_form(self, form: tuple[torch.Size, torch.dtype, bool]) -> None:
+        """Remember that the stores fit steps of `form`, an entry of `known_forms`."""
+        if len(self.known_forms) >= MAX_FORMS:
+            self.known_forms.clear()
+        self.known_forms.add(form)
 
     def _page_table(self, batch_size: int, page_size: int, num_pages: int | None, device: torch.device | str) -> PageTable:
         if page_size < 1 or (num_pages is not None and num_pages < 1):
@@ -349,7 +357,8 @@ class NSACache:
         """Reorder by `indices` of the caller, `chosen` on the cache's device, `sources` for the pages."""
         in_place = self.is_static
         self.stores.reorder(chosen, in_place=in_place)
-        self.known_forms.clear()
+        if not in_place:
+            self.known_forms.clear()
         self.bounds.reorder(chosen if in_place else indices)
         if self.pages is not None:
             self.pages.reorder(sources)

@@ -14,7 +14,10 @@ BLOCK_HEADS = 4
 
 
 def rotate(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
-    """Return each of `heads` rotated; see `nsa_core.backends.base.RotateBackend`. A rotation of another class is called as it is."""
+    """Return each of `heads` rotated; see `nsa_core.backends.base.RotateBackend`.
+
+    A rotation of another class, or of another width, takes the reference, which reads `rope.tables`.
+    """
     if type(rope) is not RotaryEmbedding or rope.dim != heads[0].shape[3]:
         return rotate_step(heads, start, rope)
     if not start.is_cuda:
