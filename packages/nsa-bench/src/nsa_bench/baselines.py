@@ -5,6 +5,7 @@ shorter one, and that copy is in their time.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from nsa_bench.cases import Case
 from nsa_bench.errors import OptionError
@@ -160,3 +161,29 @@ def _flash_attn_run(function: Callable[..., Any], *, is_always_padded: bool) -> 
         return attended[..., :dim_v]
 
     return run
+
+
+def dense_decode_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """Return dense attention of one query of each sequence, q `(B, H, D)`, over k, v `(B, T, G, D)`, by name.
+
+    A group's heads are the rows of one query tile, which every kernel splits over keys. Where a kernel needs D_k = D_v, values are stored
+    as wide as keys, which is not in its time.
+    """
+    # without a copy where they are as wide already
+    wide = v if v.shape[3] >= k.shape[3] else pad(v, (0, k.shape[3] - v.shape[3]))
+    grouped = q.unflatten(1, (k.shape[2], -1))
+
+    def by_sdpa(backend: SDPBackend, values: Tensor) -> Callable[[], object]:
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(grouped, k.transpose(1, 2), values.transpose(1, 2))
+
+        return call
+
+    if q.device.type != "cuda":
+        return {"torch math": by_sdpa(SDPBackend.MATH, v)}
+    found = {"torch flash": by_sdpa(SDPBackend.FLASH_ATTENTION, wide), "torch cuDNN": by_sdpa(SDPBackend.CUDNN_ATTENTION, v)}
+    name, function = find_flash_attn()
+    if function is not None:
+        found[name] = partial(function, grouped.transpose(1, 2).contiguous(), k, wide, causal=False)
+    return found

@@ -6,7 +6,6 @@ random numbers, so no prefill runs. Each step is compared with the reference in 
 
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from nsa_bench.baselines import find_flash_attn
+from nsa_bench.baselines import dense_decode_kernels
 from nsa_bench.cases import HeadShape, dtype_of, find_device, parse_geometry, parse_lengths, parse_shapes
 from nsa_bench.errors import OptionError
 from nsa_bench.measurement import Timing, common_columns, describe_failure, free_cached_memory, replay_of, time_call
@@ -164,7 +163,7 @@ def measure_case(case: DecodeCase, plan: DecodePlan) -> DecodeResult:
         checked = time.perf_counter()
         result = attrs.evolve(result, check_seconds=checked - began)
         if result.failure is None:
-            dense = dense_kernels(case, step, plan.device) if plan.has_baselines else {}
+            dense = dense_decode_kernels(step.queries.q[:, 0], step.slc.k, step.slc.v) if plan.has_baselines else {}
             times, notes = _times({name: call for name, call in step.parts().items() if name in plan.parts}, plan.device)
             dense_times, dense_notes = _times(dense, plan.device)
             spent = time.perf_counter() - checked
@@ -322,33 +321,6 @@ class DecodeStep:
         gates = self.gates[few]
         exact, by_torch = (gated_sum(gates.to(outs[0].dtype), *outs) for outs in zip(compressed, selected, window, strict=True))
         return exact, by_torch, near_ties, int(differs.sum()) - near_ties
-
-
-def dense_kernels(case: DecodeCase, step: DecodeStep, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return dense attention of the step's q over the tokens of the selected branch's store, by name.
-
-    A group's heads are the rows of one query tile, which every kernel splits over keys. Where a kernel needs D_k = D_v, values are stored
-    as wide as keys, which is not in its time.
-    """
-    shape, q = case.shape, step.queries.q
-    k, v = step.slc.k, step.slc.v
-    wide = v if shape.head_dim_v == shape.head_dim_qk else pad(v, (0, max(shape.head_dim_qk - shape.head_dim_v, 0)))
-    grouped = q[:, 0].unflatten(1, (shape.num_kv_heads, -1))
-
-    def by_sdpa(backend: SDPBackend, values: Tensor) -> Callable[[], object]:
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(grouped, k.transpose(1, 2), values.transpose(1, 2))
-
-        return call
-
-    if device.type != "cuda":
-        return {"torch math": by_sdpa(SDPBackend.MATH, v)}
-    found = {"torch flash": by_sdpa(SDPBackend.FLASH_ATTENTION, wide), "torch cuDNN": by_sdpa(SDPBackend.CUDNN_ATTENTION, v)}
-    name, function = find_flash_attn()
-    if function is not None:
-        found[name] = partial(function, grouped.transpose(1, 2).contiguous(), k, wide, causal=False)
-    return found
 
 
 def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:

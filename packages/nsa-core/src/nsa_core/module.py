@@ -296,13 +296,12 @@ class NativeSparseAttention(nn.Module):
         turned = [name for name in keys if name != "cmp" or on_tokens]
         q, *rotated = turn((self._queries(x), *(keys[name] for name in turned)))
         rotated_keys = keys | dict(zip(turned, rotated, strict=True))
-        with_values = [name for reader, name in readers.items() if reader != "raw" or "cmp" in config.branches]
-        values = {name: self._values(x, name) for name in dict.fromkeys(with_values)}
+        with_values = {reader: name for reader, name in readers.items() if reader != "raw" or "cmp" in config.branches}
+        values = {name: self._values(x, name) for name in dict.fromkeys(with_values.values())}
         found: dict[str, tuple[Tensor | None, Tensor | None]] = dict.fromkeys(("raw", "slc", "win"), (None, None))
         for reader, name in readers.items():
-            has_values = reader != "raw" or "cmp" in config.branches
             k = rotated_keys[name] if reader != "raw" or on_tokens else keys[name]
-            found[reader] = k, values[name] if has_values else None
+            found[reader] = k, values[name] if reader in with_values else None
         return q, found
 
     def _keys(self, x: Tensor, branch: str) -> Tensor:
