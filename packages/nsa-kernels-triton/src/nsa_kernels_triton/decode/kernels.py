@@ -12,8 +12,9 @@ A tile of keys lies in SLICES parts, one for each warp: every warp has a softmax
 The number of splits does not depend on lengths, so that one CUDA graph serves all of them. Keys lie in rows, pages or a ring, also as FP8 numbers
 with a scale for each token and KV head. Nothing behind a sequence's last token is read, and nothing outside the stores, wherever a row stands.
 
-With PDL (programmatic dependent launch), programs of a launch start while the last ones of the launch before still run. They read what
-that launch writes behind `gdc_wait` alone, and every program passes it, so that a launch ends after the one before.
+With PDL (programmatic dependent launch), programs of a launch start when the last ones of the launch before end, and those of `attend_kernel`
+while `choose_kernel` runs. They read what that launch writes behind `gdc_wait` alone, and every program passes it, so that a launch ends after
+the one before. `split_kernel` does not let the next launch start sooner: programs that wait take places of those that read.
 """
 
 import triton
@@ -207,9 +208,7 @@ def split_kernel(
     relative to when they are written goes to `tops_ptr`, (rows of q * H, num_tops), for every SLICE_BLOCKS blocks.
     """
     if PDL:
-        # in this order: `attend_kernel` reads q before it waits, and the launch before this one may have written q
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
     split = tl.program_id(1)
@@ -332,7 +331,7 @@ def choose_kernel(
     H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
     RAGGED: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-    WIN_SPLITS: tl.constexpr, PADDED_WIN_SPLITS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    WIN_SPLITS: tl.constexpr, HEAD_TILES: tl.constexpr,
     SUMMED_HEADS: tl.constexpr, MERGED_HEADS: tl.constexpr, PARTS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -369,11 +368,10 @@ def choose_kernel(
             # the order of the gates: cmp, slc, win
             gates = gates_ptr + 3 * heads
             both = _gated(
-                outs_ptr, maxima_ptr, sums_ptr, gates, heads, exists, num_heads_of_rows, 0, CMP_SPLITS, PADDED_SPLITS, D_V, WIDTH, EXACT
+                outs_ptr, maxima_ptr, sums_ptr, gates, heads, exists, num_heads_of_rows, 0, CMP_SPLITS, D_V, WIDTH, EXACT
             )  # fmt: skip
             both += _gated(
-                outs_ptr, maxima_ptr, sums_ptr, gates + 2, heads, exists, num_heads_of_rows,
-                CMP_SPLITS, WIN_SPLITS, PADDED_WIN_SPLITS, D_V, WIDTH, EXACT,
+                outs_ptr, maxima_ptr, sums_ptr, gates + 2, heads, exists, num_heads_of_rows, CMP_SPLITS, WIN_SPLITS, D_V, WIDTH, EXACT
             )  # fmt: skip
             target = outs_ptr + (((CMP_SPLITS + WIN_SPLITS) * wide(num_heads_of_rows) + heads) * D_V)[:, None]
             columns = tl.arange(0, WIDTH)
@@ -466,14 +464,14 @@ def attend_kernel(
         mask = exists[:, None] & (columns < D_V)[None, :]
         others = outs_ptr + (((FIRST_SLOT - 1) * wide(num_heads_of_rows) + heads) * D_V)[:, None]
         total = tl.load(others + columns[None, :], mask=mask, other=0.0)
-        total += _gated_in_turn(
+        total += _gated(
             outs_ptr, maxima_ptr, sums_ptr, gates_ptr + 3 * heads + 1, heads, exists, num_heads_of_rows, FIRST_SLOT, SPLITS, D_V, WIDTH, EXACT
         )  # fmt: skip
         tl.store(out_ptr + (heads * D_V)[:, None] + columns[None, :], cast(total, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gated_in_turn(
+def _gated(
     outs_ptr, maxima_ptr, sums_ptr, gate_ptr, heads, exists, num_heads_of_rows,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -499,38 +497,3 @@ def _gated_in_turn(
         merged += out * kept[:, None]
     gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
     return merged * tl.where(total > 0, gate / total, 0.0)[:, None]
-
-
-@triton.jit
-def _gated(
-    outs_ptr, maxima_ptr, sums_ptr, gate_ptr, heads, exists, num_heads_of_rows,
-    FIRST: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Return what `_gated_in_turn` does. The splits are read at once, for a few heads."""
-    splits = tl.arange(0, PADDED_SPLITS)
-    slots, is_slot = FIRST + splits, splits < SPLITS
-    outs = _outputs(outs_ptr, slots, is_slot, heads, exists, num_heads_of_rows, D_V, WIDTH)
-    maxima = _numbers(maxima_ptr, slots, is_slot, heads, exists, num_heads_of_rows)
-    sums = _numbers(sums_ptr, slots, is_slot, heads, exists, num_heads_of_rows)
-    gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
-    largest = tl.max(maxima, 0)
-    kept = exponential(maxima - tl.where(largest == float("-inf"), 0.0, largest)[None, :], EXACT)
-    # without a key the maximum is -inf
-    total = tl.sum(tl.where(maxima > float("-inf"), sums * kept, 0.0), 0)
-    return tl.sum(outs * kept[:, :, None], 0) * tl.where(total > 0, gate / total, 0.0)[:, None]
-
-
-@triton.jit
-def _numbers(source_ptr, slots, is_slot, heads, exists, num_heads_of_rows):
-    """Return the maxima or sums of splits (slots, heads); -inf where there is none. They are read where every multiprocessor's writes meet."""
-    offsets = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
-    return tl.load(source_ptr + offsets, mask=is_slot[:, None] & exists[None, :], other=float("-inf"), cache_modifier=".cg")
-
-
-@triton.jit
-def _outputs(outs_ptr, slots, is_slot, heads, exists, num_heads_of_rows, D_V: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the outputs of splits (slots, heads, WIDTH), 0 where there is none."""
-    columns = tl.arange(0, WIDTH)
-    offsets = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
-    mask = (is_slot[:, None] & exists[None, :])[:, :, None] & (columns < D_V)[None, None, :]
-    return tl.load(outs_ptr + (offsets * D_V)[:, :, None] + columns[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")

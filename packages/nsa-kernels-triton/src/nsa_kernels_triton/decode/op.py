@@ -40,6 +40,8 @@ MOST_IN_FLIGHT = 3
 CHOICE_WARPS = 8
 SUMMED_WEIGHTS = 8192
 """Numbers of a kind that a program of `choose_kernel` holds at a time to add up a group's heads, or splits."""
+LEAST_MERGED_HEADS = 2
+"""Fewest heads of a program that merges splits."""
 
 
 class Splits(NamedTuple):
@@ -220,13 +222,14 @@ def cut_of(sizes: StepSizes) -> Cut:
         HEAD_TILES=head_tiles, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, WIN_SLICES=win_tiles.slices, SLICE_KEYS=SLICE_KEYS,
         num_warps=tiles.slices, STAGES=tiles.stages, WIN_STAGES=win_tiles.stages, **both, **attends,
     )  # fmt: skip
-    padded_splits, padded_win_splits, padded_tops = (next_power_of_2(n) for n in (splits.cmp, splits.win, num_tops))
-    merged_heads = max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (max(padded_splits, padded_win_splits) * width)))
+    padded_tops = next_power_of_2(num_tops)
+    # as many programs that merge as run beside those that choose, one on a multiprocessor
+    most_parts = max(1, sizes.num_multiprocessors // (num_rows * num_groups) - 1)
+    merged_heads = min(max(LEAST_MERGED_HEADS, next_power_of_2(cdiv(group_size, most_parts))), max(1, SUMMED_WEIGHTS // width))
     parts = 1 + cdiv(group_size, merged_heads)
     choose = dict(
         WIDTH=width, REACH=reach, NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, CMP_SPLITS=splits.cmp,
-        PADDED_SPLITS=padded_splits, WIN_SPLITS=splits.win, PADDED_WIN_SPLITS=padded_win_splits, HEAD_TILES=head_tiles,
-        MERGED_HEADS=merged_heads, PARTS=parts,
+        PADDED_SPLITS=next_power_of_2(splits.cmp), WIN_SPLITS=splits.win, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads, PARTS=parts,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_tops * slice_blocks))),
         TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
         num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
