@@ -275,6 +275,28 @@ def test_launches_do_not_depend_on_lengths(
     assert attend_grid[2] > 1
 
 
+def test_the_programs_of_a_launch_run_at_once_whatever_the_batch() -> None:
+    at_once = 132 * op.PROGRAMS_PER_MULTIPROCESSOR
+    for rows in range(1, 4 * at_once):
+        splits = op.Splits.of(132, rows, rows, BlockGeometry())
+        assert min(splits[:3]) >= 1
+        assert splits.win_from in (0, splits.cmp)
+        for programs in (max(splits.cmp, splits.win_from + splits.win), splits.slc):
+            assert programs * rows <= max(at_once, rows)
+
+
+def test_sums_have_room_for_the_blocks_of_the_selected_store_and_no_more() -> None:
+    # 4,095 compressed blocks leave room for 65,551 tokens
+    num_tokens, geometry = 65_536, BlockGeometry()
+    num_blocks = num_compressed_blocks(num_tokens, geometry)
+    store = (torch.bfloat16, False)
+    sizes = op.StepSizes(
+        (9, 0), 132, True, 4, torch.bfloat16, (1, 1, 64, 192), 4, 128, 1, 1, False, num_blocks, num_tokens, store, store, store, True, geometry
+    )  # fmt: skip
+    assert op.cut_of(sizes).num_blocks == num_tokens // geometry.selection_block_size
+    assert op.cut_of(sizes._replace(most_tokens=num_tokens + 1)).num_blocks > num_tokens // geometry.selection_block_size
+
+
 def test_steps_of_one_size_are_cut_once_and_those_of_another_anew(
     launched: list[tuple[str, tuple[int, ...], dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

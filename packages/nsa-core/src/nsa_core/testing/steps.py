@@ -279,9 +279,9 @@ def _judge_rotation(
     start = torch.tensor([0, 40_000], dtype=torch.int32, device=device)
     kept = [x.clone() for x in given]
     found = []
-    # the angles are float32, their cos and sin are not rounded
+    # the angles are float32, their cos and sin are not rounded; frequencies of a GPU are the CPU's, whose powers it does not give bit for bit
     positions = (start.unsqueeze(1) + torch.arange(rows, device=device)).float()
-    angles = (positions[..., None] * rope.frequencies(device)).double().unsqueeze(2)
+    angles = (positions[..., None] * rope.kept_frequencies(device)[head_dim // 2 :]).double().unsqueeze(2)
     turn = torch.polar(torch.full_like(angles, rope.attention_factor()), angles)
     for index, (x, got) in enumerate(zip(given, backend(tuple(given), start, rope), strict=True)):
         pairs = torch.complex(*x.double().chunk(2, -1)) * turn

@@ -57,12 +57,13 @@ def _write(
             size = num_rows * table_width
         if not RING:
             count = tl.minimum(count, size - start)
+        groups, columns = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+        mask = (groups < G)[:, None] & (columns < D)[None, :]
+        offsets = groups[:, None] * D + columns[None, :]
+        # read before it is known whether it counts: the load does not wait for `start` and `count`
+        x = tl.load(new_ptr + (wide(sequence) * num_new + row) * (G * D) + offsets, mask=mask, other=0.0)
         slot, has_slot = _slot(sequence, start + row, (row < count) & (row >= count - size), table_ptr, num_rows, num_pages, table_width)
         if has_slot:
-            groups, columns = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
-            mask = (groups < G)[:, None] & (columns < D)[None, :]
-            offsets = groups[:, None] * D + columns[None, :]
-            x = tl.load(new_ptr + (wide(sequence) * num_new + row) * (G * D) + offsets, mask=mask, other=0.0)
             if scale_ptr is not None:
                 x = x.to(tl.float32)
                 scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([GROUPS], LARGEST_FP8, tl.float32)), SMALLEST_SCALE)
@@ -225,7 +226,6 @@ def append_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     PARTS: tl.constexpr = max(2 * WRITTEN, 1)
     num_written = num_sequences * num_new * (2 * WRITTEN)
@@ -372,7 +372,6 @@ def down_kernel(
     """Finish phi `mlp`; grid (tiles of blocks, tiles of columns of half of k, then of v)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     item_tile, column_tile = tl.program_id(0), tl.program_id(1)
     if column_tile < TILES_K:
         _down(

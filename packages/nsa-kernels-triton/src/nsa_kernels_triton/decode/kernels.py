@@ -3,17 +3,18 @@
 1. `split_kernel` cuts the compressed keys and the window into splits. Each gives a partial output with its maximum and sum; those of the compressed
    branch give each head's weights summed by block as well, relative to the maximum when they were computed.
 2. `choose_kernel` normalises these sums, adds up a group's heads and chooses blocks, once for each row and KV head. Further programs of it
-   merge the partial outputs of the compressed branch meanwhile.
-3. `attend_kernel` cuts the chosen blocks into splits. The last split of a row to finish merges the partial outputs of each branch and adds
-   the branches up, times their gates.
+   merge the partial outputs of the compressed and the window branch meanwhile, and add both up, times their gates.
+3. `attend_kernel` cuts the chosen blocks into splits. The last split of a row to finish merges their partial outputs and adds the result,
+   times its gate, to the sum of the other two branches.
 
 A tile of keys lies in SLICES parts, one for each warp: every warp has a softmax of its own, and warps meet when a split ends.
 
 The number of splits does not depend on lengths, so that one CUDA graph serves all of them. Keys lie in rows, pages or a ring, also as FP8 numbers
 with a scale for each token and KV head. Nothing behind a sequence's last token is read, and nothing outside the stores, wherever a row stands.
 
-With PDL (programmatic dependent launch), programs of a launch start while the last ones of the launch before still run. They read what
-that launch writes behind `gdc_wait` alone, and every program passes it, so that a launch ends after the one before.
+With PDL (programmatic dependent launch), programs of a launch start when the last ones of the launch before end, and those of `attend_kernel`
+while `choose_kernel` runs. They read what that launch writes behind `gdc_wait` alone, and every program passes it, so that a launch ends after
+the one before. `split_kernel` does not let the next launch start sooner: programs that wait take places of those that read.
 """
 
 import triton
@@ -194,34 +195,34 @@ def split_kernel(
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     SIZE: tl.constexpr, STRIDE: tl.constexpr, STRIDES: tl.constexpr, PADDED_STRIDES: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
-    CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_SLOT: tl.constexpr, HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, WIN_FROM: tl.constexpr, HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     SLICES: tl.constexpr, SLICE_BLOCKS: tl.constexpr, WIN_SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr,
     STAGES: tl.constexpr, WIN_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the partial results of one split of the compressed keys, or of one query's window.
 
-    Grid (N * G, CMP_SPLITS + WIN_SPLITS, tiles): tiles of rows for the compressed keys, queries times tiles of heads for windows; the larger number.
+    Grid (N * G, splits, tiles): tiles of rows for the compressed keys, queries times tiles of heads for windows; the larger number. The
+    splits of the window begin at number WIN_FROM: at CMP_SPLITS they have programs of their own, at 0 a program takes one of each kind.
     A sequence's rows are its queries times a group's heads. Weights summed by block go to `blocks_ptr`, float32 (rows of q * H, 2,
     num_blocks): first what a block gets of its own strides, then what reaches into it from the block before. The maximum that they are
     relative to when they are written goes to `tops_ptr`, (rows of q * H, num_tops), for every SLICE_BLOCKS blocks.
     """
     if PDL:
-        # in this order: `attend_kernel` reads q before it waits, and the launch before this one may have written q
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
     split = tl.program_id(1)
     first_row, count, start = _rows_of_step(sequence, cu_seqlens_ptr, start_ptr, count_ptr, num_queries, RAGGED)
-    if split >= CMP_SPLITS:
+    if (split >= WIN_FROM) & (split < WIN_FROM + WIN_SPLITS):
         query, head_tile = tl.program_id(2) // HEAD_TILES, tl.program_id(2) % HEAD_TILES
         if query < count:
             _window_split(
                 q_ptr, k_win_ptr, v_win_ptr, k_win_scale_ptr, v_win_scale_ptr, win_table_ptr, win_first_ptr, outs_ptr, maxima_ptr, sums_ptr,
-                sequence, group, first_row + query, start + query, head_tile, split - CMP_SPLITS, num_heads_of_rows,
+                sequence, group, first_row + query, start + query, head_tile, split - WIN_FROM, num_heads_of_rows,
                 win_rows, win_pages, win_table_width, win_end, factor,
-                H, G, D_K, K1, K2, D_V, V1, V2, WINDOW, RING, EXACT, WIN_SPLITS, WIN_SLOT, BLOCK_ROWS, WIN_SLICES, SLICE_KEYS, WIN_STAGES,
+                H, G, D_K, K1, K2, D_V, V1, V2, WINDOW, RING, EXACT, WIN_SPLITS, CMP_SPLITS, BLOCK_ROWS, WIN_SLICES, SLICE_KEYS, WIN_STAGES,
             )  # fmt: skip
+    if split >= CMP_SPLITS:
         return
     row0 = tl.program_id(2) * BLOCK_ROWS
     if row0 >= count * HG:
@@ -325,17 +326,19 @@ def _importance(
 @CachedLaunch
 @triton.jit
 def choose_kernel(
-    outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, indices_ptr, counters_ptr, out_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
+    gates_ptr, outs_ptr, maxima_ptr, sums_ptr, blocks_ptr, tops_ptr, indices_ptr, counters_ptr, out_ptr, cu_seqlens_ptr, start_ptr, count_ptr,
     num_queries, num_sequences, search_steps, num_heads_of_rows, num_blocks, num_tops,
     H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, REACH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_INITIAL: tl.constexpr, NUM_LOCAL: tl.constexpr,
-    RAGGED: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    RAGGED: tl.constexpr, EXACT: tl.constexpr, CMP_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+    WIN_SPLITS: tl.constexpr, HEAD_TILES: tl.constexpr,
     SUMMED_HEADS: tl.constexpr, MERGED_HEADS: tl.constexpr, PARTS: tl.constexpr, TOPS: tl.constexpr, SLICE_BLOCKS: tl.constexpr, SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the blocks of one row of q and one group, or merge the compressed branch of MERGED_HEADS heads; grid (rows * G * PARTS,).
+    """Choose the blocks of one row of q and one group, or merge two branches of MERGED_HEADS heads; grid (rows * G * PARTS,).
 
-    The first of the PARTS programs of a row and group chooses, the others merge. A row that does not count chooses nothing, and its
+    The first of the PARTS programs of a row and group chooses. The others write the compressed branch plus the window, each times its gate,
+    to the slot of `outs_ptr` behind theirs. A row that does not count chooses nothing, and its
     output is 0. The counters of `attend_kernel` are set to 0.
     """
     if PDL:
@@ -362,14 +365,17 @@ def choose_kernel(
         if counts:
             in_group = (part - 1) * MERGED_HEADS + tl.arange(0, MERGED_HEADS)
             heads, exists = row * H + group * HG + in_group, in_group < HG
-            merged, largest, total = _merged(
-                outs_ptr, maxima_ptr, sums_ptr, heads, exists, num_heads_of_rows, D_V, WIDTH, EXACT, CMP_SPLITS, PADDED_SPLITS
+            # the order of the gates: cmp, slc, win
+            gates = gates_ptr + 3 * heads
+            both = _gated(
+                outs_ptr, maxima_ptr, sums_ptr, gates, heads, exists, num_heads_of_rows, 0, CMP_SPLITS, D_V, WIDTH, EXACT
             )  # fmt: skip
-            offset = CMP_SPLITS * wide(num_heads_of_rows) + heads
+            both += _gated(
+                outs_ptr, maxima_ptr, sums_ptr, gates + 2, heads, exists, num_heads_of_rows, CMP_SPLITS, WIN_SPLITS, D_V, WIDTH, EXACT
+            )  # fmt: skip
+            target = outs_ptr + (((CMP_SPLITS + WIN_SPLITS) * wide(num_heads_of_rows) + heads) * D_V)[:, None]
             columns = tl.arange(0, WIDTH)
-            tl.store(outs_ptr + (offset * D_V)[:, None] + columns[None, :], merged, mask=exists[:, None] & (columns < D_V)[None, :])
-            tl.store(maxima_ptr + offset, largest, mask=exists)
-            tl.store(sums_ptr + offset, total, mask=exists)
+            tl.store(target + columns[None, :], both, mask=exists[:, None] & (columns < D_V)[None, :])
         return
     slots = tl.arange(0, SLOTS)
     target = indices_ptr + (row * G + group) * NUM_SELECTED + slots
@@ -403,12 +409,13 @@ def attend_kernel(
     H: tl.constexpr, G: tl.constexpr, D_K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     D_V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, WIDTH: tl.constexpr,
     SELECTION_SIZE: tl.constexpr, NUM_SELECTED: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
-    CMP_SLOT: tl.constexpr, WIN_SPLITS: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    FIRST_SLOT: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
     HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend to SLOTS of the blocks that one query chose; the last of its programs writes the output. Grid (N * G, queries * HEAD_TILES, SPLITS).
 
+    Their partial outputs have the slots from FIRST_SLOT on; the slot before holds the sum of the other branches.
     A row that does not count has its output already. The order in which partial outputs are added is fixed, whichever program is last.
     """
     HG: tl.constexpr = H // G
@@ -446,24 +453,20 @@ def attend_kernel(
             q1, q2, acc1, acc2, row_max, row_sum, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, key_rows, is_key, is_key[:, None, :], group, factor,
             G, D_K, K1, K2, D_V, V1, V2, EXACT,
         )  # fmt: skip
-    # one of the compressed branch, the window's, and these
-    SLC_SLOT: tl.constexpr = CMP_SLOT + 1 + WIN_SPLITS
     _store_partial(
-        outs_ptr, maxima_ptr, sums_ptr, SLC_SLOT + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
+        outs_ptr, maxima_ptr, sums_ptr, FIRST_SLOT + split, num_heads_of_rows, heads, exists, acc1, acc2, row_max, row_sum, D_V, V1, V2, EXACT
     )  # fmt: skip
     # every warp's partial output is written before the program counts as arrived
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr + (row * G + group) * HEAD_TILES + head_tile, 1, sem="acq_rel", scope="gpu")
     if arrived == SPLITS - 1:
-        # the order of the gates: cmp, slc, win
-        gates = gates_ptr + 3 * heads
-        total = _gated(outs_ptr, maxima_ptr, sums_ptr, gates, heads, exists, num_heads_of_rows, CMP_SLOT, 1, D_V, WIDTH, EXACT)
-        total += _gated(
-            outs_ptr, maxima_ptr, sums_ptr, gates + 2, heads, exists, num_heads_of_rows, CMP_SLOT + 1, WIN_SPLITS, D_V, WIDTH, EXACT
-        )  # fmt: skip
-        total += _gated(outs_ptr, maxima_ptr, sums_ptr, gates + 1, heads, exists, num_heads_of_rows, SLC_SLOT, SPLITS, D_V, WIDTH, EXACT)
         columns = tl.arange(0, WIDTH)
         mask = exists[:, None] & (columns < D_V)[None, :]
+        others = outs_ptr + (((FIRST_SLOT - 1) * wide(num_heads_of_rows) + heads) * D_V)[:, None]
+        total = tl.load(others + columns[None, :], mask=mask, other=0.0)
+        total += _gated(
+            outs_ptr, maxima_ptr, sums_ptr, gates_ptr + 3 * heads + 1, heads, exists, num_heads_of_rows, FIRST_SLOT, SPLITS, D_V, WIDTH, EXACT
+        )  # fmt: skip
         tl.store(out_ptr + (heads * D_V)[:, None] + columns[None, :], cast(total, out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -494,35 +497,3 @@ def _gated(
         merged += out * kept[:, None]
     gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
     return merged * tl.where(total > 0, gate / total, 0.0)[:, None]
-
-
-@triton.jit
-def _merged(
-    outs_ptr, maxima_ptr, sums_ptr, heads, exists, num_heads_of_rows,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr, NUM_SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Return output (heads, WIDTH), maximum and sum (heads,) of the first NUM_SPLITS splits together."""
-    splits = tl.arange(0, PADDED_SPLITS)
-    outs = _outputs(outs_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows, D_V, WIDTH)
-    maxima = _numbers(maxima_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
-    sums = _numbers(sums_ptr, splits, splits < NUM_SPLITS, heads, exists, num_heads_of_rows)
-    largest = tl.max(maxima, 0)
-    kept = exponential(maxima - tl.where(largest == float("-inf"), 0.0, largest)[None, :], EXACT)
-    # without a key the maximum is -inf
-    return tl.sum(outs * kept[:, :, None], 0), largest, tl.sum(tl.where(maxima > float("-inf"), sums * kept, 0.0), 0)
-
-
-@triton.jit
-def _numbers(source_ptr, slots, is_slot, heads, exists, num_heads_of_rows):
-    """Return the maxima or sums of splits (slots, heads); -inf where there is none. They are read where every multiprocessor's writes meet."""
-    offsets = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
-    return tl.load(source_ptr + offsets, mask=is_slot[:, None] & exists[None, :], other=float("-inf"), cache_modifier=".cg")
-
-
-@triton.jit
-def _outputs(outs_ptr, slots, is_slot, heads, exists, num_heads_of_rows, D_V: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the outputs of splits (slots, heads, WIDTH), 0 where there is none."""
-    columns = tl.arange(0, WIDTH)
-    offsets = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
-    mask = (is_slot[:, None] & exists[None, :])[:, :, None] & (columns < D_V)[None, None, :]
-    return tl.load(outs_ptr + (offsets * D_V)[:, :, None] + columns[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")

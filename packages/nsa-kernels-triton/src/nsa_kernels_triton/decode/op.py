@@ -20,7 +20,11 @@ from nsa_kernels_triton.tile_table import padded, parts_of
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs of a launch that are aimed at: as many as shared memory holds tiles for, all at once."""
 MOST_SPLITS = 32
-"""Splits of the compressed keys: the next launch merges them."""
+"""Splits of the compressed keys, at most: the next launch merges them."""
+LEAST_ALONE = 8
+"""Programs of a tile of rows from which on some of them take the window alone. Where there are fewer, each takes a share of both."""
+WINDOW_SHARE = 5
+"""One in so many programs takes a split of the window, where some do that alone."""
 MOST_SLC_SPLITS = 16
 """Splits of the chosen blocks: the last one merges them, one after another."""
 LEAST_TILES = 2
@@ -36,6 +40,8 @@ MOST_IN_FLIGHT = 3
 CHOICE_WARPS = 8
 SUMMED_WEIGHTS = 8192
 """Numbers of a kind that a program of `choose_kernel` holds at a time to add up a group's heads, or splits."""
+LEAST_MERGED_HEADS = 2
+"""Fewest heads of a program that merges splits."""
 
 
 class Splits(NamedTuple):
@@ -44,20 +50,27 @@ class Splits(NamedTuple):
     cmp: int
     win: int
     slc: int
+    win_from: int
+    """The number of the first program of a tile that takes a split of the window: `cmp` where those have programs of their own, or 0."""
 
     @classmethod
     def of(cls, num_multiprocessors: int, num_tiles: int, num_rows: int, geometry: BlockGeometry) -> "Splits":
         """Return the splits of a step of `num_tiles` tiles of rows of the compressed branch, and `num_rows` of the others.
 
-        Both are numbers of sequences, KV heads and rows, not of keys.
+        Both are numbers of sequences, KV heads and rows, not of keys. All programs of a launch run at once, so that none waits for another.
         """
         programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
-        cmp, wanted = min(max(1, programs // num_tiles), MOST_SPLITS), max(1, programs // num_rows)
-        # the window is short beside the compressed keys of a long sequence, and runs beside them
-        win = min(cdiv(geometry.window_size, SLICES * SLICE_KEYS), max(1, wanted // 8))
+        cmp, wanted = max(1, programs // num_tiles), max(1, programs // num_rows)
+        win = min(cdiv(geometry.window_size, SLICES * SLICE_KEYS), wanted)
+        is_alone = cmp >= LEAST_ALONE
+        if is_alone:
+            # the window is short beside the compressed keys of a long sequence
+            win = min(win, max(1, wanted // WINDOW_SHARE))
+            cmp = max(1, (programs - win * num_rows) // num_tiles)
+        cmp = min(cmp, MOST_SPLITS)
         slots, of_block = geometry.num_selected_blocks, cdiv(geometry.selection_block_size, SLICES * SLICE_KEYS)
         tiles = max(LEAST_TILES, cdiv(slots * of_block, min(wanted, MOST_SLC_SPLITS)))
-        return cls(cmp, win, cdiv(slots, max(1, tiles // of_block)))
+        return cls(cmp, win, cdiv(slots, max(1, tiles // of_block)), cmp if is_alone else 0)
 
 
 class StepSizes(NamedTuple):
@@ -78,6 +91,8 @@ class StepSizes(NamedTuple):
     is_ragged: bool
     most_blocks: int
     """Compressed blocks of the longest sequence, at most."""
+    most_tokens: int
+    """Tokens that the store of the selected branch holds of a sequence, at most."""
     cmp: tuple[torch.dtype, bool]
     """The dtype of a store, and whether it has pages."""
     slc: tuple[torch.dtype, bool]
@@ -92,7 +107,7 @@ class StepSizes(NamedTuple):
         assert queries.start is not None
         return cls(
             capability_of(q), num_multiprocessors(q), has_pdl(q), SLICES, q.dtype, q.shape, num_groups, head_dim_v,
-            queries.start.shape[0], queries.max_count, queries.cu_seqlens is not None, cmp.max_count,
+            queries.start.shape[0], queries.max_count, queries.cu_seqlens is not None, cmp.max_count, Extent.of(slc).end,
             (cmp.k.dtype, cmp.page_table is not None), (slc.k.dtype, slc.page_table is not None),
             (win.k.dtype, win.page_table is not None), win.ring, geometry,
         )  # fmt: skip
@@ -183,10 +198,10 @@ def cut_of(sizes: StepSizes) -> Cut:
     padded_strides = next_power_of_2(strides)
     slice_blocks = cdiv(SLICE_KEYS, padded_strides)
     # rows of sums are read four at a time
-    num_blocks = cdiv(max(1, blocks.num_selection_blocks(blocks.max_tokens(sizes.most_blocks, geometry), geometry)), 16) * 16
+    most_tokens = min(blocks.max_tokens(sizes.most_blocks, geometry), sizes.most_tokens)
+    num_blocks = cdiv(max(1, blocks.num_selection_blocks(most_tokens, geometry)), 16) * 16
     tiles = Tiles.of(sizes, sizes.cmp, slice_blocks * padded_strides, sizes.most_slices)
     num_tops = cdiv(num_blocks, tiles.slices * slice_blocks) * tiles.slices
-    cmp_slot = splits.cmp if splits.cmp > 1 else 0
     parts_qk, parts_v, width = parts_of(head_dim_qk), parts_of(head_dim_v), next_power_of_2(head_dim_v)
     both = {
         "H": num_heads, "G": num_groups, "D_V": head_dim_v, "SELECTION_SIZE": geometry.selection_block_size,
@@ -203,16 +218,18 @@ def cut_of(sizes: StepSizes) -> Cut:
     win_tiles = Tiles.of(sizes, sizes.win, SLICE_KEYS, tiles.slices)
     split = dict(
         SIZE=geometry.compression_block_size, STRIDE=geometry.compression_stride, STRIDES=strides, PADDED_STRIDES=padded_strides, REACH=reach,
-        WINDOW=geometry.window_size, RING=sizes.is_ring, CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, WIN_SLOT=cmp_slot + 1, HEAD_TILES=head_tiles,
-        SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, WIN_SLICES=win_tiles.slices, SLICE_KEYS=SLICE_KEYS, num_warps=tiles.slices,
-        STAGES=tiles.stages, WIN_STAGES=win_tiles.stages, **both, **attends,
+        WINDOW=geometry.window_size, RING=sizes.is_ring, CMP_SPLITS=splits.cmp, WIN_SPLITS=splits.win, WIN_FROM=splits.win_from,
+        HEAD_TILES=head_tiles, SLICES=tiles.slices, SLICE_BLOCKS=slice_blocks, WIN_SLICES=win_tiles.slices, SLICE_KEYS=SLICE_KEYS,
+        num_warps=tiles.slices, STAGES=tiles.stages, WIN_STAGES=win_tiles.stages, **both, **attends,
     )  # fmt: skip
-    padded_splits, padded_tops = next_power_of_2(splits.cmp), next_power_of_2(num_tops)
-    merged_heads = max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_splits * width)))
-    parts = 1 + (cdiv(group_size, merged_heads) if splits.cmp > 1 else 0)
+    padded_tops = next_power_of_2(num_tops)
+    # as many programs that merge as run beside those that choose, one on a multiprocessor
+    most_parts = max(1, sizes.num_multiprocessors // (num_rows * num_groups) - 1)
+    merged_heads = min(max(LEAST_MERGED_HEADS, next_power_of_2(cdiv(group_size, most_parts))), max(1, SUMMED_WEIGHTS // width))
+    parts = 1 + cdiv(group_size, merged_heads)
     choose = dict(
         WIDTH=width, REACH=reach, NUM_INITIAL=geometry.num_initial_blocks, NUM_LOCAL=geometry.num_local_blocks, CMP_SPLITS=splits.cmp,
-        PADDED_SPLITS=padded_splits, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads, PARTS=parts,
+        PADDED_SPLITS=next_power_of_2(splits.cmp), WIN_SPLITS=splits.win, HEAD_TILES=head_tiles, MERGED_HEADS=merged_heads, PARTS=parts,
         SUMMED_HEADS=max(1, min(next_power_of_2(group_size), SUMMED_WEIGHTS // (padded_tops * slice_blocks))),
         TOPS=padded_tops, SLICE_BLOCKS=slice_blocks, SLOTS=next_power_of_2(geometry.num_selected_blocks),
         num_warps=CHOICE_WARPS, enable_fp_fusion=False, **both,
@@ -220,13 +237,13 @@ def cut_of(sizes: StepSizes) -> Cut:
     slc_tiles = Tiles.of(sizes, sizes.slc, SLICE_KEYS, sizes.most_slices)
     slots = cdiv(geometry.num_selected_blocks, splits.slc)
     attend = dict(
-        WIDTH=width, CMP_SLOT=cmp_slot, WIN_SPLITS=splits.win, SPLITS=splits.slc, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots),
+        WIDTH=width, FIRST_SLOT=splits.cmp + splits.win + 1, SPLITS=splits.slc, SLOTS=slots, PADDED_SLOTS=next_power_of_2(slots),
         HEAD_TILES=head_tiles, SLICES=slc_tiles.slices, SLICE_KEYS=SLICE_KEYS, num_warps=slc_tiles.slices, STAGES=slc_tiles.stages,
         **both, **attends,
     )  # fmt: skip
     return Cut(
-        cmp_slot + 1 + splits.win + splits.slc, head_tiles, num_blocks, num_tops, num_blocks * strides,
-        Launch((num_pairs, splits.cmp + splits.win, max(row_tiles, num_queries)), split),
+        splits.cmp + splits.win + 1 + splits.slc, head_tiles, num_blocks, num_tops, num_blocks * strides,
+        Launch((num_pairs, max(splits.cmp, splits.win_from + splits.win), max(row_tiles, num_queries)), split),
         # one axis: the others end at 65,535
         Launch((num_rows * num_groups * parts,), choose),
         Launch((num_pairs, num_queries, splits.slc), attend),
@@ -263,7 +280,7 @@ def _decode(
         num_blocks, num_tops, factor, **cut.split.constants,
     )  # fmt: skip
     kernels.choose_kernel[cut.choose.grid](
-        outs, maxima, sums, weights, tops, indices, counters, out, queries.cu_seqlens, queries.start, queries.count,
+        gates, outs, maxima, sums, weights, tops, indices, counters, out, queries.cu_seqlens, queries.start, queries.count,
         length, num_sequences, num_sequences.bit_length() + 1, rows_of_heads, num_blocks, num_tops, **cut.choose.constants,
     )  # fmt: skip
     kernels.attend_kernel[cut.attend.grid](
