@@ -285,8 +285,8 @@ __device__ void over_cluster(const Problem& problem, const Memory& memory, int n
 __device__ inline void share_scores(const Problem& problem, const Memory& memory, const Share& share, int rank) {
   const int heads = problem.padded_heads(), num_blocks = problem.blocks_per_tile(), size = problem.record_size();
   // those of the compressed branch come first
-  over_cluster(problem, memory, heads, [&](int head, int, float, Stats total) {
-    memory.totals[head] = Stats{total.max, total.sum > 0.0f ? 1.0f / total.sum : 0.0f};
+  over_cluster(problem, memory, heads, [&](int head, int each, float, Stats total) {
+    if (each == 0) memory.totals[head] = Stats{total.max, total.sum > 0.0f ? 1.0f / total.sum : 0.0f};
   });
   __syncthreads();
   const int end = (share.end - share.first) * num_blocks, lane = lane_index() % 16;
