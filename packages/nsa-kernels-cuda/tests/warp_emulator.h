@@ -330,11 +330,13 @@ inline void __syncthreads() { emulator::pause(emulator::At::CTA); }
 inline char* dynamic_shared() { return emulator::cluster.memory_of(emulator::this_rank()); }
 inline float power_of_two(float x) { return std::exp2(x); }
 
-inline void copy_async(void* target, const void* source, bool exists) {
+template <int OFFSET = 0>
+void copy_async(void* to, const void* from, bool exists) {
+  char* target = static_cast<char*>(to) + OFFSET;
   std::memset(target, 0xFF, 16);
   // the copy may write from here on, until it was waited for
   hazards::write(target, 16);
-  emulator::this_thread().copies.back().push_back({static_cast<char*>(target), source, exists});
+  emulator::this_thread().copies.back().push_back({target, static_cast<const char*>(from) + OFFSET, exists});
 }
 
 inline void commit_copies() { emulator::this_thread().copies.emplace_back(); }

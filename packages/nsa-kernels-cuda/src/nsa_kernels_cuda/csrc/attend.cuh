@@ -104,6 +104,22 @@ __device__ inline float quad_sum(float value) {
 // Return what is subtracted from scores whose maximum is `largest`: 0 where there is no key.
 __device__ inline float shift_of(float largest) { return largest == absent() ? 0.0f : largest; }
 
+// Begin to copy 16 bytes of every 128, `num_left` times or COUNT times.
+template <int COUNT, int INDEX = 0>
+__device__ void copy_pieces(char* target, const char* source, int num_left, bool exists) {
+  if constexpr (INDEX < COUNT) {
+    if (8 * INDEX < num_left) copy_async<128 * INDEX>(target, source, exists);
+    copy_pieces<COUNT, INDEX + 1>(target, source, num_left, exists);
+  }
+}
+
+// Return the address of a row in bytes: one instruction, where both factors have 32 bits.
+template <class T>
+__device__ const char* address_of_row(const T* first, int row, int stride) {
+  const unsigned bytes = static_cast<unsigned>(stride) * static_cast<unsigned>(sizeof(T));
+  return reinterpret_cast<const char*>(first) + static_cast<unsigned long long>(static_cast<unsigned>(row)) * bytes;
+}
+
 // Begin to copy the warp's tile `index`, and close the group of copies, which is empty behind the last tile. Columns without a key become 0.
 // Eight lanes copy a row, 16 bytes each at a time; all addresses are computed before the copies need them, for a warp has few others to wait with.
 template <int WIDTH, class T>
@@ -118,16 +134,10 @@ __device__ void copy_tile(const Store<T>& store, HeadDims dims, char* stage, con
 #pragma unroll(WIDTH > 128 ? 2 : 4)
     for (int column = lane_index() / 8; column < KEYS; column += WARP_SIZE / 8) {
       const int key = tiles.key(span, column), row = key < 0 ? 0 : tiles.row_behind(first_row, key - span.first);
-      const T* k = store.k + static_cast<long long>(row) * store.k_stride + 8 * piece;
-      const T* v = store.v + static_cast<long long>(row) * store.v_stride + 8 * piece;
-#pragma unroll
-      for (int i = 0; i < MOST_DIM / 64; ++i) {
-        if (8 * i + piece < dims.k / 8) copy_async(k_stage + column * dims.k_pitch() + 128 * i, k + 64 * i, key >= 0);
-      }
-#pragma unroll
-      for (int i = 0; i < WIDTH / 64; ++i) {
-        if (8 * i + piece < dims.v / 8) copy_async(v_stage + column * dims.v_pitch() + 128 * i, v + 64 * i, key >= 0);
-      }
+      const char* k = address_of_row(store.k, row, store.k_stride) + 16 * piece;
+      const char* v = address_of_row(store.v, row, store.v_stride) + 16 * piece;
+      copy_pieces<MOST_DIM / 64>(k_stage + column * dims.k_pitch(), k, dims.k / 8 - piece, key >= 0);
+      copy_pieces<WIDTH / 64>(v_stage + column * dims.v_pitch(), v, dims.v / 8 - piece, key >= 0);
     }
   }
   commit_copies();

@@ -18,9 +18,13 @@ __device__ inline float power_of_two(float x) {
   return power;
 }
 
-// Copy 16 bytes to shared memory asynchronously; zeros where they do not exist, and then nothing is read.
+// Copy 16 bytes to shared memory asynchronously, `OFFSET` bytes behind the addresses, which the instruction adds; zeros where they do not
+// exist, and then nothing is read.
+template <int OFFSET = 0>
 __device__ inline void copy_async(void* target, const void* source, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %3], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 16 : 0),
+               "n"(OFFSET)
+               : "memory");
 }
 
 // Close this thread's group of copies, which may be empty.
