@@ -162,8 +162,10 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
   const char* q_row = q + lane % 16 * dims.k_pitch() + lane / 16 * 16;
   const char* k_row = k_stage + (lane / 16 * 8 + lane % 8) * dims.k_pitch() + lane / 8 % 2 * 16;
   const char* v_row = k_stage + KEYS * dims.k_pitch() + lane % 16 * dims.v_pitch() + lane / 16 * 16;
+  // two sums of each product, over every other 16 numbers of a row: a product waits for the one before the last
+  float odd[2][4];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = 0.0f;
+  for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = odd[i / 4][i % 4] = 0.0f;
 #pragma unroll 1
   for (int first = 0; first < dims.k; first += 16 * IN_FLIGHT) {
     unsigned rows[IN_FLIGHT][4], keys[IN_FLIGHT][4];
@@ -177,11 +179,13 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) {
       if (first + 16 * i < dims.k) {
-        multiply_add(T{}, weights[0], rows[i], keys[i][0], keys[i][1]);
-        multiply_add(T{}, weights[1], rows[i], keys[i][2], keys[i][3]);
+        multiply_add(T{}, i % 2 == 0 ? weights[0] : odd[0], rows[i], keys[i][0], keys[i][1]);
+        multiply_add(T{}, i % 2 == 0 ? weights[1] : odd[1], rows[i], keys[i][2], keys[i][3]);
       }
     }
   }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] += odd[i / 4][i % 4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float largest = absent();
