@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,31 @@ def emulated_decode(tmp_path_factory):
     return build("emulated_decode", tmp_path_factory)
 
 
-def build(name, tmp_path_factory):
-    """Return the library of a source that runs kernels in the emulator."""
+@pytest.fixture(scope="session")
+def build_watched(tmp_path_factory):
+    """Give a function from a folder of kernels to the library of `emulated_decode.cpp` that also finds hazards."""
+    return partial(build, "emulated_decode", tmp_path_factory, finds_hazards=True)
+
+
+@pytest.fixture(scope="session")
+def watched_decode(build_watched):
+    """Give the library that finds hazards: accesses to shared memory that no barrier orders."""
+    return build_watched(csrc=jit.CSRC)
+
+
+def build(name, tmp_path_factory, *, finds_hazards=False, csrc=jit.CSRC):
+    """Return the library of a source that runs the kernels of `csrc` in the emulator."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed; it compiles the emulator of a warp")
-    library = tmp_path_factory.mktemp("emulator") / f"{name}.so"
-    options = ["-std=c++20", "-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC", "-include", "warp_emulator.h"]
-    subprocess.run([compiler, *options, "-I", str(jit.CSRC), f"{name}.cpp", "-o", str(library)], cwd=HERE, check=True)
-    return ctypes.CDLL(str(library))
+    folder = tmp_path_factory.mktemp("emulator")
+    options = ["-std=c++20", "-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fPIC", "-I", str(csrc)]
+    # the compiler calls functions of warp_hazards.cpp at each access; the sanitizer's own library is not linked
+    watching = ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"] if finds_hazards else []
+    parts = {name: [*watching, "-include", "warp_emulator.h"], **({"warp_hazards": []} if finds_hazards else {})}
+    for part, more in parts.items():
+        subprocess.run([compiler, *options, *more, "-c", f"{part}.cpp", "-o", str(folder / f"{part}.o")], cwd=HERE, check=True)
+    # of functions that both objects have, the linker takes the first
+    objects = [str(folder / f"{part}.o") for part in reversed(parts)]
+    subprocess.run([compiler, "-shared", *objects, "-o", str(folder / f"{name}.so")], check=True)
+    return ctypes.CDLL(str(folder / f"{name}.so"))

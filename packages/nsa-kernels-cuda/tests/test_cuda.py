@@ -1,12 +1,15 @@
 """The choice on a GPU: equal to the rule, on the current stream, captured, and what it takes next to Triton's."""
 
+import importlib.util
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -262,24 +265,44 @@ def test_flash_attention_of_every_installed_provider_conforms_to_the_oracle(back
     assert report.passed
 
 
-SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-SMALL_CALLS = """
+def find_sanitizer() -> str | None:
+    """Return the path of compute-sanitizer: of the package nvidia-cuda-sanitizer-api, else on PATH, else in /usr/local/cuda/bin."""
+    spec = importlib.util.find_spec("nvidia")
+    installed = [str(Path(each) / "cu13" / "compute-sanitizer") for each in (spec.submodule_search_locations if spec else None) or ()]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([*installed, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+
+
+SANITIZER = find_sanitizer()
+FIRST_RACECHECK_OF_CLUSTERS = (2026, 1)
+"""compute-sanitizer's first version whose racecheck is asked about the kernel in clusters. Its release notes say that it reports fewer races
+that are none, across clusters and among a part of a CTA's warps. 2025.3 reports, in a few CTAs of many, that `merge_warps` reads `warp_stats`
+in a race with `store_softmax`, which writes them. Each path from the one to the other passes the `__syncthreads` between them.
+tests/warp_hazards.h finds no race there."""
+CHOICE = """
 import torch
-from nsa_core import BlockGeometry, Keys, Queries
+from nsa_core import BlockGeometry
 from nsa_kernels_cuda.choice import op as choice
-from nsa_kernels_cuda.decode import op as decode
 
 torch.manual_seed(0)
 geometry = BlockGeometry(8, 4, 8, num_selected_blocks=6, window_size=20)
 positions = torch.arange(300, 308, device="cuda", dtype=torch.int32)
 choice.choose(torch.rand(8, 2, 40, device="cuda"), None, positions, 2, geometry=geometry)
-if torch.cuda.get_device_capability() == (9, 0):
-    def keys(length):
-        return Keys(*torch.randn(2, 2, length, 2, 16, device="cuda", dtype=torch.bfloat16), length)
-    q = torch.randn(2, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
-    start = torch.tensor([90, 37], dtype=torch.int32, device="cuda")
-    gates = torch.rand(2, 1, 8, 3, device="cuda")
-    decode.decode(Queries(q, 1, None, start), keys(23), keys(100), keys(100), gates, geometry=geometry, scale=0.3)
+torch.cuda.synchronize()
+print("done")
+"""
+DECODE = """
+import torch
+from nsa_core import BlockGeometry, Keys, Queries
+from nsa_kernels_cuda.decode import op as decode
+
+torch.manual_seed(0)
+geometry = BlockGeometry(8, 4, 8, num_selected_blocks=6, window_size=20)
+def keys(length):
+    return Keys(*torch.randn(2, 2, length, 2, 16, device="cuda", dtype=torch.bfloat16), length)
+q = torch.randn(2, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
+start = torch.tensor([90, 37], dtype=torch.int32, device="cuda")
+gates = torch.rand(2, 1, 8, 3, device="cuda")
+decode.decode(Queries(q, 1, None, start), keys(23), keys(100), keys(100), gates, geometry=geometry, scale=0.3)
 torch.cuda.synchronize()
 print("done")
 """
@@ -287,12 +310,24 @@ print("done")
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed (neither on PATH nor in /usr/local/cuda/bin)")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer_finds_nothing(tool):
+@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed (nvidia-cuda-sanitizer-api, PATH, /usr/local/cuda/bin)")
+@pytest.mark.parametrize(
+    ("tool", "calls"),
+    [
+        pytest.param("memcheck", CHOICE, id="memcheck choose"),
+        pytest.param("racecheck", CHOICE, id="racecheck choose"),
+        pytest.param("memcheck", DECODE, id="memcheck decode", marks=pytest.mark.hardware(capability=(9, 0))),
+        pytest.param("racecheck", DECODE, id="racecheck decode", marks=pytest.mark.hardware(capability=(9, 0))),
+    ],
+)
+def test_compute_sanitizer_finds_nothing(tool, calls):
+    version = subprocess.run([SANITIZER, "--version"], capture_output=True, text=True, check=True).stdout
+    year, release = map(int, re.findall(r"Version (\d+)\.(\d+)", version)[0])
+    if (tool, calls) == ("racecheck", DECODE) and (year, release) < FIRST_RACECHECK_OF_CLUSTERS:
+        pytest.skip(f"{SANITIZER} is {year}.{release}, which reports a race across a __syncthreads; pip install nvidia-cuda-sanitizer-api")
     # torch may ask for what a driver lacks, and goes on
     options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
-    command = [SANITIZER, *options, sys.executable, "-c", SMALL_CALLS]
+    command = [SANITIZER, *options, sys.executable, "-c", calls]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,8 @@
 
 import ctypes
 import math
+import re
+import shutil
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -295,6 +297,52 @@ def test_no_result_depends_on_which_warp_runs_first(run, case):
     found, other = run(step, case), run(step, case, backwards=True)
     assert torch.equal(found.out, other.out)
     assert torch.equal(found.block_indices, other.block_indices)
+
+
+SANITIZED = Case(starts=(90, 37), num_heads=8, geometry=BlockGeometry(8, 4, 8, num_selected_blocks=6, window_size=20))
+"""The step that test_cuda.py runs under compute-sanitizer."""
+WATCHED = {
+    "sanitized": SANITIZED,
+    **{
+        name: CASES[name] for name in ("group of 3", "group of 40", "D_k above D_v", "40 blocks of 8", "blocks that a tile does not divide")
+    },
+}
+
+
+def hazards_of(library: ctypes.CDLL, case: Case, *, backwards: bool = False) -> tuple[int, str]:
+    """Return the number of hazards of a step, and the first of them."""
+    text = ctypes.create_string_buffer(200)
+    run_on(library, make_step(case), case, backwards=backwards)
+    return library.take_hazards(text, len(text)), text.value.decode()
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["first warp first", "last warp first"])
+@pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED)
+def test_barriers_order_all_accesses_to_shared_memory(watched_decode, case, backwards):
+    assert hazards_of(watched_decode, case, backwards=backwards) == (0, "")
+
+
+BARRIER = re.compile(r"(?<=[ )])(__syncwarp\(\)|__syncthreads\(\)|cluster_barrier\(\)|partial_barrier\([^;]*\))(?=;)")
+NUM_BARRIERS = {"attend.cuh": 2, "choice.cuh": 3, "decode.cu": 11}
+# behind the last barrier nothing is accessed: the emulator overwrites the shared memory of a CTA that has ended, so that outputs are wrong
+HAZARDS_WITHOUT = [(name, index) for name, count in NUM_BARRIERS.items() for index in range(count) if (name, index) != ("decode.cu", 10)]
+
+
+def test_every_barrier_is_in_the_table():
+    assert {path.name: len(BARRIER.findall(path.read_text())) for path in jit.CSRC.iterdir() if path.name in NUM_BARRIERS} == NUM_BARRIERS
+
+
+@pytest.mark.parametrize(("name", "index"), [
+    pytest.param(*each, marks=() if each in {("attend.cuh", 0), ("decode.cu", 6)} else pytest.mark.slow) for each in HAZARDS_WITHOUT
+])  # fmt: skip
+def test_a_missing_barrier_is_found(name, index, build_watched, tmp_path):
+    csrc = tmp_path / "csrc"
+    shutil.copytree(jit.CSRC, csrc)
+    text = (csrc / name).read_text()
+    barrier = list(BARRIER.finditer(text))[index]
+    (csrc / name).write_text(text[: barrier.start()] + "(void)0" + text[barrier.end() :])
+    library = build_watched(csrc=csrc)
+    assert any(hazards_of(library, case)[0] for case in WATCHED.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

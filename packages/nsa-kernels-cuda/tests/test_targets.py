@@ -9,10 +9,10 @@ from nsa_kernels_cuda import jit
 
 MOST_REGISTERS = {
     "choose.cu": {"choose_float32": 48, "choose_bfloat16": 48, "choose_float16": 48},
-    "decode.cu": {"decode_bfloat16_128": 224, "decode_bfloat16_256": 255, "decode_float16_128": 224, "decode_float16_256": 255},
+    "decode.cu": dict.fromkeys(("decode_bfloat16_128", "decode_bfloat16_256", "decode_float16_128", "decode_float16_256"), 255),
 }
 """Registers of a thread. `choose`: with 48 of them, and up to 4 KB of scores for each warp, 40 warps are on a multiprocessor of an A100.
-`decode`: a multiprocessor has a CTA of 256 threads, for which there are 255; NVRTC 13.0 takes 223, 13.3 208."""
+`decode`: a multiprocessor has a CTA of 256 threads, for which there are 255."""
 ARCHITECTURES = {"choose.cu": ("sm_80", "sm_89", "sm_90a"), "decode.cu": ("sm_90a",)}
 FUNCTION = re.compile(
     r"entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'.*?"

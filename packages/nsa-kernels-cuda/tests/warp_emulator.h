@@ -21,6 +21,8 @@
 #include <string_view>
 #include <vector>
 
+#include "warp_hazards.h"
+
 #define __global__
 #define __device__
 #define __shared__
@@ -45,6 +47,7 @@ inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits);
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline int __clz(unsigned bits) { return std::countl_zero(bits); }
 inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline int __ffs(unsigned bits) { return bits == 0 ? 0 : std::countr_zero(bits) + 1; }
 
@@ -137,7 +140,9 @@ inline void run_warp(int warp) {
   do {
     for (running = first; running < first + LANES; ++running) {
       threadIdx.x = running % cluster.cta_size;
+      hazards::run(running);
       swapcontext(&scheduler, &this_thread().context);
+      hazards::run(-1);
     }
     const Thread& one = cluster.threads[first];
     for (int i = first; i < first + LANES; ++i) {
@@ -155,20 +160,28 @@ inline int num_at(int begin, int end, At at) {
   return std::count_if(cluster.warps.begin() + begin, cluster.warps.begin() + end, [&](const Warp& warp) { return warp.at == at; });
 }
 
+// Make the warps begin .. end - 1 that stand there ready, if they are `expected`.
+inline void release(int begin, int end, At at, int expected) {
+  std::vector<int> found;
+  for (int warp = begin; warp < end; ++warp) {
+    if (cluster.warps[warp].at == at) found.push_back(warp);
+  }
+  if (static_cast<int>(found.size()) != expected) return;
+  for (int warp : found) cluster.warps[warp].at = At::READY;
+  hazards::pass_barrier(found);
+}
+
 // Make the warps ready of which all that they wait for stand at the same barrier.
 inline void release() {
   const int per_cta = cluster.cta_size / LANES, num_warps = cluster.warps.size();
-  std::vector<int> found;
-  for (int warp = 0; warp < num_warps; ++warp) {
-    const At at = cluster.warps[warp].at;
-    const int begin = warp / per_cta * per_cta, expected = cluster.threads[warp * LANES].num_expected / LANES;
-    if ((at == At::CLUSTER && num_at(0, num_warps, at) == num_warps) ||
-        (at == At::CTA && num_at(begin, begin + per_cta, at) == per_cta) ||
-        (at == At::PART_OF_CTA && num_at(begin, begin + per_cta, at) == expected)) {
-      found.push_back(warp);
+  release(0, num_warps, At::CLUSTER, num_warps);
+  for (int begin = 0; begin < num_warps; begin += per_cta) {
+    release(begin, begin + per_cta, At::CTA, per_cta);
+    for (int warp = begin; warp < begin + per_cta; ++warp) {
+      const int expected = cluster.threads[warp * LANES].num_expected / LANES;
+      if (cluster.warps[warp].at == At::PART_OF_CTA) release(begin, begin + per_cta, At::PART_OF_CTA, expected);
     }
   }
-  for (int warp : found) cluster.warps[warp].at = At::READY;
 }
 
 // Run the CTAs of one cluster, from `first_cta` on.
@@ -188,6 +201,7 @@ inline void run_cluster(int first_cta, bool backwards) {
     std::memset(cluster.memory_of(rank) + cluster.shared_bytes, GUARD, GUARD_BYTES);
   }
   for (Warp& warp : cluster.warps) warp.at = At::READY;
+  hazards::begin(cluster.memory_of(0), cluster.pitch, cluster.shared_bytes, cluster.num_ranks, cluster.threads.size());
   const int num_warps = cluster.warps.size(), per_cta = cluster.cta_size / LANES;
   for (int cta = 0; cta >= 0; release()) {
     cta = -1;
@@ -304,7 +318,10 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
   return bits;
 }
 
-inline void __syncwarp() { emulator::exchange(0xFFFFFFFFu, 0); }
+inline void __syncwarp() {
+  emulator::exchange(0xFFFFFFFFu, 0);
+  hazards::pass_syncwarp();
+}
 inline void __syncthreads() { emulator::pause(emulator::At::CTA); }
 
 // ---- ptx.cuh
@@ -313,9 +330,13 @@ inline void __syncthreads() { emulator::pause(emulator::At::CTA); }
 inline char* dynamic_shared() { return emulator::cluster.memory_of(emulator::this_rank()); }
 inline float power_of_two(float x) { return std::exp2(x); }
 
-inline void copy_async(void* target, const void* source, bool exists) {
+template <int OFFSET = 0>
+void copy_async(void* to, const void* from, bool exists) {
+  char* target = static_cast<char*>(to) + OFFSET;
   std::memset(target, 0xFF, 16);
-  emulator::this_thread().copies.back().push_back({static_cast<char*>(target), source, exists});
+  // the copy may write from here on, until it was waited for
+  hazards::write(target, 16);
+  emulator::this_thread().copies.back().push_back({target, static_cast<const char*>(from) + OFFSET, exists});
 }
 
 inline void commit_copies() { emulator::this_thread().copies.emplace_back(); }
@@ -325,6 +346,7 @@ inline void wait_for_copies(int num_pending) {
   if (!copies.back().empty()) emulator::fail("a copy in no group");
   for (; static_cast<int>(copies.size()) - 1 > num_pending; copies.pop_front()) {
     for (const emulator::Copy& copy : copies.front()) {
+      hazards::write(copy.target, 16);
       if (copy.exists) {
         std::memcpy(copy.target, copy.source, 16);
       } else {

@@ -8,13 +8,14 @@
 constexpr int ROWS = 16;     // rows of a tile of queries
 constexpr int KEYS = 16;     // keys of a tile
 constexpr int LOG_KEYS = 4;
+constexpr int MOST_DIM = 256;
 constexpr int PADDING = 16;  // bytes behind each row in shared memory: eight rows of a matrix lie in different banks
 
 // Keys and values of one sequence and KV head.
 template <class T>
 struct Store {
   const T *k, *v;
-  long long k_stride, v_stride;  // elements from row to row
+  int k_stride, v_stride;  // elements from row to row
 };
 
 struct HeadDims {
@@ -30,7 +31,8 @@ struct Ring {
   char* first;
   int stage_bytes, num_stages;
 
-  __device__ char* stage_of(int index) const { return first + (index + 1) % num_stages * stage_bytes; }
+  __device__ int after(int stage) const { return stage + 1 < num_stages ? stage + 1 : 0; }
+  __device__ char* address_of(int stage) const { return first + stage * stage_bytes; }
 };
 
 // The keys of one branch, in tiles, and those of a warp among them: numbers `next`, `next + step`, ... below `end`.
@@ -42,6 +44,7 @@ struct Tiles {
   int last_key;           // inclusive
   const int* indices;     // chosen blocks of `block_size` keys, `tiles_per_block` tiles each; nullptr: tiles stand side by side
   int block_size, tiles_per_block;
+  unsigned long long reciprocal;  // 2^32 / tiles_per_block, rounded up: a product is quicker than a division
   int first_row, ring_rows;  // the store's row 0 has key `first_row`; ring_rows: of a ring, 0 where it is none
 
   // The keys of one tile: `first` is that of column 0.
@@ -53,15 +56,21 @@ struct Tiles {
 
   __device__ Span span(int tile) const {
     if (indices == nullptr) return {first_key + tile * num_keys, last_key};
-    const int first = indices[tile / tiles_per_block] * block_size;
-    return {first + tile % tiles_per_block * num_keys, min(last_key, first + block_size - 1)};
+    const int slot = static_cast<int>(tile * reciprocal >> 32), first = indices[slot] * block_size;
+    return {first + (tile - slot * tiles_per_block) * num_keys, min(last_key, first + block_size - 1)};
   }
   // Return the key of a column; negative where there is none.
   __device__ int key(Span span, int column) const {
     const int in_run = column & ((1 << log_columns) - 1), key = span.first + (column >> log_columns) * run + in_run;
     return in_run < run && key <= span.last ? key : -1;
   }
-  __device__ int row(int key) const { return ring_rows > 0 ? key % ring_rows : key - first_row; }
+  // Return the row of a span's first key.
+  __device__ int row(Span span) const { return ring_rows > 0 ? span.first % ring_rows : span.first - first_row; }
+  // Return the row `num_keys` keys behind `row`; of a ring all keys together take each row once at most.
+  __device__ int row_behind(int row, int num_keys) const {
+    const int behind = row + num_keys;
+    return ring_rows > 0 && behind >= ring_rows ? behind - ring_rows : behind;
+  }
 };
 
 // The softmax of a warp. A lane has rows lane / 4 and lane / 4 + 8; of each 8 columns those from 2 * (lane % 4) on, two.
@@ -95,33 +104,50 @@ __device__ inline float quad_sum(float value) {
 // Return what is subtracted from scores whose maximum is `largest`: 0 where there is no key.
 __device__ inline float shift_of(float largest) { return largest == absent() ? 0.0f : largest; }
 
-// Begin to copy the warp's tile `index`, and close the group of copies, which is empty behind the last tile. Columns without a key become 0.
+// Begin to copy 16 bytes of every 128, `num_left` times or COUNT times.
+template <int COUNT, int INDEX = 0>
+__device__ void copy_pieces(char* target, const char* source, int num_left, bool exists) {
+  if constexpr (INDEX < COUNT) {
+    if (8 * INDEX < num_left) copy_async<128 * INDEX>(target, source, exists);
+    copy_pieces<COUNT, INDEX + 1>(target, source, num_left, exists);
+  }
+}
+
+// Return the address of a row in bytes: one instruction, where both factors have 32 bits.
 template <class T>
-__device__ void copy_tile(const Store<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles, int index) {
+__device__ const char* address_of_row(const T* first, int row, int stride) {
+  const unsigned bytes = static_cast<unsigned>(stride) * static_cast<unsigned>(sizeof(T));
+  return reinterpret_cast<const char*>(first) + static_cast<unsigned long long>(static_cast<unsigned>(row)) * bytes;
+}
+
+// Begin to copy the warp's tile `index`, and close the group of copies, which is empty behind the last tile. Columns without a key become 0.
+// Eight lanes copy a row, 16 bytes each at a time; all addresses are computed before the copies need them, for a warp has few others to wait with.
+template <int WIDTH, class T>
+__device__ void copy_tile(const Store<T>& store, HeadDims dims, char* stage, const Tiles& tiles, int index) {
   const int tile = tiles.next + index * tiles.step;
   if (tile < tiles.end) {
-    char* k_stage = ring.stage_of(index);
-    char* v_stage = k_stage + KEYS * dims.k_pitch();
+    const int piece = lane_index() % 8;
     const Tiles::Span span = tiles.span(tile);
-#pragma unroll 1
+    const int first_row = tiles.row(span);
+    char* k_stage = stage + 16 * piece;
+    char* v_stage = k_stage + KEYS * dims.k_pitch();
+#pragma unroll(WIDTH > 128 ? 2 : 4)
     for (int column = lane_index() / 8; column < KEYS; column += WARP_SIZE / 8) {
-      const int key = tiles.key(span, column);
-      const long long row = key < 0 ? 0 : tiles.row(key);
-      const T *k = store.k + row * store.k_stride, *v = store.v + row * store.v_stride;
-#pragma unroll 4
-      for (int i = lane_index() % 8; i < dims.k / 8; i += 8) copy_async(k_stage + column * dims.k_pitch() + 16 * i, k + 8 * i, key >= 0);
-#pragma unroll 4
-      for (int i = lane_index() % 8; i < dims.v / 8; i += 8) copy_async(v_stage + column * dims.v_pitch() + 16 * i, v + 8 * i, key >= 0);
+      const int key = tiles.key(span, column), row = key < 0 ? 0 : tiles.row_behind(first_row, key - span.first);
+      const char* k = address_of_row(store.k, row, store.k_stride) + 16 * piece;
+      const char* v = address_of_row(store.v, row, store.v_stride) + 16 * piece;
+      copy_pieces<MOST_DIM / 64>(k_stage + column * dims.k_pitch(), k, dims.k / 8 - piece, key >= 0);
+      copy_pieces<WIDTH / 64>(v_stage + column * dims.v_pitch(), v, dims.v / 8 - piece, key >= 0);
     }
   }
   commit_copies();
 }
 
 // Begin to copy the first num_stages - 1 tiles, into all stages but stage 0.
-template <class T>
+template <int WIDTH, class T>
 __device__ void begin_tiles(const Store<T>& store, HeadDims dims, const Ring& ring, const Tiles& tiles) {
 #pragma unroll 1
-  for (int index = 0; index < ring.num_stages - 1; ++index) copy_tile(store, dims, ring, tiles, index);
+  for (int stage = 1; stage < ring.num_stages; ++stage) copy_tile<WIDTH>(store, dims, ring.address_of(stage), tiles, stage - 1);
 }
 
 // Add a tile of keys and values in shared memory to the softmax, and give the keys' weights relative to the maxima, in the layout of
@@ -129,21 +155,37 @@ __device__ void begin_tiles(const Store<T>& store, HeadDims dims, const Ring& ri
 template <class T, int WIDTH>
 __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_stage, HeadDims dims, const Tiles& tiles, int tile, float factor,
                           float (&weights)[2][4]) {
+  // matrices that are loaded before the first is multiplied; wider outputs leave registers for fewer
+  constexpr int IN_FLIGHT = WIDTH > 128 ? 1 : 4;
   const int lane = lane_index();
   const Tiles::Span span = tiles.span(tile);
   const char* q_row = q + lane % 16 * dims.k_pitch() + lane / 16 * 16;
   const char* k_row = k_stage + (lane / 16 * 8 + lane % 8) * dims.k_pitch() + lane / 8 % 2 * 16;
   const char* v_row = k_stage + KEYS * dims.k_pitch() + lane % 16 * dims.v_pitch() + lane / 16 * 16;
+  // two sums of each product, over every other 16 numbers of a row: a product waits for the one before the last
+  float odd[2][4];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = 0.0f;
-#pragma unroll 4
-  for (int column = 0; column < dims.k; column += 16) {
-    unsigned rows[4], keys[4];
-    load_matrices(rows, q_row + 2 * column);
-    load_matrices(keys, k_row + 2 * column);
-    multiply_add(T{}, weights[0], rows, keys[0], keys[1]);
-    multiply_add(T{}, weights[1], rows, keys[2], keys[3]);
+  for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = odd[i / 4][i % 4] = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < dims.k; first += 16 * IN_FLIGHT) {
+    unsigned rows[IN_FLIGHT][4], keys[IN_FLIGHT][4];
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      if (first + 16 * i < dims.k) {
+        load_matrices(rows[i], q_row + 2 * (first + 16 * i));
+        load_matrices(keys[i], k_row + 2 * (first + 16 * i));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      if (first + 16 * i < dims.k) {
+        multiply_add(T{}, i % 2 == 0 ? weights[0] : odd[0], rows[i], keys[i][0], keys[i][1]);
+        multiply_add(T{}, i % 2 == 0 ? weights[1] : odd[1], rows[i], keys[i][2], keys[i][3]);
+      }
+    }
   }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] += odd[i / 4][i % 4];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float largest = absent();
@@ -174,12 +216,18 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
   const unsigned shares[4] = {pack(T{}, weights[0][0], weights[0][1]), pack(T{}, weights[0][2], weights[0][3]),
                               pack(T{}, weights[1][0], weights[1][1]), pack(T{}, weights[1][2], weights[1][3])};
 #pragma unroll
-  for (int i = 0; i < WIDTH / 16; ++i) {
-    if (16 * i < dims.v) {
-      unsigned values[4];
-      load_transposed(values, v_row + 32 * i);
-      multiply_add(T{}, softmax.outs[2 * i], shares, values[0], values[1]);
-      multiply_add(T{}, softmax.outs[2 * i + 1], shares, values[2], values[3]);
+  for (int first = 0; first < WIDTH / 16; first += IN_FLIGHT) {
+    unsigned values[IN_FLIGHT][4];
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      if (16 * (first + i) < dims.v) load_transposed(values[i], v_row + 32 * (first + i));
+    }
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      if (16 * (first + i) < dims.v) {
+        multiply_add(T{}, softmax.outs[2 * (first + i)], shares, values[i][0], values[i][1]);
+        multiply_add(T{}, softmax.outs[2 * (first + i) + 1], shares, values[i][2], values[i][3]);
+      }
     }
   }
 }
@@ -191,15 +239,17 @@ __device__ void attend(Softmax<WIDTH>& softmax, const char* q, const Store<T>& s
                        bool has_begun, float factor, After after) {
   softmax.clear();
   const int ahead = ring.num_stages - 1, count = tiles.count();
+  int stage = has_begun ? 0 : ring.after(0);
 #pragma unroll 1
   for (int index = has_begun ? 0 : -ahead; index < count; ++index) {
-    copy_tile(store, dims, ring, tiles, index + ahead);
+    copy_tile<WIDTH>(store, dims, ring.address_of(stage), tiles, index + ahead);
+    stage = ring.after(stage);
     if (index < 0) continue;
     wait_for_copies(ahead);
     __syncwarp();
     const int tile = tiles.next + index * tiles.step;
     float weights[2][4];
-    fold_tile<T>(softmax, q, ring.stage_of(index), dims, tiles, tile, factor, weights);
+    fold_tile<T>(softmax, q, ring.address_of(stage), dims, tiles, tile, factor, weights);
     after(tile, weights);
     // every lane has read the stage that the next copy overwrites
     __syncwarp();

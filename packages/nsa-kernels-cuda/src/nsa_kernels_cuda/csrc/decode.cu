@@ -47,7 +47,9 @@ struct Problem {
   __device__ int blocks_per_tile() const { return KEYS >> log_columns; }
   __device__ int reach() const { return compression_size / stride; }
   // numbers that a tile of compressed keys leaves for each head: sums by block, what reaches into the next tile, and the maximum
-  __device__ int record_size() const { return (blocks_per_tile() + 2) * padded_heads(); }
+  __device__ int head_pitch() const { return blocks_per_tile() + 2; }
+  // an odd multiple of the blocks of a tile: a head's sums of neighbouring blocks lie in different banks
+  __device__ int record_size() const { return ((group_size() * head_pitch() + blocks_per_tile() - 1) / blocks_per_tile() | 1) * blocks_per_tile(); }
   __device__ int scratch_pitch() const { return dims.v + 8; }
   __device__ int stage_bytes() const {
     return max(KEYS * (dims.k_pitch() + dims.v_pitch()), ROWS * scratch_pitch() * static_cast<int>(sizeof(float)));
@@ -61,22 +63,23 @@ struct Stats {
 // The shared memory of a CTA.
 struct Memory {
   char *q, *rings;
-  float* outs;        // (branches, heads, D_v), relative to `stats`
+  float* outs;        // (branches, heads of the group, D_v), relative to `stats`
   float* weights;     // (warps, ROWS, WEIGHT_PITCH): of the compressed branch, where outputs of the two others come later
   Stats* stats;       // (branches, heads)
   Stats* totals;      // (heads): maximum of the compressed branch, and 1 over its sum
   float* gates;       // (heads, branches)
   Stats* warp_stats;  // (warps, ROWS)
-  float* records;     // (tiles of this CTA, record_size)
+  float* records;     // (tiles of this CTA, record_size); in front of them what the tile before leaves to the first
   float* factors;     // (ranks, branches, heads): where records were before scores were made of them
   WarpMemory choice;
   int* indices;
   int num_bytes;
 
   __device__ Memory(char* base, const Problem& problem) : num_bytes(0) {
-    const int heads = problem.padded_heads(), tiles = (problem.num_blocks + problem.blocks_per_tile() - 1) / problem.blocks_per_tile();
-    const int num_outs = heads * problem.dims.v, num_records = (tiles + problem.num_ranks - 1) / problem.num_ranks * problem.record_size();
-    q = take<char>(base, heads * problem.dims.k_pitch());
+    const int heads = problem.group_size(), tiles = (problem.num_blocks + problem.blocks_per_tile() - 1) / problem.blocks_per_tile();
+    const int num_outs = heads * problem.dims.v, size = problem.record_size();
+    const int num_records = ((tiles + problem.num_ranks - 1) / problem.num_ranks + 1) * size;
+    q = take<char>(base, problem.padded_heads() * problem.dims.k_pitch());
     rings = take<char>(base, NUM_WARPS * problem.num_stages * problem.stage_bytes());
     outs = take<float>(base, num_outs + max(2 * num_outs, NUM_WARPS * ROWS * WEIGHT_PITCH));
     weights = outs + num_outs;
@@ -84,7 +87,8 @@ struct Memory {
     totals = take<Stats>(base, heads);
     gates = take<float>(base, heads * NUM_BRANCHES);
     warp_stats = take<Stats>(base, NUM_WARPS * ROWS);
-    factors = records = take<float>(base, max(num_records, problem.num_ranks * NUM_BRANCHES * heads));
+    factors = take<float>(base, max(num_records, problem.num_ranks * NUM_BRANCHES * heads));
+    records = factors + size;
     choice.survivors = take<Survivor>(base, MOST_SURVIVORS);
     choice.chosen = take<int>(base, WARP_SIZE);
     choice.scores = take<float>(base, (problem.num_blocks + PIECE - 1) / PIECE * PIECE);
@@ -119,8 +123,7 @@ __device__ inline int warp_index() { return threadIdx.x / WARP_SIZE; }
 
 template <class T>
 __device__ Store<T> store_of(const T* k, const T* v, const Problem& problem, int sequence, int group, int num_rows) {
-  const long long k_stride = static_cast<long long>(problem.num_groups) * problem.dims.k;
-  const long long v_stride = static_cast<long long>(problem.num_groups) * problem.dims.v;
+  const int k_stride = problem.num_groups * problem.dims.k, v_stride = problem.num_groups * problem.dims.v;
   const long long row = static_cast<long long>(sequence) * num_rows;
   return {k + row * k_stride + group * problem.dims.k, v + row * v_stride + group * problem.dims.v, k_stride, v_stride};
 }
@@ -128,21 +131,23 @@ __device__ Store<T> store_of(const T* k, const T* v, const Problem& problem, int
 __device__ inline Tiles compressed_tiles(const Problem& problem, const Share& share) {
   const int num_keys = problem.blocks_per_tile() * problem.strides();
   return {share.first + warp_index(), NUM_WARPS, share.end, 0, num_keys, problem.strides(), problem.log_columns, share.num_keys - 1, nullptr,
-          0, 1, 0, 0};
+          0, 1, 1ull << 32, 0, 0};
 }
 
 __device__ inline Tiles window_tiles(const Problem& problem, int first_row, int position, int rank) {
-  const int first_key = max(max(0, position + 1 - problem.window), first_row);
+  const int num_rows = problem.is_ring ? min(problem.window, problem.win_rows) : problem.window;
+  const int first_key = max(max(0, position + 1 - num_rows), first_row);
   const int last_key = problem.is_ring ? position : min(position, first_row + problem.win_rows - 1);
   return {warp_index() * problem.num_ranks + rank, problem.num_win_warps * problem.num_ranks, (last_key - first_key + KEYS) / KEYS, first_key,
-          KEYS, KEYS, LOG_KEYS, last_key, nullptr, 0, 1, first_row, problem.is_ring ? problem.win_rows : 0};
+          KEYS, KEYS, LOG_KEYS, last_key, nullptr, 0, 1, 1ull << 32, first_row, problem.is_ring ? problem.win_rows : 0};
 }
 
 __device__ inline Tiles selected_tiles(const Problem& problem, const Memory& memory, int position, int num_chosen, int rank) {
   const int block_size = problem.selection.block_size, tiles_per_block = (block_size + KEYS - 1) / KEYS;
   const int num_warps = NUM_WARPS - problem.num_win_warps;
   return {(warp_index() - problem.num_win_warps) * problem.num_ranks + rank, num_warps * problem.num_ranks, num_chosen * tiles_per_block, 0,
-          KEYS, KEYS, LOG_KEYS, min(position, problem.slc_rows - 1), memory.indices, block_size, tiles_per_block, 0, 0};
+          KEYS, KEYS, LOG_KEYS, min(position, problem.slc_rows - 1), memory.indices, block_size, tiles_per_block,
+          ((1ull << 32) + tiles_per_block - 1) / tiles_per_block, 0, 0};
 }
 
 // Begin to copy the group's rows of q to shared memory, and close the group of copies; rows without a head become 0.
@@ -168,34 +173,38 @@ __device__ void load_gates(const void* gates, long long first_head, const Proble
   }
 }
 
-// Write what a tile of compressed keys gives to selection blocks: sums of weights by head and block, relative to the maximum.
-__device__ inline void record_tile(const Problem& problem, float* own_weights, float* record, const float (&weights)[2][4], const float (&maxima)[2]) {
-  const int lane = lane_index(), heads = problem.padded_heads(), strides = problem.strides(), reach = problem.reach();
+// Write what a tile of compressed keys gives to selection blocks: sums of weights by head and block, relative to the maximum. Of the ROWS
+// rows the first `num_rows` are heads.
+__device__ inline void record_tile(const Problem& problem, float* own_weights, float* record, int num_rows, const float (&weights)[2][4],
+                                   const float (&maxima)[2]) {
+  const int lane = lane_index(), pitch = problem.head_pitch(), strides = problem.strides(), reach = problem.reach();
   const int columns = 1 << problem.log_columns, num_blocks = problem.blocks_per_tile();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     own_weights[(lane / 4 + i % 4 / 2 * 8) * WEIGHT_PITCH + i / 4 * 8 + 2 * (lane % 4) + i % 2] = weights[i / 4][i % 4];
   }
   if (lane % 4 == 0) {
-    record[(num_blocks + 1) * heads + lane / 4] = maxima[0];
-    record[(num_blocks + 1) * heads + lane / 4 + 8] = maxima[1];
+    if (lane / 4 < num_rows) record[lane / 4 * pitch + num_blocks + 1] = maxima[0];
+    if (lane / 4 + 8 < num_rows) record[(lane / 4 + 8) * pitch + num_blocks + 1] = maxima[1];
   }
   __syncwarp();
   // the last of the sums holds only what reaches behind the tile
+  const int log_rows = num_rows > 1 ? 32 - __clz(num_rows - 1) : 0;
 #pragma unroll 1
-  for (int i = lane; i < (num_blocks + 1) * ROWS; i += WARP_SIZE) {
-    const float* row = own_weights + i % ROWS * WEIGHT_PITCH;
-    const int block = i / ROWS;
+  for (int i = lane; i < (num_blocks + 1) << log_rows; i += WARP_SIZE) {
+    const int head = i & ((1 << log_rows) - 1), block = i >> log_rows;
+    const float* row = own_weights + head * WEIGHT_PITCH;
     float sum = 0.0f;
+    // lanes whose block has no such key add 0 times another: all go through the loops together
 #pragma unroll 1
-    for (int stride = max(0, strides - reach + 1); stride < strides && block > 0; ++stride) {
-      sum += static_cast<float>(stride + reach - strides) * row[(block - 1) * columns + stride];
+    for (int stride = max(0, strides - reach + 1); stride < strides; ++stride) {
+      sum += (block > 0 ? static_cast<float>(stride + reach - strides) : 0.0f) * row[max(0, block - 1) * columns + stride];
     }
-#pragma unroll 1
-    for (int stride = 0; stride < strides && block < num_blocks; ++stride) {
-      sum += static_cast<float>(min(reach, strides - stride)) * row[block * columns + stride];
+#pragma unroll 4
+    for (int stride = 0; stride < strides; ++stride) {
+      sum += (block < num_blocks ? static_cast<float>(min(reach, strides - stride)) : 0.0f) * row[min(block, num_blocks - 1) * columns + stride];
     }
-    record[block * heads + i % ROWS] = sum;
+    if (head < num_rows) record[head * pitch + block] = sum;
   }
 }
 
@@ -223,7 +232,8 @@ __device__ void store_softmax(const Softmax<WIDTH>& softmax, const Problem& prob
 __device__ inline void merge_warps(const Problem& problem, const Memory& memory, Branch branch, int tile, int begin, int end) {
   constexpr int THREADS_PER_ROW = NUM_THREADS / ROWS;
   const int row = threadIdx.x / THREADS_PER_ROW, lane = threadIdx.x % THREADS_PER_ROW;
-  const int slot = branch * problem.padded_heads() + tile * ROWS + row;
+  const int slot = branch * problem.group_size() + tile * ROWS + row;
+  if (tile * ROWS + row >= problem.group_size()) return;
   float largest = absent(), sum = 0.0f, kept[NUM_WARPS];
 #pragma unroll
   for (int warp = 0; warp < NUM_WARPS; ++warp) {
@@ -280,53 +290,53 @@ __device__ void over_cluster(const Problem& problem, const Memory& memory, int n
   }
 }
 
-// Write the scores (Eq. 9, 10) of the selection blocks of this CTA's share to every CTA of the cluster. Half a warp to a selection
-// block, a lane to each head of the group.
+// Write the scores (Eq. 9, 10) of the selection blocks of this CTA's share to every CTA of the cluster. A thread to a selection block.
 __device__ inline void share_scores(const Problem& problem, const Memory& memory, const Share& share, int rank) {
-  const int heads = problem.padded_heads(), num_blocks = problem.blocks_per_tile(), size = problem.record_size();
+  const int heads = problem.group_size(), num_blocks = problem.blocks_per_tile(), pitch = problem.head_pitch(), size = problem.record_size();
   // those of the compressed branch come first
-  over_cluster(problem, memory, heads, [&](int head, int, float, Stats total) {
-    memory.totals[head] = Stats{total.max, total.sum > 0.0f ? 1.0f / total.sum : 0.0f};
+  over_cluster(problem, memory, heads, [&](int head, int each, float, Stats total) {
+    if (each == 0) memory.totals[head] = Stats{total.max, total.sum > 0.0f ? 1.0f / total.sum : 0.0f};
   });
+  // the last record of the CTA before, for what reaches into this one's first tile
+#pragma unroll 1
+  for (int i = threadIdx.x; i < heads * pitch && rank > 0 && share.first < share.end; i += NUM_THREADS) {
+    memory.records[i - size] = of_rank(memory.records, rank - 1)[(share.tiles_per_rank - 1) * size + i];
+  }
   __syncthreads();
-  const int end = (share.end - share.first) * num_blocks, lane = lane_index() % 16;
+  const int end = (share.end - share.first) * num_blocks;
 #pragma unroll 1
-  for (int first = 2 * warp_index(); first < end; first += 2 * NUM_WARPS) {
-    const int block = first + lane_index() / 16;
+  for (int block = threadIdx.x; block < end; block += NUM_THREADS) {
+    const int of_tile = block % num_blocks;
+    const float* record = memory.records + block / num_blocks * size;
+    const bool is_reached = of_tile == 0 && share.first + block > 0;
     float score = 0.0f;
-#pragma unroll 1
-    for (int head = lane; head < problem.group_size() && block < end; head += 16) {
+#pragma unroll 4
+    for (int head = 0; head < heads; ++head) {
       const Stats total = memory.totals[head];
-      const float* record = memory.records + block / num_blocks * size + head;
-      const float sum = record[block % num_blocks * heads], max = record[(num_blocks + 1) * heads];
+      const float *sums = record + head * pitch, *before = sums - size;
+      const float sum = sums[of_tile], max = sums[num_blocks + 1];
+      const float reaching = is_reached ? before[num_blocks] : 0.0f, max_before = is_reached ? before[num_blocks + 1] : max;
       const float scale = power_of_two(max - total.max) * total.sum;
-      if (block % num_blocks > 0 || share.first + block == 0) {
-        score += sum * scale;
-        continue;
-      }
-      const float* before = block > 0 ? record - size : of_rank(memory.records, rank - 1) + (share.tiles_per_rank - 1) * size + head;
-      const float reaching = before[num_blocks * heads], max_before = before[(num_blocks + 1) * heads];
       // of equal keys all blocks get equal scores
       score += max == max_before ? (sum + reaching) * scale : sum * scale + reaching * (power_of_two(max_before - total.max) * total.sum);
     }
-    score = half_sum(score);
-    if (block < end && lane < problem.num_ranks) of_rank(memory.choice.scores, lane)[share.first * num_blocks + block] = score;
+#pragma unroll 4
+    for (int each = 0; each < problem.num_ranks; ++each) of_rank(memory.choice.scores, each)[share.first * num_blocks + block] = score;
   }
 }
 
 // Write this CTA's part of the output: the gated sum of the branches over all CTAs of the cluster.
 template <class T>
 __device__ void store_out(T* out, const Problem& problem, const Memory& memory, int rank) {
-  const int heads = problem.padded_heads(), group_size = problem.group_size(), dim = problem.dims.v;
+  const int heads = problem.group_size(), dim = problem.dims.v;
   over_cluster(problem, memory, NUM_BRANCHES * heads, [&](int slot, int each, float kept, Stats total) {
     const int branch = slot / heads, head = slot % heads;
-    if (head >= group_size) return;
     // a branch that sees no key adds 0, whatever its gate
     const float factor = total.sum > 0.0f ? memory.gates[head * NUM_BRANCHES + branch] / total.sum * kept : 0.0f;
     memory.factors[each * NUM_BRANCHES * heads + slot] = factor;
   });
   __syncthreads();
-  const int num_numbers = group_size * dim, share = (num_numbers + problem.num_ranks - 1) / problem.num_ranks;
+  const int num_numbers = heads * dim, share = (num_numbers + problem.num_ranks - 1) / problem.num_ranks;
 #pragma unroll 1
   for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, num_numbers); i += NUM_THREADS) {
     float total = 0.0f;
@@ -367,7 +377,7 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem) {
   const bool is_win_warp = warp < problem.num_win_warps, scores_decide = candidates.end > selection.num_selected;
   Tiles tiles = compressed_tiles(problem, share);
   Store<T> store = store_of(operands.k_cmp, operands.v_cmp, problem, sequence, group, problem.cmp_rows);
-  begin_tiles(store, dims, ring, tiles);
+  begin_tiles<WIDTH>(store, dims, ring, tiles);
   load_gates<T>(operands.gates, first_head, problem, memory);
   wait_for_copies(ring.num_stages - 1);
   __syncthreads();
@@ -391,20 +401,21 @@ __device__ void decode(const Operands<T>& operands, const Problem& problem) {
         store = store_of(operands.k_slc, operands.v_slc, problem, sequence, group, problem.slc_rows);
       }
     }
-    float* records = memory.records + tile * ROWS;
+    float* records = memory.records + tile * ROWS * problem.head_pitch();
     float* own_weights = memory.weights + warp * ROWS * WEIGHT_PITCH;
     const bool has_begun = pass == 0 || (pass == num_head_tiles && is_win_warp);
     attend(softmax, memory.q + tile * ROWS * dims.k_pitch(), store, dims, ring, tiles, has_begun, problem.factor,
            [&](int number, const float(&weights)[2][4]) {
              if (!is_cmp || !scores_decide) return;
-             record_tile(problem, own_weights, records + (number - share.first) * problem.record_size(), weights, softmax.maxima);
+             float* record = records + (number - share.first) * problem.record_size();
+             record_tile(problem, own_weights, record, min(ROWS, group_size - tile * ROWS), weights, softmax.maxima);
            });
     store_softmax(softmax, problem, memory, ring);
     if (pass == num_head_tiles - 1 && is_win_warp) {
       // keys of the window arrive while blocks are chosen
       tiles = window_tiles(problem, operands.win_first == nullptr ? 0 : operands.win_first[sequence], position, rank);
       store = store_of(operands.k_win, operands.v_win, problem, sequence, group, problem.win_rows);
-      begin_tiles(store, dims, ring, tiles);
+      begin_tiles<WIDTH>(store, dims, ring, tiles);
     }
     __syncthreads();
     const int num_first = is_cmp ? NUM_WARPS : problem.num_win_warps;

@@ -18,9 +18,13 @@ __device__ inline float power_of_two(float x) {
   return power;
 }
 
-// Copy 16 bytes to shared memory asynchronously; zeros where they do not exist, and then nothing is read.
+// Copy 16 bytes to shared memory asynchronously, `OFFSET` bytes behind the addresses, which the instruction adds; zeros where they do not
+// exist, and then nothing is read.
+template <int OFFSET = 0>
 __device__ inline void copy_async(void* target, const void* source, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %3], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(exists ? 16 : 0),
+               "n"(OFFSET)
+               : "memory");
 }
 
 // Close this thread's group of copies, which may be empty.
@@ -53,15 +57,15 @@ __device__ inline void load_transposed(unsigned (&tile)[4], const void* row) {
 
 // Add the product of a, 16 x 16, and b, 16 x 8, to c, 16 x 8: mma.m16n8k16, float32 accumulation.
 __device__ inline void multiply_add(BFloat16, float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ inline void multiply_add(Float16, float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Return two numbers rounded to 16 bits, `low` in the lower half.

@@ -81,14 +81,15 @@ def num_blocks_of(num_compressed: int, geometry: BlockGeometry) -> int:
 
 def shared_bytes_of(sizes: Sizes, num_ranks: int, num_stages: int) -> int:
     """Return the bytes of `Memory` in decode.cu."""
-    heads = _cdiv(sizes.group_size, ROWS) * ROWS
+    heads, padded_heads = sizes.group_size, _cdiv(sizes.group_size, ROWS) * ROWS
     k_pitch, v_pitch = 2 * sizes.head_dim_qk + 16, 2 * sizes.head_dim_v + 16
     stage = max(KEYS * (k_pitch + v_pitch), ROWS * (sizes.head_dim_v + 8) * 4)
     blocks_per_tile = KEYS >> sizes.log_columns
     tiles_per_rank = _cdiv(_cdiv(sizes.num_blocks, blocks_per_tile), num_ranks)
-    num_outs, num_records = heads * sizes.head_dim_v, tiles_per_rank * (blocks_per_tile + 2) * heads
+    record_size = (_cdiv(heads * (blocks_per_tile + 2), blocks_per_tile) | 1) * blocks_per_tile
+    num_outs, num_records = heads * sizes.head_dim_v, (tiles_per_rank + 1) * record_size
     parts = (
-        heads * k_pitch,
+        padded_heads * k_pitch,
         NUM_WARPS * num_stages * stage,
         (num_outs + max(2 * num_outs, NUM_WARPS * ROWS * (KEYS + 1))) * 4,
         3 * heads * 8,
