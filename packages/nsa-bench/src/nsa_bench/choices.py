@@ -67,7 +67,7 @@ def run_choices(path: Path, *, sequences: int, recorded_tokens: int, output: Out
 
     Raises:
         OptionError: for numbers below their least, or a model that chooses nothing.
-        BenchError: where no held-out sequence is long enough that a query has to choose.
+        BenchError: if no held-out sequence is long enough that a query has to choose.
     """
     if sequences < 1 or recorded_tokens < 0:
         raise OptionError(f"--sequences={sequences}, --recorded-tokens={recorded_tokens} (at least 1 and 0); use 4 and 8192")
@@ -111,7 +111,7 @@ def held_out(config: RunConfig, count: int, layers: dict[int, NativeSparseAttent
     """Return the first `count` held-out sequences int64 `(S,)` in which a query of every layer has to choose.
 
     Raises:
-        BenchError: where there is none.
+        BenchError: if there is none.
     """
     needed = max(layer.config.geometry.num_selected_blocks * layer.config.geometry.selection_block_size for layer in layers.values()) + max(
         RUNS
@@ -204,7 +204,7 @@ def recording_of(choices: Sequence[Choice], tokens: int) -> Recording:
     """Return the choices of all layers for the first `tokens` tokens.
 
     Raises:
-        BenchError: where layers differ in their geometry.
+        BenchError: if layers differ in their geometry.
     """
     geometry = choices[0].geometry
     if any(choice.geometry != geometry for choice in choices):

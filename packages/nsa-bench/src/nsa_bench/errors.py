@@ -31,7 +31,7 @@ class TrainerError(BenchError):
 
 
 def has_trainer() -> bool:
-    """Return True where nsa-train, an extra of this package, is installed."""
+    """Return True if nsa-train, an extra of this package, is installed."""
     return find_spec("nsa_train") is not None
 
 

@@ -140,7 +140,7 @@ def free_overlap(block_indices: Tensor, positions: Tensor, geometry: BlockGeomet
     """Return the mean share of a query's free blocks that the next query of its sequence chooses too.
 
     block_indices `(S, G, n)`, positions int64 `(S,)`. Only queries that had to choose count, those with more than n
-    candidates; None where there is none.
+    candidates; None if there is none.
     """
     here, before = block_indices[1:], block_indices[:-1]
     own = positions[:-1] // geometry.selection_block_size
@@ -157,7 +157,7 @@ def free_overlap(block_indices: Tensor, positions: Tensor, geometry: BlockGeomet
 
 
 def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.Generator) -> Tensor:
-    """Return `(S, G, F)`: each slot's block, -1 where it has none to draw from."""
+    """Return `(S, G, F)`: each slot's block, -1 if it has none to draw from."""
     geometry, device = case.geometry, positions.device
     sizes = (len(positions), case.shape.num_kv_heads, num_free)
     if not num_free:

@@ -174,11 +174,11 @@ class Measurement:
     tensor_bytes: int | None = None
     """Bytes of the operands, out and their gradients, which nothing can do without."""
     overlap: float | None = None
-    """Measured share of free blocks that the next query chooses too; None where no query had to choose."""
+    """Measured share of free blocks that the next query chooses too; None if no query had to choose."""
 
     @property
     def is_failure(self) -> bool:
-        """Return True where one of our own operations ended without the result that was asked for."""
+        """Return True if one of our own operations ended without the result that was asked for."""
         return bool(self.reason) and self.is_ours
 
     @property

@@ -76,8 +76,8 @@ def run_report(paths: Sequence[Path], out: Path, *, bundle: Path | None, tests: 
     """Write a page of the result files at `paths`, files or folders, to `out`, and the archive `bundle`.
 
     Raises:
-        OptionError: where a path is not there, a file is no result, or there is none at all.
-        OSError: where a file cannot be written.
+        OptionError: if a path is not there, a file is no result, or there is none at all.
+        OSError: if a file cannot be written.
     """
     results, others = find_results(paths)
     missing = [str(path) for path in tests if not path.is_file()]

@@ -84,7 +84,7 @@ def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch
 def reasons_against(
     name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry, *, is_named: bool = True
 ) -> list[str]:
-    """Return why the backend `name` cannot serve the forward pass of `operation` on `case`; empty where it can.
+    """Return why the backend `name` cannot serve the forward pass of `operation` on `case`; empty if it can.
 
     `is_named`: reasons of policy do not count, as where a user names it.
     """
@@ -119,7 +119,7 @@ def _requests(name: str, operation: str, case: Case, device: torch.device, regis
 
 
 def _reasons_against(name: str, request: BranchRequest, registry: BackendRegistry, is_named: bool) -> list[str]:
-    """Return why `name` cannot serve `request`, or should not where it is not named; empty where nothing stands against it."""
+    """Return why `name` cannot serve `request`, or should not where it is not named; empty if nothing stands against it."""
     decision = registry.explain(request, name)
     if decision.chosen is not None and (is_named or all(one.is_eligible for one in decision.candidates if one.name == name)):
         return []

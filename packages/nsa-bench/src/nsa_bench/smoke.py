@@ -14,7 +14,7 @@ WORDS = {True: "ok", False: "FAIL", None: "n/a"}
 
 
 def run_smoke(folder: Path, *, baseline: Path | None, tolerance: float, output: Output) -> bool:
-    """Judge the run in `folder`, print the table, write the files, and return True where no rule fails.
+    """Judge the run in `folder`, print the table, write the files, and return True if no rule fails.
 
     Raises:
         nsa_train.errors.ConfigError: when `folder` is no run, or the baseline cannot be used.

@@ -74,11 +74,11 @@ class Threshold:
     against: str
     margin: float
     ratios: dict[int, float | None]
-    """Tokens -> the other's time over the backend's; None where the backend has none, or neither. inf: the other has none."""
+    """Tokens -> the other's time over the backend's; None if the backend has none, or neither. inf: the other has none."""
 
     @property
     def min_length(self) -> int | None:
-        """Return the threshold in tokens; None where the longest length that was measured does not reach the margin."""
+        """Return the threshold in tokens; None if the longest length that was measured does not reach the margin."""
         found = None
         for length, ratio in sorted(self.ratios.items(), reverse=True):
             if ratio is None or ratio < self.margin:
@@ -150,7 +150,7 @@ def table_file(options: ThresholdOptions) -> Path | None:
 
     Raises:
         OptionError: for more than one file.
-        OSError: where none can be written.
+        OSError: if none can be written.
     """
     if options.write is None:
         return None
@@ -168,7 +168,7 @@ def kept_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of the table in `path`; none where there is no file.
 
     Raises:
-        OptionError: where the file is no table, or a damaged one.
+        OptionError: if the file is no table, or a damaged one.
     """
     problem = read_table(path).problem
     if problem is not None:

@@ -166,7 +166,7 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
 
 
 def wrong_losses(losses: Sequence[float], config: RunConfig) -> str | None:
-    """Return the fault of the `losses` of a fresh model, None where there is none."""
+    """Return the fault of the `losses` of a fresh model, None if there is none."""
     from nsa_train.model.decoder import vocab_size_of
 
     uniform = math.log(vocab_size_of(config))
@@ -191,7 +191,7 @@ def training_table(recipe: str, results: Sequence[TrainingResult]) -> Table:
 
 
 def ratio_to_dense(one: TrainingResult, results: Sequence[TrainingResult]) -> float | None:
-    """Return the throughput of `one` over that of the dense twin among `results`; None where either is missing."""
+    """Return the throughput of `one` over that of the dense twin among `results`; None if either is missing."""
     dense = next((other.toks_per_s for other in results if other.attention == "dense"), None)
     return one.toks_per_s / dense if one.toks_per_s is not None and dense else None
 

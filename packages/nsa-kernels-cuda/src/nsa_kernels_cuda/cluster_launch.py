@@ -37,7 +37,7 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
     It may start before the launch before it has ended (programmatic dependent launch), so the kernel waits for that.
 
     Raises:
-        KernelBuildError: where the kernel cannot be compiled or loaded.
+        KernelBuildError: if the kernel cannot be compiled or loaded.
     """
     from cuda.core import LaunchConfig
     from cuda.core import launch as launch_kernel
@@ -56,7 +56,7 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
 
 @cache
 def why_no_cluster_fits(source: Path, kernel: str, num_ranks: int, num_threads: int, shared_bytes: int, device: int) -> str:
-    """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; empty where it has. The driver is asked once.
+    """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; empty if it has. The driver is asked once.
 
     A MIG slice may have no GPU processing cluster with so many multiprocessors.
     """

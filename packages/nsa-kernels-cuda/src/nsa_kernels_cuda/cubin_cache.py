@@ -21,7 +21,7 @@ def default_folder() -> Path:
 
 
 def read(folder: Path, key: bytes) -> bytes | None:
-    """Return the cubin of `key`, a SHA-256; None where there is no entry, or one that is damaged or of another key."""
+    """Return the cubin of `key`, a SHA-256; None if there is no entry, or one that is damaged or of another key."""
     try:
         entry = _path(folder, key).read_bytes()
     except OSError:
@@ -36,7 +36,7 @@ def write(folder: Path, key: bytes, cubin: bytes) -> None:
     """Store the cubin of `key`. Processes that store one key at once replace each other's entry as a whole.
 
     Raises:
-        OSError: where the folder cannot be made or written.
+        OSError: if the folder cannot be made or written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_abandoned(folder)

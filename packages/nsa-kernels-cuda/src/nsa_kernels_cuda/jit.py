@@ -31,7 +31,7 @@ class Compiled(NamedTuple):
 
     cubin: bytes
     not_stored: str = ""
-    """Why the cache on disk does not hold it; empty where it does."""
+    """Why the cache on disk does not hold it; empty if it does."""
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
@@ -46,7 +46,7 @@ def compile_cached(source: Path, architecture: str, folder: Path | None = None) 
     None stands for `cubin_cache.default_folder()`. A folder that cannot be written is no error: the result holds the reason.
 
     Raises:
-        KernelBuildError: where NVRTC is missing, or refuses the source or the architecture.
+        KernelBuildError: if NVRTC is missing, or refuses the source or the architecture.
     """
     folder = cubin_cache.default_folder() if folder is None else folder
     key = key_of(source, architecture)
@@ -75,7 +75,7 @@ def run_nvrtc(source: Path, architecture: str, report: TextIO | None = None) -> 
     """Return the cubin that NVRTC makes of `source`. `report` takes what ptxas says of registers, spills and shared memory.
 
     Raises:
-        KernelBuildError: where NVRTC is missing, or refuses the source or the architecture; the message holds the compiler's.
+        KernelBuildError: if NVRTC is missing, or refuses the source or the architecture; the message holds the compiler's.
     """
     version = nvrtc_version()
     from cuda.core import Program, ProgramOptions
@@ -102,7 +102,7 @@ def nvrtc_version() -> tuple[int, int]:
     """Return the version of NVRTC, (major, minor).
 
     Raises:
-        KernelBuildError: where cuda-core, cuda-bindings or NVRTC is missing.
+        KernelBuildError: if cuda-core, cuda-bindings or NVRTC is missing.
     """
     try:
         import cuda.core  # noqa: F401 - it needs cuda-bindings
@@ -145,7 +145,7 @@ def load(source: Path, kernel: str, device: int) -> "Kernel":
     """Return `kernel` of `source`, compiled for GPU `device` and loaded there.
 
     Raises:
-        KernelBuildError: where it cannot be compiled, or the driver refuses it.
+        KernelBuildError: if it cannot be compiled, or the driver refuses it.
     """
     library = library_of(source, architecture_of(torch.cuda.get_device_capability(device)))
     from cuda.core._utils.cuda_utils import CUDAError
@@ -171,7 +171,7 @@ def library_of(source: Path, architecture: str) -> "ObjectCode":
     """Return all kernels of `source`, compiled for `architecture`; the driver loads them once for a process, where one is first asked for.
 
     Raises:
-        KernelBuildError: where the source cannot be compiled.
+        KernelBuildError: if the source cannot be compiled.
     """
     cubin = compile_cached(source, architecture).cubin
     from cuda.core import ObjectCode
@@ -204,7 +204,7 @@ def device_here(capability: tuple[int, int], index: int | None) -> int | None:
 
 
 def why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[int, int], index: int | None = None) -> str:
-    """Return why `kernels` cannot run on GPU `index` of `capability`, with what to do; empty where they can. None: the current GPU.
+    """Return why `kernels` cannot run on GPU `index` of `capability`, with what to do; empty if they can. None: the current GPU.
 
     Compiles them, so that routing knows before a call does. Where CUDA has started and the GPU is here, the driver loads all of them
     there: a CUDA graph may capture the first call of each.
@@ -233,7 +233,7 @@ def _why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[i
 
 
 def note_on_cache(source: Path, capability: tuple[int, int]) -> str:
-    """Return why the cubin of `source` is not in the cache on disk, for a source that compiles; empty where it is."""
+    """Return why the cubin of `source` is not in the cache on disk, for a source that compiles; empty if it is."""
     return compile_cached(source, architecture_of(capability)).not_stored
 
 

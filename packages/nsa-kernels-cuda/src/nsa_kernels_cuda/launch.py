@@ -31,7 +31,7 @@ def run(source: Path, kernel: str, launch: Launch, device: torch.device) -> None
     """Launch `kernel` of `source` on the current stream of `device`; the caller keeps the tensors, as for any op of torch.
 
     Raises:
-        KernelBuildError: where the kernel cannot be compiled or loaded.
+        KernelBuildError: if the kernel cannot be compiled or loaded.
     """
     from cuda.core import LaunchConfig
     from cuda.core import launch as launch_kernel

@@ -50,7 +50,7 @@ def preference(request: BranchRequest) -> int:
 
 
 def supported_capability(request: BranchRequest) -> tuple[int, int] | None:
-    """Return the compute capability of `request`; None where kernels are not compiled for its device."""
+    """Return the compute capability of `request`; None if kernels are not compiled for its device."""
     capability, oldest = request.compute_capability, CAPABILITY.min_compute_capability
     assert oldest is not None
     return capability if request.device_type == "cuda" and capability is not None and capability >= oldest else None

@@ -55,7 +55,7 @@ class CachedLaunch:
                 self._compile((flag, value, key), grid, arguments, {flag: value, **constants})
 
     def _launch_found(self, key: tuple[Any, ...], grid: tuple[int, ...], passed: list[Any]) -> bool:
-        """Launch the kernel that was compiled for `key`; return False where none was."""
+        """Launch the kernel that was compiled for `key`; return False if none was."""
         found = self.found.get(key)
         if found is None:
             return False

@@ -73,7 +73,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def refusal(path: Path, most: int) -> str:
-    """Return why `path` cannot be read; empty where it can, and where it does not exist."""
+    """Return why `path` cannot be read; empty if it can, and where it does not exist."""
     try:
         with open_regular(path, most):
             return ""

@@ -73,7 +73,7 @@ class RunDirectory:
         return self.config.exists() or bool(self.heartbeats)
 
     def why_not_resumable(self) -> str:
-        """Return the message that refuses to resume here; empty where there is a run."""
+        """Return the message that refuses to resume here; empty if there is a run."""
         if self.holds_run():
             return ""
         is_there = self.root.exists()

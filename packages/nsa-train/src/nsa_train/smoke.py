@@ -30,14 +30,14 @@ FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
 HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_mean", "reads_act_total", "fallbacks_total")
 """The figures of the last logged step that are judged, as `nsa_train.telemetry.health` names them."""
 COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
-"""Figures of metrics.json that a baseline is compared in: 1 where more is better, -1 where less is."""
+"""Figures of metrics.json that a baseline is compared in: 1 if more is better, -1 if less is."""
 MOST_TOKENS = 512
 """Tokens of a sequence for which blocks are chosen twice."""
 
 
 @frozen(kw_only=True)
 class Verdict:
-    """One rule: `is_passed` is None where it does not apply, and `found` then says why."""
+    """One rule: `is_passed` is None if it does not apply, and `found` then says why."""
 
     rule: str
     is_passed: bool | None
@@ -120,7 +120,7 @@ class Judgement(NamedTuple):
 
     @property
     def has_failed(self) -> bool:
-        """Return True where a rule does not hold."""
+        """Return True if a rule does not hold."""
         return any(verdict.is_passed is False for verdict in self.verdicts)
 
 

@@ -152,19 +152,19 @@ class NSAModelCache(Cache):
         self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw}
         super().__init__(layers=[NSACacheLayer(max_cache_len, **self.options) for _ in range(config.num_hidden_layers)])
         self.deferred: Deferred | None = None
-        """Tokens that the layers get before the next step; None where they have them all."""
+        """Tokens that the layers get before the next step; None if they have them all."""
 
     @property
     def is_static(self) -> bool:
-        """Return True where the stores never grow."""
+        """Return True if the stores never grow."""
         return bool(self.layers[0].is_compileable)
 
     def start(self, attentions: list[Any], batch_size: int, num_tokens: int) -> None:
         """Get ready for `num_tokens` more tokens of each of `batch_size` sequences.
 
         Raises:
-            InputError: where it holds another number of sequences, or layers.
-            CacheOverflowError: where they do not fit, as far as the host knows.
+            InputError: if it holds another number of sequences, or layers.
+            CacheOverflowError: if they do not fit, as far as the host knows.
         """
         if len(attentions) != len(self.layers):
             raise InputError(

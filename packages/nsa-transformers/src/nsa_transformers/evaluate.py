@@ -24,7 +24,7 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
     """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: documents of each task, at most.
 
     Raises:
-        ConfigError: where lm-eval is not installed, the file holds no tasks, or the folder no model.
+        ConfigError: if lm-eval is not installed, the file holds no tasks, or the folder no model.
     """
     configs = read_tasks(tasks)
     if not (folder / "config.json").is_file():
@@ -52,7 +52,7 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
     """Return the configurations of the tasks in a YAML or JSON file, as lm-eval takes them. No code in it is run.
 
     Raises:
-        ConfigError: where it cannot be read, or holds no tasks with a name.
+        ConfigError: if it cannot be read, or holds no tasks with a name.
     """
     import yaml
 

@@ -33,7 +33,7 @@ def move(x: Tensor, order: Tensor) -> Tensor:
 
 
 def padding_of(mask: Tensor | None, batch_size: int, num_tokens: int, past: int) -> Padding | None:
-    """Return the padding among the last `num_tokens` columns of `mask` `(B, past + S)` or `(B, S)`; None where all are valid.
+    """Return the padding among the last `num_tokens` columns of `mask` `(B, past + S)` or `(B, S)`; None if all are valid.
 
     Waits for the mask's device.
 
@@ -77,7 +77,7 @@ def require_no_holes(is_valid: Tensor) -> None:
 
 
 def packing_of(positions: Tensor | None, batch_size: int, num_tokens: int) -> Packing | None:
-    """Return the bounds of the sequences that `positions` `(B, S)` or `(1, S)` describe; None where each row is one sequence.
+    """Return the bounds of the sequences that `positions` `(B, S)` or `(1, S)` describe; None if each row is one sequence.
 
     A sequence begins at each position 0. Waits for the device of the positions.
 

@@ -146,7 +146,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             )
 
     def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, *, is_recorded: bool) -> tuple[Tensor, bool]:
-        """Return the states of whole sequences, and True where they are packed.
+        """Return the states of whole sequences, and True if they are packed.
 
         Padding is moved behind the valid tokens: causal attention keeps it out of their states.
         """
@@ -304,7 +304,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
-        """Return the mask `(B, S)` of the S new tokens, for a step with a static cache; None where all are valid."""
+        """Return the mask `(B, S)` of the S new tokens, for a step with a static cache; None if all are valid."""
         if attention_mask is None or (inputs_embeds.shape[1] == 1 and attention_mask.device.type != "cpu"):
             return None
         is_valid = attention_mask != 0

@@ -63,7 +63,7 @@ def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None)
     """Return `tokenizer` for Transformers, with the ids that end and fill a text. Text that spells them out stays text.
 
     Raises:
-        InputError: where one of them would get another id.
+        InputError: if one of them would get another id.
     """
     end = tokenizer.id_to_token(separator) or END_OF_TEXT
     tokenizer.add_special_tokens([AddedToken(end, normalized=False, special=True)])

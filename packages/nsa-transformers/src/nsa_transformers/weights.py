@@ -127,7 +127,7 @@ def _is_quantized(config: Path) -> bool:
 
 
 def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
-    """Return the files that hold the weights in `folder`: one, or those that its index names; empty where there are none.
+    """Return the files that hold the weights in `folder`: one, or those that its index names; empty if there are none.
 
     Raises:
         InputError: for an index that cannot be read, or names a file elsewhere.

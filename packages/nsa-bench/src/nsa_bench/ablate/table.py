@@ -93,7 +93,7 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Mean | None":
-        """Return the mean of `values`; None where there is none."""
+        """Return the mean of `values`; None if there is none."""
         if not values:
             return None
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -114,7 +114,7 @@ class Summary:
     difference: Mean | None
     """Difference of val_loss to the baseline's at the same point of the grid, seed by seed; None for the baseline itself."""
     is_best: bool
-    """True where no other point of the grid has a lower mean val_loss for this arm."""
+    """True if no other point of the grid has a lower mean val_loss for this arm."""
 
 
 def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:

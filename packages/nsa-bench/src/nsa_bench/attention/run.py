@@ -197,7 +197,7 @@ def _measure_baselines(job: Job, inputs: Inputs, setup: Setup) -> Iterator[Measu
 
 
 def _overlap(case: Case, inputs: Inputs, setup: Setup) -> float | None:
-    """Return the measured overlap of the choices that the whole operation makes; None where they cannot be made."""
+    """Return the measured overlap of the choices that the whole operation makes; None if they cannot be made."""
     options = _options(case, inputs, setup)
     try:
         with torch.no_grad():

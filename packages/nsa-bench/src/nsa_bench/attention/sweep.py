@@ -45,7 +45,7 @@ class SweepVerdict:
     point: SweepPoint
     measurement: Measurement
     ratio: float | None
-    """Its cost over the lower of its neighbours' costs; None where one of them has no time."""
+    """Its cost over the lower of its neighbours' costs; None if one of them has no time."""
 
     @property
     def verdict(self) -> str:
@@ -106,7 +106,7 @@ def judge_sweep(points: tuple[SweepPoint, ...], measurements: list[Measurement])
 
 
 def cost_ratio(one: Measurement, nearby: list[Measurement | None]) -> float | None:
-    """Return the cost of `one` over the lowest of its neighbours; None where a cost is missing."""
+    """Return the cost of `one` over the lowest of its neighbours; None if a cost is missing."""
     costs = [None if other is None else other.pair_cost_ps for other in nearby]
     known = [cost for cost in costs if cost is not None]
     own = one.pair_cost_ps

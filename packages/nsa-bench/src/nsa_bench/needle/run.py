@@ -28,7 +28,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Return True where no time is left."""
+        """Return True if no time is left."""
         return self.minutes == 0
 
 
@@ -80,7 +80,7 @@ def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
 
 
 def _evaluate(plan: NeedlePlan, arm: Arm, out: Path, deadline: Deadline, say: Say) -> bool:
-    """Evaluate the lengths that have no cells yet; return False where the time was over before."""
+    """Evaluate the lengths that have no cells yet; return False if the time was over before."""
     known = {content["length"] for content in read_cells(plan, arm, out)}
     left = [length for length in plan.grid.lengths if length not in known]
     if not left:

@@ -79,7 +79,7 @@ def kernel_of(dtype: torch.dtype) -> str:
     """Return the kernel for scores of `dtype`.
 
     Raises:
-        InputError: where there is none.
+        InputError: if there is none.
     """
     if dtype not in KERNELS:
         raise InputError(f"scores of {dtype} (the kernels read {', '.join(map(str, KERNELS))}); convert them, or use backend 'sdpa'")

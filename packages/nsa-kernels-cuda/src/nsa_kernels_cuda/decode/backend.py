@@ -82,7 +82,7 @@ def _limits(request: BranchRequest) -> list[str]:
 
 
 def _why_no_room(kernel: str, request: BranchRequest) -> str:
-    """Return why the GPU of `request` holds no cluster of the plan; empty where it does, and where that GPU is not here."""
+    """Return why the GPU of `request` holds no cluster of the plan; empty if it does, and where that GPU is not here."""
     device, plan = jit.device_here(ONLY_ON, request.device_index), Plan.of(_sizes_of(request))
     assert plan is not None
     if device is None:

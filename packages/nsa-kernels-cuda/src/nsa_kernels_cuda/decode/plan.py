@@ -58,7 +58,7 @@ class Plan:
 
     @classmethod
     def of(cls, sizes: Sizes) -> "Plan | None":
-        """Return the plan for `sizes`; None where shared memory does not hold it. It does not depend on lengths."""
+        """Return the plan for `sizes`; None if shared memory does not hold it. It does not depend on lengths."""
         num_ranks = next((num_ranks for most_pairs, num_ranks in CLUSTERS if sizes.num_pairs <= most_pairs), 1)
         geometry = sizes.geometry
         selected = geometry.num_selected_blocks * geometry.selection_block_size

@@ -30,7 +30,7 @@ def reasons_by_length(request: BranchRequest, provider: str, files: tuple[Path, 
 
 
 def beats_triton(request: BranchRequest, provider: str, files: tuple[Path, ...]) -> bool:
-    """Return True where `provider` was measured to be faster than Triton's kernels at this length."""
+    """Return True if `provider` was measured to be faster than Triton's kernels at this length."""
     return any(entry.against == "triton" and not _too_short(entry, request.num_keys) for entry in _measured(request, provider, files))
 
 

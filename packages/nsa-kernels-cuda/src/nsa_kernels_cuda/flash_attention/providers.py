@@ -53,7 +53,7 @@ class Provider(Protocol):
 
     @property
     def is_installed(self) -> bool:
-        """Return True where its package is installed; imports nothing of it."""
+        """Return True if its package is installed; imports nothing of it."""
 
     @property
     def capability(self) -> Capability:
@@ -80,7 +80,7 @@ class FlashAttention2:
 
     @property
     def is_installed(self) -> bool:
-        """Return True where its package is installed."""
+        """Return True if its package is installed."""
         return _is_installed("flash-attn")
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
@@ -153,7 +153,7 @@ class FlashAttention4:
 
     @property
     def is_installed(self) -> bool:
-        """Return True where its package is installed."""
+        """Return True if its package is installed."""
         return _is_installed("flash-attn-4")
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:

@@ -473,7 +473,7 @@ def _gated(
     outs_ptr, maxima_ptr, sums_ptr, gate_ptr, heads, exists, num_heads_of_rows,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return the output of one branch, from splits FIRST .. FIRST + SPLITS - 1, times its gate (heads, WIDTH); 0 where a row sees none of it.
+    """Return the output of one branch, from splits FIRST .. FIRST + SPLITS - 1, times its gate (heads, WIDTH); 0 if a row sees none of it.
 
     Splits come one after another: no sum goes over threads. They are read where every multiprocessor's writes meet.
     """
@@ -522,7 +522,7 @@ def _numbers(source_ptr, slots, is_slot, heads, exists, num_heads_of_rows):
 
 @triton.jit
 def _outputs(outs_ptr, slots, is_slot, heads, exists, num_heads_of_rows, D_V: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the outputs of splits (slots, heads, WIDTH), 0 where there is none."""
+    """Return the outputs of splits (slots, heads, WIDTH), 0 if there is none."""
     columns = tl.arange(0, WIDTH)
     offsets = slots.to(tl.int64)[:, None] * num_heads_of_rows + heads[None, :]
     mask = (is_slot[:, None] & exists[None, :])[:, :, None] & (columns < D_V)[None, None, :]

@@ -130,7 +130,7 @@ def _tiles_of_second_pass(passed, overflows_ptr, num_items, PARTS: gl.constexpr)
 
 @gluon.jit
 def _any_overflow(overflows_ptr, num_items, PARTS: gl.constexpr):
-    """Return 1 where one of the program's tiles is to be done again, else 0."""
+    """Return 1 if one of the program's tiles is to be done again, else 0."""
     BLOCK: gl.constexpr = 128
     found = 0
     for first in range(gl.program_id(0), num_items, BLOCK * gl.num_programs(0)):

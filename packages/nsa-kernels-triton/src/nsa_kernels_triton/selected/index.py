@@ -123,7 +123,7 @@ class Chunk(NamedTuple):
     num_items: Tensor
     """int32 (1,): number of existing items."""
     present: Tensor
-    """int8 (rows, G, slots): 1 where the partial result of a slot is written, for rows before `last_row`."""
+    """int8 (rows, G, slots): 1 if the partial result of a slot is written, for rows before `last_row`."""
 
 
 def index_of(

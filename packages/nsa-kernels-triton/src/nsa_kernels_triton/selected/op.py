@@ -112,7 +112,7 @@ Measured at n = 16.
 
 
 def _shared_kernel(q: Tensor, k: Tensor, v: Tensor, **facts: int) -> PipelineConfig | None:
-    """Return the kernel by which neighbouring queries attend to the blocks that all of them chose; None where none serves."""
+    """Return the kernel by which neighbouring queries attend to the blocks that all of them chose; None if none serves."""
     found = config_of(kernel_request("shared_forward", q, v, k, **facts))
     assert not isinstance(found, Tiles)
     return found

@@ -46,7 +46,7 @@ def release(root: Path, descriptor: int) -> None:
 
 
 def claimed_by_another(root: Path) -> str | None:
-    """Return why `root` cannot be claimed: another process has it. None where none has, or where that cannot be seen."""
+    """Return why `root` cannot be claimed: another process has it. None if none has, or where that cannot be seen."""
     try:
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -73,7 +73,7 @@ def _sign(root: Path) -> None:
 
 
 def _holder(root: Path) -> tuple[str, str]:
-    """Return the process id and host that have claimed `root`; empty where the file cannot be read."""
+    """Return the process id and host that have claimed `root`; empty if the file cannot be read."""
     with suppress(OSError):
         # opening a pipe that somebody put there would wait
         descriptor = os.open(root / HOLDER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -87,7 +87,7 @@ def _holder(root: Path) -> tuple[str, str]:
 
 
 def _can_lock(descriptor: int, kind: int) -> bool:
-    """Lock the directory if nobody has it, and return whether that is so; True where it knows no locks."""
+    """Lock the directory if nobody has it, and return whether that is so; True if it knows no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,9 +13,9 @@ class Verified(NamedTuple):
 
     path: Path
     size_bytes: int | None
-    """None where it is damaged"""
+    """None if it is damaged"""
     problem: str = ""
-    """Names the damaged file and its fault; empty where the checkpoint is whole"""
+    """Names the damaged file and its fault; empty if the checkpoint is whole"""
 
     def __str__(self) -> str:
         return self.problem or f"{self.path.name}  {_mib(self.size_bytes or 0)} MiB verified"
@@ -85,7 +85,7 @@ def verified_object(entry: Verified) -> dict[str, Any]:
 
 
 def lost_latest(path: Path) -> str:
-    """Return what to say where `latest` of the run at `path` names a checkpoint that is gone; empty where it does not."""
+    """Return what to say where `latest` of the run at `path` names a checkpoint that is gone; empty if it does not."""
     root = locate_root(path)
     latest = latest_folder(root)
     if latest is None or latest.is_dir():

@@ -41,8 +41,8 @@ def convert(
     `nsa`: `key=value` each. `layers`: the pattern, as of `--set model.layers`. Values are TOML or JSON. `say` takes lines of progress.
 
     Raises:
-        ConfigError: where `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
-        CheckpointError: where files are damaged, or tensors are missing, extra or of another shape; nothing that loads is left behind.
+        ConfigError: if `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
+        CheckpointError: if files are damaged, or tensors are missing, extra or of another shape; nothing that loads is left behind.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"--out={str(out)!r} exists already (a conversion never overwrites); use another name")
@@ -72,7 +72,7 @@ def recipe_of(config: Any, source: Path, out: Path) -> RunConfig:
     """Return a recipe whose model is that of an `NSAModelConfig`, for text in the tokenizer of `source`, which is copied to `out`.
 
     Raises:
-        ConfigError: where nsa-train has no such model.
+        ConfigError: if nsa-train has no such model.
     """
     data: dict[str, Any] = {"source": "text"}
     if _is_usable(source / TOKENIZER, config):

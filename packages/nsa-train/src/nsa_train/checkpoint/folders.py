@@ -21,7 +21,7 @@ NAMED = 3
 
 
 def is_folder(path: Path) -> bool:
-    """Return True where `path` holds a config.json: it is no run and no checkpoint."""
+    """Return True if `path` holds a config.json: it is no run and no checkpoint."""
     return (path / HF_CONFIG).is_file()
 
 
@@ -29,8 +29,8 @@ def folder_config(folder: Path) -> Any:
     """Return the `NSAModelConfig` of `folder`.
 
     Raises:
-        ConfigError: where nsa-transformers is not installed, or config.json describes no model of it.
-        InputError: where it names another architecture.
+        ConfigError: if nsa-transformers is not installed, or config.json describes no model of it.
+        InputError: if it names another architecture.
     """
     require_installed(f"the model at {str(folder)!r}")
     from huggingface_hub.errors import StrictDataclassError
@@ -75,7 +75,7 @@ def model_tables(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def ends_with(config: Any, separator: int) -> bool:
-    """Return False where the model of an `NSAModelConfig` ends its texts with other ids than `separator`."""
+    """Return False if the model of an `NSAModelConfig` ends its texts with other ids than `separator`."""
     ends = config.eos_token_id
     return ends is None or separator in (ends if isinstance(ends, list | tuple) else [ends])
 

@@ -44,8 +44,8 @@ def write_folder(out: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor], 
     "hf": for nsa-transformers, with the module for `trust_remote_code`. "llama": for Transformers' own classes.
 
     Raises:
-        ConfigError: where nsa-transformers is not installed, or the model has a part that the format lacks; nothing is written.
-        DataError: where the tokenizer cannot be had.
+        ConfigError: if nsa-transformers is not installed, or the model has a part that the format lacks; nothing is written.
+        DataError: if the tokenizer cannot be had.
     """
     require_installed(f"--format {format}")
     from nsa_transformers.configuration import generation_config
@@ -107,7 +107,7 @@ def hugging_face_tokenizer(data: DataTable, *, max_length: int) -> Any:
     """Return the tokenizer of `data` for Transformers: the same ids for the same text.
 
     Raises:
-        DataError: where its file cannot be had.
+        DataError: if its file cannot be had.
     """
     from nsa_transformers.tokenizer import byte_tokenizer, id_tokenizer, json_tokenizer, merges_tokenizer
 
@@ -130,7 +130,7 @@ def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = 
     Data and training are those of `recipe` with `overrides`; the model is that of config.json.
 
     Raises:
-        ConfigError: where `out` exists, nsa-transformers is not installed, an override is one of the model, or `source` describes none.
+        ConfigError: if `out` exists, nsa-transformers is not installed, an override is one of the model, or `source` describes none.
         CheckpointError: naming the tensors that are missing, extra, of another shape, integers or not finite, or a file that is damaged.
     """
     if out.exists():
@@ -149,7 +149,7 @@ def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunC
     """Return the configuration of `recipe` with the model of the folder `source`.
 
     Raises:
-        ConfigError: where an override is one of the model, config.json describes none, or its ids are those of another tokenizer.
+        ConfigError: if an override is one of the model, config.json describes none, or its ids are those of another tokenizer.
     """
     if theirs := [line for line in overrides if line.startswith(OF_MODEL)]:
         raise ConfigError(f"--set {theirs[0]} is a key of the model (an import takes those from {source / HF_CONFIG}); leave it out")

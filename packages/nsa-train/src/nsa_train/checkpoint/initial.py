@@ -33,7 +33,7 @@ class InitialWeights(NamedTuple):
     path: Path
     """The checkpoint or folder that holds them."""
     step: int | None
-    """Training steps behind them; None where the folder does not say."""
+    """Training steps behind them; None if the folder does not say."""
     notes: list[str]
     """What differs between their model and the run's, a line each."""
     read: Callable[[], dict[str, Tensor]]
@@ -99,7 +99,7 @@ def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> l
 
 
 def _sparse_kv(tables: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return `nsa.kv` of tables of a recipe; None where all layers are dense."""
+    """Return `nsa.kv` of tables of a recipe; None if all layers are dense."""
     model = tables["model"]
     entries = model.get("layers") or [model["attention"]]
     kinds = [entry.get("attention", "nsa") if isinstance(entry, Mapping) else entry for entry in entries]

@@ -32,7 +32,7 @@ class OpenedModel(NamedTuple):
     path: Path
     """The checkpoint or folder that was read."""
     step: int | None
-    """Training steps behind the weights; None where the folder does not say."""
+    """Training steps behind the weights; None if the folder does not say."""
     config: RunConfig | None
     """The recipe of the run; None for a folder of Hugging Face Transformers, which has none."""
 
@@ -44,8 +44,8 @@ def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, wi
     Without `with_weights` the decoder is on the meta device, to look at its layers and shapes: weights are neither read nor drawn.
 
     Raises:
-        ConfigError: where there is none, or the folder needs nsa-transformers, which is not installed.
-        CheckpointError: where files are damaged, or the weights are not those of the configuration beside them.
+        ConfigError: if there is none, or the folder needs nsa-transformers, which is not installed.
+        CheckpointError: if files are damaged, or the weights are not those of the configuration beside them.
     """
     if is_folder(path):
         return _open_folder(path, with_weights=with_weights)

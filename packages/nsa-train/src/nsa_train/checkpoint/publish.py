@@ -92,7 +92,7 @@ def _move(aside: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system cannot."""
+    """Swap two names in one step; False if the system cannot."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

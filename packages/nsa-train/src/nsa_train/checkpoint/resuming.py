@@ -34,7 +34,7 @@ NO_CONVERSION = "one K and V for all branches are other weights than a K and V f
 def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything) -> Checkpoint | None:
     """Return the checkpoint to resume from, on every rank the same; rank 0 alone looks and verifies. A collective.
 
-    Without `step` it is `latest_valid`, None where nothing was saved yet. With `step` it is that one or an error. A checkpoint
+    Without `step` it is `latest_valid`, None if nothing was saved yet. With `step` it is that one or an error. A checkpoint
     that `judge`, such as `require_run`, refuses with a CheckpointError counts as damaged.
 
     Raises:

@@ -67,7 +67,7 @@ def open_teacher(config: RunConfig, *, with_weights: bool = True, say: Callable[
     """Return the model that `train.selection_teacher` of `config` names; `with_weights` and `say` as for `open_model`.
 
     Raises:
-        ConfigError: where there is none, it is damaged, or it cannot teach the model of `config`; all reasons at once.
+        ConfigError: if there is none, it is damaged, or it cannot teach the model of `config`; all reasons at once.
     """
     path = config.train.selection_teacher or ""
     try:

@@ -28,14 +28,14 @@ class Start(NamedTuple):
     overrides: list[str]
     out: Path
     note: str = ""
-    """The line that says what was switched; empty where nothing was"""
+    """The line that says what was switched; empty if nothing was"""
 
 
 def or_synthetic(start: Start, *, resuming: bool = False) -> Start:
     """Return `start` unchanged where its data opens; else with synthetic data, a recipe that says so, and its directory renamed.
 
     Raises:
-        DataError: where the data are lost of a run that goes on (`resuming`), unless it began with synthetic data.
+        DataError: if the data are lost of a run that goes on (`resuming`), unless it began with synthetic data.
     """
     try:
         open_dataset(start.config)

@@ -97,7 +97,7 @@ class RowLane:
 
 
 class Entry(NamedTuple):
-    """A record of a block: its ids with the separator; None where it is held out, or bad."""
+    """A record of a block: its ids with the separator; None if it is held out, or bad."""
 
     number: int
     ids: Ids | None

@@ -35,7 +35,7 @@ class LoaderFigures(NamedTuple):
     stream: dict[str, float | int | str]
     """The figures of the stream"""
     dropped: str = ""
-    """A sentence on the file names that were left out; empty where none was"""
+    """A sentence on the file names that were left out; empty if none was"""
 
     def lines(self) -> Iterator[str]:
         """Give the figures, a line each."""

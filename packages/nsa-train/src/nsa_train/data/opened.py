@@ -22,7 +22,7 @@ VERIFIED_BYTES = 2**34
 """Most bytes that each rank of a resume reads again before its first step; other blocks are compared when they are read."""
 
 Texts = list[list[str]]
-"""A list of texts for each corpus, one text for every `CHUNK` blocks: base64 of little-endian uint32, empty where no block has a hash"""
+"""A list of texts for each corpus, one text for every `CHUNK` blocks: base64 of little-endian uint32, empty if no block has a hash"""
 
 
 class Walk(NamedTuple):
@@ -55,7 +55,7 @@ class OpenedBlocks:
         return [list(texts) for texts in self._texts]
 
     def load(self, texts: Any, positions: dict[str, Any]) -> None:
-        """Go on at `positions` with the hashes `texts` of the run so far, None where it has none.
+        """Go on at `positions` with the hashes `texts` of the run so far, None if it has none.
 
         Blocks that this process has read, or will read, are compared with them; a share of the others is read at once to compare it.
 

@@ -48,7 +48,7 @@ class Batch:
     labels: Tensor
     """(1, total) int64, IGNORED where there is none"""
     loss_mask: Tensor
-    """(1, total) bool: True where there is a label"""
+    """(1, total) bool: True if there is a label"""
     lengths: Tensor
     """(N,) int32"""
     cu_seqlens: Tensor

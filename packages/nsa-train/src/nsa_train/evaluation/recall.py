@@ -49,7 +49,7 @@ def passkey(subject: Subject) -> Iterator[Figure]:
 
 
 def _is_answered(subject: Subject, asked: Asked, mode: Mode, name: str) -> bool:
-    """Return True where the likeliest tokens after the question, each fed back in turn, are the answer."""
+    """Return True if the likeliest tokens after the question, each fed back in turn, are the answer."""
     caches = subject.decoder.new_caches(1, len(asked.ids) + len(asked.answer))
     given, found = asked.ids, list[Tensor]()
     with subject.in_mode(mode, name):

@@ -26,7 +26,7 @@ def check_folder(out: Path) -> None:
     """Check that the files of an evaluation can be written below `out`, which need not exist.
 
     Raises:
-        ConfigError: where they cannot.
+        ConfigError: if they cannot.
     """
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):

@@ -81,7 +81,7 @@ class Subject:
 
     @property
     def reads_ids(self) -> bool:
-        """Return True where pass keys are pairs of plain ids, not text."""
+        """Return True if pass keys are pairs of plain ids, not text."""
         config = self.opened.config
         return self.options.symbols is not None or (config is not None and config.data.source == "needle")
 
@@ -122,7 +122,7 @@ class Subject:
 
         Raises:
             ConfigError: for a text that cannot be read, or is longer than the model's positions.
-            DataError: where the run's data cannot be read.
+            DataError: if the run's data cannot be read.
         """
         if self.options.texts:
             return [self._batch_of(path) for path in self.options.texts]

@@ -25,7 +25,7 @@ class Task:
     figures: Callable[[Subject, OpenedModel | None], Figures]
     """Yields the figures of a model, and of its dense twin where there is one."""
     problems: Callable[[Subject], list[str]]
-    """Returns why a model cannot do the task with its options; empty where it can."""
+    """Returns why a model cannot do the task with its options; empty if it can."""
     reads_documents: bool = False
     """Whether it reads held-out documents; else it draws its sequences."""
 
@@ -92,7 +92,7 @@ def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]
 
     Raises:
         ConfigError: a line for each option that does not fit the model or its tasks.
-        DataError: where the run's data cannot be read.
+        DataError: if the run's data cannot be read.
     """
     if problems := [*_broken_model(subject)]:
         raise ConfigError.of(problems)
@@ -150,7 +150,7 @@ def evaluate(subject: Subject, tasks: Sequence[TaskName], twin: OpenedModel | No
     """Return the figures of `tasks`, which `check` returned; `say` gets a line for each task that begins. Equal seeds give equal figures.
 
     Raises:
-        TrainError: where a text or the run's data cannot be read.
+        TrainError: if a text or the run's data cannot be read.
     """
     found: list[Figure] = []
     for name in tasks:

@@ -88,7 +88,7 @@ def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None
         twin: a dense decoder with as many layers; its layer i is compared with layer i.
 
     Raises:
-        TrainError: where a layer's numbers are not finite.
+        TrainError: if a layer's numbers are not finite.
     """
     attentions = [block.attention for block in decoder.blocks]
     installed = load_plugins().registry()

@@ -43,8 +43,8 @@ def explore_text(asked: Asked, *, say: Say) -> list[str]:
 
     Raises:
         ConfigError: for a text, a model or a twin that will not do.
-        CheckpointError: where a model is damaged.
-        TrainError: where a model's numbers are not finite.
+        CheckpointError: if a model is damaged.
+        TrainError: if a model's numbers are not finite.
     """
     content = read_text(asked.text)
     opened = open_model(asked.checkpoint, say=say)

@@ -38,7 +38,7 @@ class LayerRecord:
     branches: tuple[str, ...] = ()
     num_kv_heads: int = 0
     gates: Floats | None = None
-    """float32 `(S, H, 3)`: cmp, slc, win; 0 where the layer lacks the branch."""
+    """float32 `(S, H, 3)`: cmp, slc, win; 0 if the layer lacks the branch."""
     block_indices: NDArray[np.int32] | None = None
     """int32 `(S, G, n)`, ascending, -1 after the last; None: a layer that chooses no blocks."""
     scores: Floats | None = None

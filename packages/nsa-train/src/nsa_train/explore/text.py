@@ -22,7 +22,7 @@ def read_text(path: Path) -> bytes:
     """Return the bytes of a text.
 
     Raises:
-        ConfigError: where it cannot be read, or is empty.
+        ConfigError: if it cannot be read, or is empty.
     """
     try:
         content = read_regular(path, MOST_TEXT)
@@ -37,7 +37,7 @@ def token_ids(content: bytes, tokenizer: Tokenizer, path: Path) -> Tensor:
     """Return int64 `(num_tokens,)` ids of a text, without separator.
 
     Raises:
-        ConfigError: where it is not UTF-8 and the tokenizer reads characters, or where it gives no token.
+        ConfigError: if it is not UTF-8 and the tokenizer reads characters, or where it gives no token.
     """
     if not isinstance(tokenizer, ByteTokenizer):
         try:

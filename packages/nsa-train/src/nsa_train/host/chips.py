@@ -55,7 +55,7 @@ def chip_of(device: torch.device) -> Chip | None:
 
 
 def reason_without_peak(device: torch.device) -> str | None:
-    """Return why no MFU can be given on `device`, None where it can."""
+    """Return why no MFU can be given on `device`, None if it can."""
     if device.type != "cuda":
         return f"no peak is defined for device {device.type}"
     if chip_of(device) is None:

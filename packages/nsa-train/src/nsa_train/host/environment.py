@@ -27,12 +27,12 @@ RUNS_ON = ("nsa-train", "nsa-core", "nsa-kernels-triton", "torch", "triton")
 
 
 def is_under_torchrun() -> bool:
-    """Return True where the environment assigns this process a rank."""
+    """Return True if the environment assigns this process a rank."""
     return "RANK" in ENVIRONMENT and "WORLD_SIZE" in ENVIRONMENT
 
 
 def missing_report() -> str:
-    """Return why runs are not drawn, and the command that helps; empty where the packages of the extra `report` are installed."""
+    """Return why runs are not drawn, and the command that helps; empty if the packages of the extra `report` are installed."""
     missing = [name for name in DRAWN_BY if version_of(name) is None]
     if not missing:
         return ""

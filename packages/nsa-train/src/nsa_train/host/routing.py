@@ -165,7 +165,7 @@ def _layers_with(config: RunConfig, operation: Operation) -> list[NSAConfig]:
 
 
 def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
-    """Return every reason against the backend `name` in `decisions`, each once; empty where there is none."""
+    """Return every reason against the backend `name` in `decisions`, each once; empty if there is none."""
     candidates = (candidate for decision in decisions for candidate in decision.candidates if candidate.name == name)
     return ", ".join(dict.fromkeys(str(reason) for candidate in candidates for reason in candidate.reasons))
 

@@ -126,7 +126,7 @@ def num_processes(config: RunConfig) -> int:
 
 
 def must_launch(config: RunConfig, meeting: Meeting) -> bool:
-    """Return True where this process is to start the others, and not one of them itself."""
+    """Return True if this process is to start the others, and not one of them itself."""
     if is_under_torchrun():
         return False
     meeting.check()

@@ -55,7 +55,7 @@ class Ending(NamedTuple):
 
     code: int
     line: str = ""
-    """For stderr; empty where nothing is left to say, or another rank says it"""
+    """For stderr; empty if nothing is left to say, or another rank says it"""
     is_own: bool = True
     """False: the echo of another rank's end"""
 
@@ -78,7 +78,7 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
 
 
 def note_worker() -> bool:
-    """Leave this process's id where the launcher finds it, if there is one; False where a signal stopped the launcher before."""
+    """Leave this process's id where the launcher finds it, if there is one; False if a signal stopped the launcher before."""
     folder = ENVIRONMENT.get(FOLDER)
     if folder:
         aside = Path(folder) / f"aside-{ENVIRONMENT['LOCAL_RANK']}"

@@ -61,7 +61,7 @@ class Feed:
         self.position: Mapping[str, Any] = stream.state_dict()
 
     def fetch(self, is_stopped: Callable[[], bool]) -> Fetched | None:
-        """Return the micro-batches of the next step; None where `is_stopped()` comes true while they are waited for."""
+        """Return the micro-batches of the next step; None if `is_stopped()` comes true while they are waited for."""
         started = time.perf_counter()
         batches: list[Batch] = []
         while len(batches) < self._accumulate:

@@ -33,7 +33,7 @@ class StepNumbers(NamedTuple):
     loss: float
     """Summed over its targets."""
     bad_batch: int
-    """The first of its micro-batches whose loss is not finite; -1 where all are."""
+    """The first of its micro-batches whose loss is not finite; -1 if all are."""
     grad_norm: float
     """Norm of the whole model's gradient."""
 

@@ -83,7 +83,7 @@ def check_free(out: Path) -> None:
     """Let a run pass into whose directory no other process writes, and in which no .HALT lies. Looks at neither machine nor data.
 
     Raises:
-        ConfigError: where one writes, or a .HALT lies.
+        ConfigError: if one writes, or a .HALT lies.
     """
     if problem := claimed_by_another(RunDirectory(out).checkpoints):
         raise ConfigError(problem)
@@ -107,10 +107,10 @@ def check_start(
 
 
 def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the checkpoint of the run in `out` from which `config` goes on, None where none was saved yet. A collective.
+    """Return the checkpoint of the run in `out` from which `config` goes on, None if none was saved yet. A collective.
 
     Raises:
-        TrainError: where there is none after `step`, all are damaged, or it describes another run.
+        TrainError: if there is none after `step`, all are damaged, or it describes another run.
     """
     found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step, judge=require_run)
     if found is None:
@@ -127,7 +127,7 @@ def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str],
 
 
 def nothing_left(checkpoint: Checkpoint, config: RunConfig, paths: RunDirectory) -> str:
-    """Return why a run has nothing to do from `checkpoint` on; empty where it has a step to take, or its end to record."""
+    """Return why a run has nothing to do from `checkpoint` on; empty if it has a step to take, or its end to record."""
     train, name, step = config.train, checkpoint.path.name, checkpoint.step
     if step > train.steps:
         return f"{name} is beyond train.steps={train.steps}: there is nothing to do; to go on use --set train.steps={step + 1} or more"

@@ -335,7 +335,7 @@ class Trainer:
         return skip.reason + (f", in {some(names)}" if names else ""), "; ".join(text for part, _ in gathered for text in part)
 
     def _is_overflow(self, cause: Cause) -> bool:
-        """Make the scaler ready for the next step; return True where float16 ran over: that is how the scale is found."""
+        """Make the scaler ready for the next step; return True if float16 ran over: that is how the scale is found."""
         if self.scaler is None:
             return False
         scale = self.scaler.get_scale()

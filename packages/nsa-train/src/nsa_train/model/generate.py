@@ -19,7 +19,7 @@ class Continuation(NamedTuple):
     ids: Tensor
     """int64 `(N,)`, on the CPU; the separator that ended it is not among them."""
     is_cut: bool = False
-    """True where it ends because the logits were not finite."""
+    """True if it ends because the logits were not finite."""
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def generate(
 
 
 def draw(logits: Tensor, tokenizer: Tokenizer, temperature: float, generator: torch.Generator, top_p: float = 1.0) -> Tensor:
-    """Return one id per row of `logits` `(B, V)`, on the CPU; padding is never drawn; -1 where they are not finite."""
+    """Return one id per row of `logits` `(B, V)`, on the CPU; padding is never drawn; -1 if they are not finite."""
     logits = logits.float().cpu()
     is_broken = ~logits.isfinite().all(-1)
     logits[is_broken] = 0

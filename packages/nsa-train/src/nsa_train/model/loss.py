@@ -59,7 +59,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, wide: torch.dtype, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of `logits` `(N, V)` and its gradient in their dtype (softmax minus one-hot), 0 where a label is absent."""
+    """Return the summed loss of `logits` `(N, V)` and its gradient in their dtype (softmax minus one-hot), 0 if a label is absent."""
     counts = labels != IGNORED
     targets = torch.where(counts, labels, 0).unsqueeze(1)
     logs = logits.to(wide).log_softmax(-1)

@@ -46,7 +46,7 @@ class TextStream:
         self.num_tokens = 0
         """Tokens of the continuation so far, the separator left out."""
         self.is_cut = False
-        """True where the logits were not finite."""
+        """True if the logits were not finite."""
         self.prompt_s, self.seconds = 0.0, 0.0
         """Seconds until the first token, and from then on."""
 
@@ -113,7 +113,7 @@ def torch_device(name: str) -> torch.device:
     """Return the device "cpu" or "cuda".
 
     Raises:
-        ConfigError: where it is "cuda" and there is no GPU.
+        ConfigError: if it is "cuda" and there is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device='cuda' finds no CUDA GPU here; use --device cpu")

@@ -70,7 +70,7 @@ class World:
     store: Any = None
     """Keys that all ranks see; None for a process alone."""
     is_restart: bool = False
-    """True where torchrun started the processes again after one of them failed."""
+    """True if torchrun started the processes again after one of them failed."""
     restarts_left: int = 0
     """How often torchrun would start them again."""
 
@@ -161,7 +161,7 @@ def _bytes(data: Tensor) -> bytes:
 
 
 def asked_world_size() -> int | None:
-    """Return the processes of the run that the environment asks for (WORLD_SIZE), None where it does not.
+    """Return the processes of the run that the environment asks for (WORLD_SIZE), None if it does not.
 
     Raises:
         ConfigError: when that is no number of processes.

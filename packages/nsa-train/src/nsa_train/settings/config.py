@@ -473,7 +473,7 @@ def _unknown_key(name: str, owner: type) -> str:
 
 
 def keys_like(name: str) -> list[str]:
-    """Return the keys `table.key` whose key is `name`, else those whose key is most like it; empty where none is like it."""
+    """Return the keys `table.key` whose key is `name`, else those whose key is most like it; empty if none is like it."""
     keys = [(table, item.name) for table, kind in TABLES.items() for item in fields(kind)]
     near = [name] if any(key == name for _, key in keys) else difflib.get_close_matches(name, [key for _, key in keys], n=1)
     return [f"{table}.{key}" for table, key in keys if key in near]
@@ -482,7 +482,7 @@ def keys_like(name: str) -> list[str]:
 def refusal(problems: Sequence[str], key: str, value: object, own: object) -> tuple[str, str]:
     """Return the line of `problems` on `value` of `key`, and the same line with the recipe's `own` value as the advice.
 
-    Without an own value, the key's default is the advice. Both lines are empty where `value` breaks no rule of this key alone.
+    Without an own value, the key's default is the advice. Both lines are empty if `value` breaks no rule of this key alone.
     """
     table, _, name = key.partition(".")
     attribute = next((item for item in fields(TABLES[table]) if item.name == name), None) if table in TABLES else None

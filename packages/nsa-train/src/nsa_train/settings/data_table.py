@@ -63,7 +63,7 @@ class DataTable(Table):
 
     @property
     def missing_path(self) -> str:
-        """The message where the files are still to be named: the recipe can be judged, and not run; empty where they are."""
+        """The message where the files are still to be named: the recipe can be judged, and not run; empty if they are."""
         return self._no_file() if self.source in FILE_SOURCES and self.path is None else ""
 
     def broken_pairs(self) -> list[str]:

@@ -41,7 +41,7 @@ def read_prompts(source: Path) -> list[str]:
     """Return the prompts of a file, or of standard input where `source` is "-": one a line, empty lines left out.
 
     Raises:
-        ConfigError: where it cannot be read, or holds none.
+        ConfigError: if it cannot be read, or holds none.
     """
     try:
         content = sys.stdin.buffer.read(MOST_JSON + 1) if str(source) == STANDARD_INPUT else read_regular(source, MOST_JSON)

@@ -27,7 +27,7 @@ class _RefusedError(ValueError):
 
 
 def problems_of(values: object, kind: type, path: str) -> list[str]:
-    """Return the problems of `values` as a `kind`, each with its path, which begins with `path`; empty where there is none."""
+    """Return the problems of `values` as a `kind`, each with its path, which begins with `path`; empty if there is none."""
     try:
         _converter().structure(values, kind)
     except (cattrs.ClassValidationError, _RefusedError) as error:

@@ -74,7 +74,7 @@ class RankWatch:
     pid_namespace: str | None = None
     """The namespace in which `pid` names the process; None in records without it."""
     world_size: int | None = None
-    """Ranks of its start; None where its boot did not say."""
+    """Ranks of its start; None if its boot did not say."""
     restarts_left: int = 0
     """How often torchrun would start the ranks again after this start."""
     step: int = 0
@@ -87,7 +87,7 @@ class RankWatch:
     heard_s: float = 0.0
     """When the last event was read, in seconds of watching."""
     age_s: float | None = None
-    """Age of the last event by its timestamp when watching began, below 0 where that lies ahead; None for an event that came later."""
+    """Age of the last event by its timestamp when watching began, below 0 if that lies ahead; None for an event that came later."""
     lived_s: float = 0.0
     """Seconds from the first to the last event, by the run's own clock."""
     logged: dict[str, Any] = field(factory=dict)
@@ -157,7 +157,7 @@ class RankWatch:
         self.seen_fallbacks = self.fallbacks[-1] if self.fallbacks else self.seen_fallbacks
 
     def steadiness(self) -> float | None:
-        """Return the median throughput of the last steps over that of those before; None where there are too few."""
+        """Return the median throughput of the last steps over that of those before; None if there are too few."""
         if len(self.recent) < RECENT or len(self.earlier) < RECENT:
             return None
         return self._recent_median() / max(statistics.median(self.earlier), LEAST_TOKS_PER_S)
@@ -167,7 +167,7 @@ class RankWatch:
         return now - self.heard_s
 
     def doubt(self, grace_s: float = 0.0) -> str | None:
-        """Return why the clocks leave it open whether this rank was silent before watching began; None where they do not.
+        """Return why the clocks leave it open whether this rank was silent before watching began; None if they do not.
 
         They prove nothing: the run's clock and the watcher's may differ, and may be set.
         """
@@ -227,7 +227,7 @@ class RankWatch:
 
 
 def rising(totals: list[float], *, seen: float | None = None) -> str | None:
-    """Return by how much the last of `totals`, counts of fallbacks, rose; None where it is no more than `seen`, or the one before."""
+    """Return by how much the last of `totals`, counts of fallbacks, rose; None if it is no more than `seen`, or the one before."""
     known = [total for total in totals if not math.isnan(total)]
     if seen is not None:
         known = [seen, *known[-1:]]

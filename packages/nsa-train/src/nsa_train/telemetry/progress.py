@@ -27,7 +27,7 @@ class StepFigures:
     fetch_ms: float
     """Spent waiting for data."""
     is_clipped: bool = False
-    """True where the gradient was scaled down to train.grad_clip."""
+    """True if the gradient was scaled down to train.grad_clip."""
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence that this rank saw in the step; empty: rows of train.seq_len."""
 

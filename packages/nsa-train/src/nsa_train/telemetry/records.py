@@ -139,7 +139,7 @@ def scan_events(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def as_event(line: bytes) -> dict[str, Any] | None:
-    """Return the event that a heartbeat's line spells; None where it is none, or lacks what every reader relies on."""
+    """Return the event that a heartbeat's line spells; None if it is none, or lacks what every reader relies on."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -225,7 +225,7 @@ def seconds_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> floa
 
 
 def pid_namespace() -> str | None:
-    """Return the namespace in which this process's pid names it, this boot of the host included; None where Linux does not tell."""
+    """Return the namespace in which this process's pid names it, this boot of the host included; None if Linux does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

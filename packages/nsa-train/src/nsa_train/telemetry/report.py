@@ -255,7 +255,7 @@ def _dropped(start: Start) -> str:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a sentence on the differences of the environment from the start before; empty where there is none."""
+    """Return a sentence on the differences of the environment from the start before; empty if there is none."""
     if not before or not now:
         return ""
     then, found = _compared(before), _compared(now)

@@ -100,11 +100,11 @@ class Watcher:
 
     @property
     def has_ended(self) -> bool:
-        """Return True where every rank said that it ended."""
+        """Return True if every rank said that it ended."""
         return bool(self.members) and all(rank.has_ended for rank in self.members)
 
     def awaits_restart(self, now: float) -> bool:
-        """Return True where a rank died, or may have died on another host, and torchrun has a start left for all of them."""
+        """Return True if a rank died, or may have died on another host, and torchrun has a start left for all of them."""
         return any(rank.restarts_left > 0 and has_died(rank, rank.silence_s(now)) for rank in self.members if not rank.has_ended)
 
     def _grace_s(self, now: float) -> float:
@@ -192,7 +192,7 @@ def request_stack_dump(rank: RankWatch) -> str:
 
 
 def _conclude(watcher: Watcher, now: float, say: Callable[[str], None]) -> int:
-    """Report the state of a run without anomalies, and return 4 where its own guards stopped it, 1 where an error did."""
+    """Report the state of a run without anomalies, and return 4 if its own guards stopped it, 1 if an error did."""
     for check in watcher.unhealthy():
         say(f"watch: {check.name} is {check.found} (healthy: {check.band})")
     halts = [(rank.rank, rank.last) for rank in watcher.members if rank.last.get("msg") == "halt"]

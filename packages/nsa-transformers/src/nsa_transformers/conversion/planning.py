@@ -66,7 +66,7 @@ def plan_conversion(folder: Path, options: ConversionOptions) -> Conversion:
     """Return the conversion of the dense checkpoint in `folder`. Headers of files are read, and nothing is written.
 
     Raises:
-        ConfigError: where the checkpoint or an option is refused.
+        ConfigError: if the checkpoint or an option is refused.
         InputError: for files that are damaged, and tensors that are missing, extra, of another shape or of another dtype.
     """
     source = open_source(folder)

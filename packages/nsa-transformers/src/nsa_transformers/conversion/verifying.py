@@ -68,7 +68,7 @@ def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = l
     layer, the same for both, with the dense branch alone open.
 
     Raises:
-        InputError: where a layer's outputs differ by more than 1e-4 of the largest, or logits are not finite.
+        InputError: if a layer's outputs differ by more than 1e-4 of the largest, or logits are not finite.
     """
     source, layers = conversion.source, conversion.config.decoder_layers()
     num_tokens = comparable_tokens(conversion)
@@ -159,7 +159,7 @@ def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, St
 
 
 def _checked_difference(place: int, expected: Tensor, found: Tensor) -> float:
-    """Return the largest difference of outputs of layer `place`, as a share of the largest; 0 where both are 0."""
+    """Return the largest difference of outputs of layer `place`, as a share of the largest; 0 if both are 0."""
     if not bool(expected.isfinite().all() & found.isfinite().all()):
         raise InputError(f"layer {place} gives NaN or Inf (its weights are not finite, or overflow float32); use another checkpoint")
     difference = float((expected - found).abs().max() / expected.abs().max().clamp(min=TINY))
@@ -192,7 +192,7 @@ def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored]
 
 
 def _logits_of(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return the logit at each of `columns`; 0 where it is none of these."""
+    """Return the logit at each of `columns`; 0 if it is none of these."""
     is_here = (columns >= 0) & (columns < logits.shape[-1])
     found = logits.gather(-1, columns.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
     return torch.where(is_here, found, 0)

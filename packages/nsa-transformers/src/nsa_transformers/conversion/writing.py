@@ -39,7 +39,7 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
     """Write the converted model to `folder`, which is made, and compare it with its source; `say` takes lines of progress.
 
     Raises:
-        InputError: where a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
+        InputError: if a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
     """
     source = conversion.source.folder
     folder.mkdir(parents=True)

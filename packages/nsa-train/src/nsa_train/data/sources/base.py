@@ -31,9 +31,9 @@ class Bad(NamedTuple):
     is_passing: bool = False
     """True for a transient failure: a retry may succeed"""
     is_loss: bool = False
-    """True where a file lost the record during the run: it counts once, in the epoch in which it is first met"""
+    """True if a file lost the record during the run: it counts once, in the epoch in which it is first met"""
     is_end: bool = False
-    """True where the rest of the block is lost with it: each reader of a shared block meets the end at a record of its own"""
+    """True if the rest of the block is lost with it: each reader of a shared block meets the end at a record of its own"""
     advice: str = "fix or remove it"
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Reading:
         return self._shards.get(thread.ident if thread else None, self._last)
 
     def describe_dropped(self) -> str:
-        """Return a sentence on the file names that were left out; empty where none was."""
+        """Return a sentence on the file names that were left out; empty if none was."""
         if not self.dropped:
             return ""
         count, (path, kept) = len(self.dropped), self.dropped[0]
@@ -120,7 +120,7 @@ def document_of(name: str, where: str, text: object, *, of: str = "") -> Record:
 
 
 def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
-    """Return why `text` is not UTF-8, with the byte, and the line of a file; None where it is."""
+    """Return why `text` is not UTF-8, with the byte, and the line of a file; None if it is."""
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:

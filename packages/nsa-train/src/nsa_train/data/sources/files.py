@@ -16,7 +16,7 @@ from nsa_train.data.sources.base import Bad, Reading
 from nsa_train.errors import DataError
 
 Hashes = NDArray[np.uint32]
-"""(blocks,): the hash of each block; 0 where it is unknown"""
+"""(blocks,): the hash of each block; 0 if it is unknown"""
 MOST_DROPPED = 10_000
 """Most names of one pattern for files that it has matched before; more than that, and than ten times the files, mean circular links."""
 _PIECE = 2**20
@@ -43,7 +43,7 @@ class BlockHashes:
 
 
 def hash_of(content: Iterable[bytes | memoryview], crc: int = 0) -> int:
-    """Return the CRC-32 of `content`, or 1 where that is 0; `crc` is the CRC-32 of the bytes before it.
+    """Return the CRC-32 of `content`, or 1 if that is 0; `crc` is the CRC-32 of the bytes before it.
 
     It shows an edit as surely as 32 bits of any other hash, and is the fastest.
     """
