@@ -1,4 +1,4 @@
-"""The options of the verbs as the command line gives them, in groups. Imports no torch."""
+"""The options of the commands as the command line gives them, in groups. Imports no torch."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ Settings = Annotated[list[str] | None, Parameter(name="--set", negative="", help
 @Parameter(name="*")
 @frozen(kw_only=True)
 class ResultFiles:
-    """The files that every verb writes."""
+    """The files that every command writes."""
 
     json_file: Annotated[Path | None, Parameter(name="--json", help="Write the result to this file as JSON.")] = None
     csv_file: Annotated[Path | None, Parameter(name="--csv", help="Write the result to this file as CSV.")] = None
