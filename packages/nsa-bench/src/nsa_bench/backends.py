@@ -87,7 +87,7 @@ def make_report(device: Device, shape: CallShape, environment: dict[str, Any] | 
     """Return the routing of every operation of the call `shape` on `device`, and the plug-ins, in the schema of this module's docstring.
 
     Raises:
-        BenchError: when two plug-ins offer one backend.
+        BenchError: if two plug-ins offer one backend.
     """
     plugins, capability = load_plugins(), device.compute_capability
     try:

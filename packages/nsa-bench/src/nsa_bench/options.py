@@ -150,7 +150,7 @@ class CallShape:
     """The call that `backends` routes: one sequence, forward and backward by default.
 
     Raises:
-        OptionError: when a number is below 1 or kv_heads does not divide heads; with every problem.
+        OptionError: if a number is below 1 or kv_heads does not divide heads; with every problem.
     """
 
     dtype: DType = None

@@ -25,7 +25,7 @@ class RouteRecorder(BackendRegistry):
         """Return a registry of every plug-in that loads.
 
         Raises:
-            BenchError: when two plug-ins offer one backend.
+            BenchError: if two plug-ins offer one backend.
         """
         try:
             return cls(tuple(load_plugins().registry().backends))

@@ -47,8 +47,8 @@ def open_regular(path: Path, most: int | None) -> Iterator[BufferedReader]:
     """Return the regular file `path` of at most `most` bytes (None: of any size), opened for reading; links are followed.
 
     Raises:
-        IrregularFileError: when it is something else, at once; no device is opened.
-        OSError: when it is not there or cannot be read.
+        IrregularFileError: if it is something else, at once; no device is opened.
+        OSError: if it is not there or cannot be read.
     """
     # a socket cannot be opened, and a device may act on it
     _require_regular(path.stat(), most)
@@ -62,8 +62,8 @@ def read_regular(path: Path, most: int) -> bytes:
     """Return the content of the regular file `path`, at most `most` bytes.
 
     Raises:
-        IrregularFileError: when it is something else, or larger.
-        OSError: when it is not there or cannot be read.
+        IrregularFileError: if it is something else, or larger.
+        OSError: if it is not there or cannot be read.
     """
     with open_regular(path, most) as file:
         content = file.read(most + 1)
@@ -87,7 +87,7 @@ def as_text(content: bytes, encoding: str = "utf-8", errors: str = "strict") -> 
     """Return `content` decoded, every line end as a newline, as a file that is opened as text has it.
 
     Raises:
-        UnicodeDecodeError: when it is not of that encoding.
+        UnicodeDecodeError: if it is not of that encoding.
     """
     return TextIOWrapper(BytesIO(content), encoding=encoding, errors=errors).read()
 
@@ -96,7 +96,7 @@ def parse_json(content: bytes) -> Any:
     """Return the value of a UTF-8 JSON text.
 
     Raises:
-        ValueError: when it is not JSON, or nests too deep.
+        ValueError: if it is not JSON, or nests too deep.
     """
     try:
         return json.loads(content.decode("utf-8"))

@@ -66,7 +66,7 @@ def read_records(folder: Path) -> Records:
     """Return the records of the run in `folder`.
 
     Raises:
-        ConfigError: when they are not there.
+        ConfigError: if they are not there.
     """
     paths = RunDirectory(folder)
     if not paths.training.is_file() or not paths.config.is_file():
@@ -99,7 +99,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
     """Return the content of a metrics.json, or the metrics inside a file of `nsa-bench smoke --json`.
 
     Raises:
-        ConfigError: when it cannot be read as one.
+        ConfigError: if it cannot be read as one.
     """
     try:
         content = parse_json(read_regular(path, MOST_JSON))
@@ -128,7 +128,7 @@ def judge_run(folder: Path, *, baseline: Path | None = None, tolerance: float = 
     """Return the judgement of the run in `folder`; against `baseline`, a metrics.json, worse by at most `tolerance` per cent.
 
     Raises:
-        ConfigError: when `folder` is no run, or the baseline or the tolerance cannot be used.
+        ConfigError: if `folder` is no run, or the baseline or the tolerance cannot be used.
     """
     if not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance={tolerance} is not a finite percentage >= 0; use 5")
@@ -150,7 +150,7 @@ def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[V
     """Return the verdicts on the run's metrics against those of `baseline`, a metrics.json: worse by at most `tolerance` per cent.
 
     Raises:
-        ConfigError: when the file cannot be read, or shares no figure with this run.
+        ConfigError: if the file cannot be read, or shares no figure with this run.
     """
     before = read_metrics(baseline)
     pairs = {name: (records.metrics.get(name), before.get(name)) for name in COMPARED}

@@ -56,7 +56,7 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
     """Write the recipe of each of `trials` below `root` and return their folders.
 
     Raises:
-        OptionError: when a run below `root` was begun with another recipe.
+        OptionError: if a run below `root` was begun with another recipe.
     """
     folders = [TrialFolder(root, trial) for trial in trials]
     others = [

@@ -39,7 +39,7 @@ def train_and_evaluate(plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minu
     arm whose stage fails is not trained further; its log says why.
 
     Raises:
-        OptionError: when a run below `out` was begun with another recipe.
+        OptionError: if a run below `out` was begun with another recipe.
     """
     folders = {arm: prepare(arm.stages, out) for arm in arms}
     deadline = Deadline(minutes)

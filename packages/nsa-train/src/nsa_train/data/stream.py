@@ -23,7 +23,7 @@ def open_training_stream(
     `announce` gets a line every `data.progress_every` documents.
 
     Raises:
-        ConfigError: when the ranks cannot share the rows of a micro-batch.
+        ConfigError: if the ranks cannot share the rows of a micro-batch.
         DataError: naming the file that cannot be read.
     """
     return TrainingStream(dataset or open_dataset(config), lanes_of(config, rank, world_size), announce)
@@ -42,7 +42,7 @@ def lanes_of(config: RunConfig, rank: int, world_size: int) -> range:
     """Return the rows of a micro-batch that `rank` serves.
 
     Raises:
-        ConfigError: when `world_size` does not divide `train.batch_size`.
+        ConfigError: if `world_size` does not divide `train.batch_size`.
     """
     rows = config.train.batch_size
     if problems := undivided_rows(rows, [world_size]):
@@ -120,7 +120,7 @@ class TrainingStream:
         Streamed local files are compared with the blocks that the run has read.
 
         Raises:
-            DataError: when it is of other data, rows or order; the message names a file that changed.
+            DataError: if it is of other data, rows or order; the message names a file that changed.
         """
         check_state(merged, self._dataset.fingerprint, self._dataset.config.train.batch_size)
         if self._opened:
@@ -164,7 +164,7 @@ def merge_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the state of all ranks, from the `state_dict` of each, in any order.
 
     Raises:
-        DataError: when the parts are not of one moment of one run.
+        DataError: if the parts are not of one moment of one run.
     """
     lanes = {number: state for part in parts for number, state in part["lanes"].items()}
     # the hashes of opened blocks add up; everything else is the same on all ranks

@@ -79,7 +79,7 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
     """Return the tokenizer that `data` names.
 
     Raises:
-        DataError: when its file is missing or will not do, or its package is not installed.
+        DataError: if its file is missing or will not do, or its package is not installed.
     """
     if data.tokenizer == "byte":
         return ByteTokenizer()
@@ -128,7 +128,7 @@ def open_bpe(path: str | None) -> BytePairTokenizer:
     """Return the tokenizer of a local file, or GPT-2's from tiktoken's cache or download.
 
     Raises:
-        DataError: when there is none; the message says which file would do.
+        DataError: if there is none; the message says which file would do.
     """
     if path is None:
         return _downloaded()

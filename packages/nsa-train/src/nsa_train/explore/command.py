@@ -146,7 +146,7 @@ def _kv_heads(opened: OpenedModel) -> int:
 
 
 def _require_room(opened: OpenedModel, asked: Asked, num_tokens: int) -> None:
-    """Raise ConfigError where the page would hold more than a browser should."""
+    """Raise ConfigError if the page would hold more than a browser should."""
 
     def needed(count: int) -> int:
         return sum(

@@ -57,7 +57,7 @@ class Meeting:
         """Return the numbers of hosts that the run may have.
 
         Raises:
-            ConfigError: when `nnodes` names none.
+            ConfigError: if `nnodes` names none.
         """
         least, _, most = self.hosts.partition(":")
         bounds = [int(text) for text in (least, most or least) if re.fullmatch("[0-9]{1,9}", text)]

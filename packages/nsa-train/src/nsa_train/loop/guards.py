@@ -83,7 +83,7 @@ class StepGuard:
         """Note a step that was left out.
 
         Raises:
-            GuardError: when more of the last 100 steps were left out than train.max_skips.
+            GuardError: if more of the last 100 steps were left out than train.max_skips.
         """
         self.num_skipped += 1
         self._recent_skips.append(step)

@@ -141,11 +141,11 @@ class Trainer:
         """Train to the last step and return the content of metrics.json.
 
         Raises:
-            GuardError: when too many steps had to be skipped, a parameter gets no gradient, or the weights or their moments
+            GuardError: if too many steps had to be skipped, a parameter gets no gradient, or the weights or their moments
                 are not finite; records up to then are kept.
-            StoppedError: when .HALT was found, or SIGTERM or Ctrl-C came, or a launcher ended; after saving.
-            PeerError: when another rank could not go on.
-            LostContactError: when another rank is gone.
+            StoppedError: if .HALT was found, or SIGTERM or Ctrl-C came, or a launcher ended; after saving.
+            PeerError: if another rank could not go on.
+            LostContactError: if another rank is gone.
         """
         deterministic_before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(self.config.train.deterministic or deterministic_before)
@@ -301,7 +301,7 @@ class Trainer:
         """Leave the weights as they are, on every rank, and say which batches it was for.
 
         Raises:
-            GuardError: when it was the first gradient of the run, when too many steps were skipped, and when the weights
+            GuardError: if it was the first gradient of the run, when too many steps were skipped, and when the weights
                 themselves, or their moments, are not finite.
         """
         reason, batch = self._described(skip, fetched, everyone)

@@ -90,7 +90,7 @@ def sizes_of(config: RunConfig) -> DecoderSizes:
     """Return the sizes of `config`'s decoder.
 
     Raises:
-        ConfigError: when its vocabulary does not fit its tokenizer.
+        ConfigError: if its vocabulary does not fit its tokenizer.
     """
     model = config.model
     return DecoderSizes(
@@ -111,7 +111,7 @@ def vocab_size_of(config: RunConfig) -> int:
     """Return the rows of the embedding: `model.vocab_size`, or the tokenizer's ids where that is 0.
 
     Raises:
-        ConfigError: when the tokenizer has more ids than `model.vocab_size` rows.
+        ConfigError: if the tokenizer has more ids than `model.vocab_size` rows.
     """
     needed = num_ids_of(config.data)
     asked = config.model.vocab_size or needed
@@ -146,7 +146,7 @@ def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:
     """Return name -> weight of `config`'s decoder, on the meta device: their shapes and dtypes. Nothing is allocated.
 
     Raises:
-        ConfigError: when its vocabulary does not fit its tokenizer.
+        ConfigError: if its vocabulary does not fit its tokenizer.
     """
     pattern = config.pattern()
     with weightless():

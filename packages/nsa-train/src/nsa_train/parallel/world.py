@@ -164,7 +164,7 @@ def asked_world_size() -> int | None:
     """Return the processes of the run that the environment asks for (WORLD_SIZE), None if it does not.
 
     Raises:
-        ConfigError: when that is no number of processes.
+        ConfigError: if that is no number of processes.
     """
     text = ENVIRONMENT.get("WORLD_SIZE")
     if text is None:
@@ -178,7 +178,7 @@ def local_device(wanted: str, local_rank: int) -> torch.device:
     """Return the device of a host's process `local_rank`: a CUDA device of its own, or the CPU where there is or shall be none.
 
     Raises:
-        ConfigError: when the host has fewer CUDA devices than processes.
+        ConfigError: if the host has fewer CUDA devices than processes.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

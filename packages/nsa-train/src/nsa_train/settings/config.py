@@ -354,7 +354,7 @@ class RunConfig:
         Imports no torch.
 
         Raises:
-            ConfigError: when core refuses a value of table `nsa`, or of a layer.
+            ConfigError: if core refuses a value of table `nsa`, or of a layer.
         """
         alike = self.nsa_config()
         attention = attention or self.model.attention
@@ -366,7 +366,7 @@ class RunConfig:
         """Return the attention layer's configuration, that of a layer without values of its own. Imports no torch.
 
         Raises:
-            ConfigError: when core refuses a value of table `nsa`.
+            ConfigError: if core refuses a value of table `nsa`.
         """
         return self._nsa_config(self.nsa)
 

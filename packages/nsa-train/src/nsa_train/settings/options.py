@@ -25,7 +25,7 @@ def resume_step(text: str) -> int:
     """Return the step that the value of `--resume` names; NEWEST where it is empty, AUTO for `auto`.
 
     Raises:
-        ConfigError: when it is anything else.
+        ConfigError: if it is anything else.
     """
     if text in ("", "auto"):
         return AUTO if text else NEWEST
@@ -79,7 +79,7 @@ def check_text(words: Iterable[str]) -> None:
     """Check the words of a command line.
 
     Raises:
-        ConfigError: when one holds a NUL character.
+        ConfigError: if one holds a NUL character.
     """
     for word in words:
         if "\0" in word:

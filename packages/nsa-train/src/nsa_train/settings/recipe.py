@@ -52,7 +52,7 @@ def find_recipe(recipe: str) -> Path:
     """Return the path of a shipped recipe or of a TOML file.
 
     Raises:
-        ConfigError: when there is no such recipe or file.
+        ConfigError: if there is no such recipe or file.
     """
     shipped, path = shipped_recipes(), Path(recipe)
     if recipe in shipped:
@@ -70,7 +70,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of the TOML file `path`.
 
     Raises:
-        ConfigError: when it cannot be read as UTF-8 TOML; the message names path and line.
+        ConfigError: if it cannot be read as UTF-8 TOML; the message names path and line.
     """
     try:
         return parse_toml(read_regular(path, MOST_RECIPE))
@@ -83,7 +83,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     """Return the tables of a UTF-8 TOML text.
 
     Raises:
-        ValueError: when it is not TOML, or nests keys or values more than 8 deep.
+        ValueError: if it is not TOML, or nests keys or values more than 8 deep.
     """
     from nsa_core.serialization import toml_tables
 
@@ -109,7 +109,7 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
     """Put `table.key=value` into `tables`; the value is TOML, and a bare word is a string.
 
     Raises:
-        ConfigError: when it does not have that form, is not UTF-8, or is more than a recipe holds.
+        ConfigError: if it does not have that form, is not UTF-8, or is more than a recipe holds.
     """
     if not is_utf_8(override):
         raise ConfigError(f"--set {short(override)} is not UTF-8 (config.toml could not hold it); rename the file, or use a glob")
@@ -136,7 +136,7 @@ def parse_value(text: str) -> Any:
     """Return the TOML value that `text` spells, or `text` itself where it spells none.
 
     Raises:
-        ValueError: when it is a list or table that nests more than 8 deep.
+        ValueError: if it is a list or table that nests more than 8 deep.
     """
     try:
         parsed = parse_toml(f"value = {text}".encode())

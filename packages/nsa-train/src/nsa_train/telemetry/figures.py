@@ -61,7 +61,7 @@ def read_history(paths: RunDirectory) -> History:
     """Return the records of a run.
 
     Raises:
-        ConfigError: when the directory holds none.
+        ConfigError: if the directory holds none.
     """
     for path in (paths.training, paths.heartbeat):
         if problem := refusal(path, MOST_RECORDS):

@@ -136,7 +136,7 @@ class FallbackCounts:
         return {**self.by_operation, "total": sum(self.by_operation.values())}
 
     def restore(self, row: Mapping[str, float]) -> None:
-        """Go on from `row` of the table; a count that it lacks (NaN) stays."""
+        """Continue from `row` of the table; a count that it lacks (NaN) stays."""
         known = {name: int(row[name]) for name in self.by_operation if not math.isnan(row[name])}
         self.by_operation |= known
 

@@ -171,8 +171,8 @@ def load_json(path: Path) -> dict[str, Any]:
     """Return the table that a JSON file holds.
 
     Raises:
-        ValueError: when it holds none.
-        OSError: when it cannot be read.
+        ValueError: if it holds none.
+        OSError: if it cannot be read.
     """
     content = parse_json(read_regular(path, MOST_JSON))
     if not isinstance(content, dict):
@@ -189,7 +189,7 @@ class Heartbeat:
         Every event has `marks`.
 
         Raises:
-            ConfigError: when the path exists and is not a file that can be read.
+            ConfigError: if the path exists and is not a file that can be read.
         """
         self.path, self.rank, self.marks = folder / f"heartbeat_rank{rank}.jsonl", rank, dict(marks or {})
         self._started_s = time.monotonic()
@@ -269,8 +269,8 @@ def lines_from(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
 
     Raises:
         LongLineError: at a line of more than 16 MiB; in a sparse file it may have no end.
-        IrregularFileError: when it is no regular file, or larger than 4 GiB.
-        OSError: when it is not there or cannot be read.
+        IrregularFileError: if it is no regular file, or larger than 4 GiB.
+        OSError: if it is not there or cannot be read.
     """
     with open_regular(path, MOST_RECORDS) as file:
         file.seek(start)

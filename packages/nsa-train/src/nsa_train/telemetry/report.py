@@ -79,7 +79,7 @@ def write_report(paths: RunDirectory) -> None:
     """Draw curves.png and write report.html of a run; what of its records is damaged is left out.
 
     Raises:
-        ConfigError: when the directory holds no records of a run, or the packages of the extra `report` are missing.
+        ConfigError: if the directory holds no records of a run, or the packages of the extra `report` are missing.
     """
     if missing := missing_report():
         raise ConfigError(missing)

@@ -46,7 +46,7 @@ class Watcher:
         """Start at the beginning of the records in `paths`; `wall` returns this machine's time, in seconds since the epoch.
 
         Raises:
-            ConfigError: when the directory holds no heartbeat.
+            ConfigError: if the directory holds no heartbeat.
         """
         if not paths.heartbeats:
             raise ConfigError(

@@ -14,14 +14,14 @@ from nsa_transformers.conversion.tensor_files import Stored, stored_tensors
 from nsa_transformers.weights import require_safetensors, weight_files
 
 MOST_JSON = 16 * 2**20
-"""Bytes of a JSON file of a checkpoint; a larger one is not read."""
+"""Maximum bytes of a JSON file of a checkpoint; a larger file is not read."""
 
 
 class Architecture(NamedTuple):
     """A family of dense models."""
 
     prefix: str
-    """Of its classes in Transformers."""
+    """Prefix of its classes in Transformers."""
     qkv_bias: bool = False
     qk_norm: bool = False
 

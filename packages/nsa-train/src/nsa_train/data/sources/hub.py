@@ -106,7 +106,7 @@ def open_hub(data: DataTable, reading: Reading) -> HubBlocks | LocalShards:
     """Return the shards of FineWeb-Edu, or of the local files that stand in for it.
 
     Raises:
-        DataError: when they cannot be reached; the message lists the commands that would work.
+        DataError: if they cannot be reached; the message lists the commands that would work.
     """
     try:
         import datasets

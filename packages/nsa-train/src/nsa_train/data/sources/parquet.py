@@ -29,7 +29,7 @@ class ParquetBlocks(FileBlocks):
         """Read the footers.
 
         Raises:
-            DataError: when pyarrow is not installed.
+            DataError: if pyarrow is not installed.
         """
         self._reading = reading
         self._blocks: list[_Group | Bad] = []

@@ -45,7 +45,7 @@ def split(parts: Sequence[Sequence[Document]]) -> Split:
     """Return the documents of each of `parts`, none of them empty, split.
 
     Raises:
-        DataError: when too few of them differ to hold something out and train on something.
+        DataError: if too few of them differ to hold something out and train on something.
     """
     texts = {document.text for documents in parts if len(documents) > 1 for document in documents}
     limit = limit_of([rank_of(text) for text in texts]) if texts else 0

@@ -70,7 +70,7 @@ class StdlibBlocks(_Texts):
         """Find the files.
 
         Raises:
-            DataError: when this Python comes without sources.
+            DataError: if this Python comes without sources.
         """
         self.root = Path(sysconfig.get_path("stdlib"))
         found = [path for path in sorted(self.root.rglob("*.py")) if not STDLIB_SKIPPED.intersection(path.relative_to(self.root).parts)]
