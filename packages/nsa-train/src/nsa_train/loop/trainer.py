@@ -1,4 +1,4 @@
-"""The training loop, on every rank the same: fetch, agree, forward, backward, guard, update, record."""
+"""The training loop, the same on every rank: fetch, agree, forward, backward, guard, update, record."""
 
 import time
 from collections import deque
@@ -49,7 +49,7 @@ from nsa_train.telemetry.recorder import Observed, Recorder, write_samples
 from nsa_train.telemetry.records import Cause
 
 FAILED = -1
-"""Value in place of a `Stop` with which a rank tells the others that its data could not be had."""
+"""Value in place of a `Stop` by which a rank reports to the others that its data are not available."""
 
 
 class _Agreement(NamedTuple):
@@ -70,7 +70,7 @@ class _Evaluated(NamedTuple):
 
 
 class Trainer:
-    """One run on one rank: weights, optimizer, data position and records. `run` does it all."""
+    """One run on one rank: weights, optimizer, data position and records. `run` trains."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Trainer:
             GuardError: if too many steps had to be skipped, a parameter gets no gradient, or the weights or their moments
                 are not finite; records up to then are kept.
             StoppedError: if .HALT was found, or SIGTERM or Ctrl-C came, or a launcher ended; after saving.
-            PeerError: if another rank could not go on.
+            PeerError: if another rank could not continue.
             LostContactError: if another rank is gone.
         """
         deterministic_before = torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""The decoder of a run: nsa-core's, with a loss, recomputation and compilation."""
+"""The decoder of a run: nsa-core's decoder with a loss, recomputation and compilation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Decoder(decoder.Decoder):
-    """Token ids to logits or, with labels, to their loss."""
+    """A decoder that maps token ids to logits or, with labels, to their loss."""
 
     def __init__(self, layers: Sequence[Layer], sizes: DecoderSizes) -> None:
         """Build a decoder of `layers`, first to last."""
