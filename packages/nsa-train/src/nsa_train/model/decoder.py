@@ -66,11 +66,11 @@ class Decoder(decoder.Decoder):
 
     @property
     def selection_losses(self) -> list[SelectionLoss]:
-        """Return what takes the auxiliary loss of each NSA layer."""
+        """Return the object that receives the auxiliary loss of each NSA layer."""
         return [layer.selection_loss for layer in self.sparse_layers if layer.selection_loss is not None]
 
     def sample_queries(self, pass_number: int) -> None:
-        """Let the next pass, `pass_number` of the run, compare other queries than the last one: offsets by the golden ratio fill 0 to 1."""
+        """Let the next pass, `pass_number` of the run, compare other queries than the last pass: offsets by the golden ratio fill 0 to 1."""
         found = self.selection_losses
         if found:
             # filled on the device: a copy from the host would wait
@@ -103,12 +103,12 @@ def sizes_of(config: RunConfig) -> DecoderSizes:
 
 
 def intermediate_size_of(config: RunConfig) -> int:
-    """Return the width of the MLP: `model.intermediate_size`, or `mlp_width` of `model.dim` where that is 0."""
+    """Return the width of the MLP: `model.intermediate_size`, or `mlp_width` of `model.dim` if that is 0."""
     return config.model.intermediate_size or mlp_width(config.model.dim)
 
 
 def vocab_size_of(config: RunConfig) -> int:
-    """Return the rows of the embedding: `model.vocab_size`, or the tokenizer's ids where that is 0.
+    """Return the number of rows of the embedding: `model.vocab_size`, or the number of the tokenizer's ids if that is 0.
 
     Raises:
         ConfigError: if the tokenizer has more ids than `model.vocab_size` rows.
@@ -143,7 +143,7 @@ def layers_of(config: RunConfig) -> list[Layer]:
 
 
 def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:
-    """Return name -> weight of `config`'s decoder, on the meta device: their shapes and dtypes. Nothing is allocated.
+    """Return name -> weight of `config`'s decoder on the meta device, with shape and dtype. Nothing is allocated.
 
     Raises:
         ConfigError: if its vocabulary does not fit its tokenizer.
@@ -159,20 +159,20 @@ def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:
 
 
 class ParameterCounts(NamedTuple):
-    """Weights of the two twins, the shared embedding counted once."""
+    """Numbers of weights of the two twins; a shared embedding counts once."""
 
     nsa: int
-    """With the dense layers of `model.layers`, if there are any."""
+    """Weights of the NSA model, with the dense layers of `model.layers` if there are any."""
     dense: int
 
 
 def count_parameters(config: RunConfig) -> ParameterCounts:
-    """Return the parameters of `config`'s decoder with either attention; no weights are allocated."""
+    """Return the number of parameters of `config`'s decoder with NSA and with dense attention; no weights are allocated."""
     return ParameterCounts(*(_count(config, attention) for attention in ParameterCounts._fields))
 
 
 def introduced(config: RunConfig) -> str:
-    """Return a line about the decoder of `config`: its attention, and the parameters of both twins."""
+    """Return a line about the decoder of `config`: its attention, and the numbers of parameters of both twins."""
     counts, attentions = count_parameters(config), [layer.attention for layer in layers_of(config)]
     dense = attentions.count("dense")
     mixed = f", {dense} of {len(attentions)} layers dense" if config.model.attention == "nsa" and dense else ""

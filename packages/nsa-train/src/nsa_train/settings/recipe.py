@@ -1,4 +1,4 @@
-"""From a recipe's name or path and `--set` overrides to a `RunConfig`, and back to TOML text."""
+"""Load a `RunConfig` from a recipe's name or path and `--set` overrides, and write it as TOML text."""
 
 import copy
 import difflib
@@ -17,7 +17,7 @@ from nsa_train.settings.rules import is_utf_8
 from nsa_train.settings.structuring import short
 
 MOST_PARTS = 8
-"""Most parts in the key of a --set; the longest key of a recipe has three."""
+"""Maximum parts in the key of a --set; the longest key of a recipe has three."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -30,7 +30,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` (a shipped name or a TOML path) with `overrides` (`table.key=value`).
 
     Raises:
-        ConfigError: one line per problem. The size of the vocabulary is judged by `model.decoder.vocab_size_of`, which needs torch.
+        ConfigError: with one line per problem. `model.decoder.vocab_size_of`, which needs torch, checks the size of the vocabulary.
     """
     tables = read_toml(find_recipe(recipe))
     own = copy.deepcopy(tables)
@@ -92,7 +92,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def settled(overrides: Sequence[str], *, say: Callable[[str], None]) -> list[str]:
-    """Return `overrides` with the last one of each key; where there were several, that is said."""
+    """Return `overrides` with only the last one of each key; report keys with several."""
     last: dict[str, str] = {}
     counts = Counter(map(_key_of, overrides))
     for override in overrides:
@@ -133,7 +133,7 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """Return the TOML value that `text` spells, or `text` itself where it spells none.
+    """Return the TOML value in `text`, or `text` itself if it is not TOML.
 
     Raises:
         ValueError: if it is a list or table that nests more than 8 deep.
