@@ -104,7 +104,7 @@ class Tiles(NamedTuple):
     slices: int
     """Parts of a tile, one for each warp."""
     stages: int
-    """Stages of the loop over tiles: one more than are in flight. Rows of pages are looked up as many stages before a tile arrives."""
+    """Stages of the loop over tiles: one more than are in flight. With pages, rows are looked up as many stages earlier as are in flight."""
 
     @classmethod
     def of(cls, sizes: StepSizes, keys: tuple[torch.dtype, bool], slice_keys: int, most: int) -> "Tiles":
