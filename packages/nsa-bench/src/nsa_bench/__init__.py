@@ -1,1 +1,1 @@
-"""Measure and explain the attention of nsa_core on the machine at hand; `nsa-bench --help` shows the verbs."""
+"""Measure and explain the attention of nsa_core on this machine; `nsa-bench --help` lists the commands."""

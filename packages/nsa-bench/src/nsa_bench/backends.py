@@ -1,13 +1,13 @@
-"""`nsa-bench backends`: the backend that serves each operation of a described call, and every reason against the others.
+"""`nsa-bench backends`: show the backend that serves each operation of a described call, and every reason against the others.
 
-Routing reads plain numbers only, so the call may be placed on a machine that is not here.
+Routing reads only plain numbers, so the call may be for another machine.
 
 The JSON file (`routing.json`):
     environment: this machine, see `nsa_core.environment.describe_environment`.
     device: `type` ("cpu" | "cuda"), `compute_capability` ("8.9" or null), `is_simulated` (true where it is not this machine's).
-    request: what all operations share: geometry (by name), dtype, kv_dtype ("bfloat16"), batch, num_sequences, num_queries,
-        num_keys, num_heads, num_kv_heads, head_dim_qk, head_dim_v, layout, deterministic. `append` alone differs: its rows
-        have num_kv_heads heads, and of a call on whole sequences it is the prefill of a cache (layout "cached").
+    request: the facts that all operations share: geometry (by name), dtype, kv_dtype ("bfloat16"), batch, num_sequences, num_queries,
+        num_keys, num_heads, num_kv_heads, head_dim_qk, head_dim_v, layout, deterministic. Only `append` differs: its rows
+        have num_kv_heads heads, and for a call on whole sequences it is the prefill of a cache (layout "cached").
     operations: a list in the order of `Operation`; each has `operation`, `needs_grad`, `chosen` (a name, or null where
         "auto" finds none) and `candidates`, most preferred first: `name`, `preference`, `is_eligible` ("auto" may take it),
         `is_capable` (it runs when it is named), `reasons`, each `kind` ("incapable" | "policy") and `message`, and `notes`
@@ -35,7 +35,7 @@ from nsa_core.environment import dotted
 
 @frozen(kw_only=True)
 class Device:
-    """The device that requests are placed on, here or not."""
+    """The device of the requests; it need not be present."""
 
     type: str
     compute_capability: tuple[int, int] | None
@@ -43,10 +43,10 @@ class Device:
 
 
 def find_device(kind: str | None, capability: str | None, here: tuple[int, int] | None) -> Device:
-    """Return the device of `--device` and `--compute-capability`; what is not given is this machine's, `here`.
+    """Return the device of `--device` and `--compute-capability`; missing values come from this machine, `here`.
 
     Raises:
-        OptionError: when they contradict each other, or name a GPU that is not here without its compute capability.
+        OptionError: if they contradict each other, or name a GPU that is not present without its compute capability.
     """
     asked = None if capability is None else parse_capability(capability)
     if kind is None:
@@ -67,7 +67,7 @@ def parse_capability(text: str) -> tuple[int, int]:
     """Return (8, 9) for "8.9".
 
     Raises:
-        OptionError: for anything but two whole numbers and a point.
+        OptionError: if the text is not two whole numbers with a point between them.
     """
     major, point, minor = text.partition(".")
     if not (point and major.isdecimal() and minor.isdecimal()):
@@ -87,7 +87,7 @@ def make_report(device: Device, shape: CallShape, environment: dict[str, Any] | 
     """Return the routing of every operation of the call `shape` on `device`, and the plug-ins, in the schema of this module's docstring.
 
     Raises:
-        BenchError: when two plug-ins offer one backend.
+        BenchError: if two plug-ins offer one backend.
     """
     plugins, capability = load_plugins(), device.compute_capability
     try:
@@ -123,7 +123,7 @@ def make_report(device: Device, shape: CallShape, environment: dict[str, Any] | 
 def make_request(operation: Operation, device: Device, shape: CallShape) -> BranchRequest:
     """Return the request of the public operations in the call `shape`; selection and the cache's operations carry no gradient.
 
-    APPEND and ROTATE, which only a cache asks for, take the rows of the call as those of one: in the layouts of whole sequences, as its
+    Only a cache uses APPEND and ROTATE. Their requests treat the rows of the call as rows of a cache, for layouts of whole sequences as its
     prefill.
     """
     dtype = dtype_of(shape.dtype, device.type)
@@ -201,7 +201,7 @@ def _reasons(candidate: dict[str, Any]) -> list[str]:
 
 
 def tables_of(report: dict[str, Any]) -> tuple[Table, Table, Table]:
-    """Return device, versions and request; the backends of each operation; the plug-ins, broken ones with their errors."""
+    """Return three tables: device, versions and request; the backends of each operation; the plug-ins, broken ones with their errors."""
     return _facts(report), _operations(report["operations"]), _plugins(report["plugins"])
 
 

@@ -1,7 +1,7 @@
-"""Dense causal attention by the fastest kernels at hand, which sparse attention must beat.
+"""Dense causal attention by the fastest available kernels, which sparse attention must beat.
 
-Each takes q (B, S, H, D), k, v (B, S, G, D) and gives (B, S, H, D_v). Those that need D_k = D_v get zeros after the
-shorter one, and that copy is in their time.
+Each kernel takes q (B, S, H, D), k, v (B, S, G, D) and returns (B, S, H, D_v). For kernels that need D_k = D_v, the shorter operand is
+padded with zeros, and that copy is part of their time.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ from nsa_bench.errors import OptionError
 from nsa_core.reference.causal import causal_attention
 
 BASELINES = ("flash", "cudnn", "flex", "flash-attn")
-"""torch's SDPA by FlashAttention-2 and by cuDNN, FlexAttention compiled, the package flash-attn."""
+"""torch's SDPA by FlashAttention-2 and by cuDNN, compiled FlexAttention, and the package flash-attn."""
 FLASH_ATTN_MODULES = {"flash_attn.cute": "flash-attn-4", "flash_attn_interface": "flash-attn-3", "flash_attn": "flash-attn-2"}
-"""Where versions of flash-attn keep `flash_attn_func`, best first."""
+"""Modules in which versions of flash-attn have `flash_attn_func`, best first."""
 FLEX_BLOCK = 128
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @frozen(kw_only=True)
 class Baseline:
-    """A dense kernel, or why there is none."""
+    """A dense kernel, or the reason why there is none."""
 
     name: str
     run: Attention | None = None
     reason: str = ""
-    """Why it is absent; "" where it is here."""
+    """Why the kernel is absent; "" if it is present."""
 
 
 def parse_baselines(text: str) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def parse_baselines(text: str) -> tuple[str, ...]:
 
 
 def find_baseline(name: str, case: Case, device: torch.device) -> Baseline:
-    """Return the kernel `name` for `case`, which has one sequence; whether it takes the case shows when it runs."""
+    """Return the kernel `name` for `case`, which has one sequence; only a run shows whether the kernel supports the case."""
     if name == "flash":
         return Baseline(name="SDPA flash", run=_sdpa(SDPBackend.FLASH_ATTENTION, is_padded=True))
     if name == "cudnn":
@@ -130,7 +130,7 @@ def _is_causal_pair(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> 
 
 
 def find_flash_attn() -> tuple[str, Callable[..., Any] | None]:
-    """Return the name and the function of the installed flash-attn, best version first; else why there is none, and None."""
+    """Return name and function of the best installed version of flash-attn; if there is none, return the reason and None."""
     problems = []
     for module, name in FLASH_ATTN_MODULES.items():
         # by name: a kernel package is never a dependency of this one
@@ -166,8 +166,8 @@ def _flash_attn_run(function: Callable[..., Any], *, is_always_padded: bool) -> 
 def dense_decode_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """Return dense attention of one query of each sequence, q `(B, H, D)`, over k, v `(B, T, G, D)`, by name.
 
-    A group's heads are the rows of one query tile, which every kernel splits over keys. Where a kernel needs D_k = D_v, values are stored
-    as wide as keys, which is not in its time.
+    A group's heads are the rows of one query tile, whose keys every kernel splits. For a kernel that needs D_k = D_v, values are stored
+    as wide as keys; this copy is not part of its time.
     """
     # without a copy where they are as wide already
     wide = v if v.shape[3] >= k.shape[3] else pad(v, (0, k.shape[3] - v.shape[3]))

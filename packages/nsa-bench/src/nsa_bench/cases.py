@@ -1,4 +1,4 @@
-"""The cases that are measured: head shapes, lengths, geometry, dtype, selection, device; and how the command line writes them."""
+"""The cases that are measured (head shapes, lengths, geometry, dtype, selection, device), and their form on the command line."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -15,9 +15,9 @@ OURS = ("nsa", "cmp", "select", "slc", "win")
 DENSE = "dense"
 KIBI = 1024
 LENGTHS = "2k,4k,8k,16k,32k,64k,128k"
-"""Tokens that are measured on a GPU where nothing is asked for."""
+"""Default lengths on a GPU, in tokens."""
 CPU_LENGTHS = "256"
-"""The same on a CPU, where the reference backend alone runs."""
+"""Default lengths on a CPU, where only the reference backend runs."""
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -105,7 +105,7 @@ class Case:
 
     @property
     def num_blocks(self) -> int:
-        """Return the compressed blocks of all sequences."""
+        """Return the number of compressed blocks of all sequences."""
         return sum(num_compressed_blocks(length, self.geometry) for length in self.sequence_lengths)
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Case:
 
 
 def visible_pairs(operation: str, case: Case) -> int:
-    """Return the pairs of query and key of `operation` over all query heads and sequences of `case`.
+    """Return the number of pairs of query and key of `operation` over all query heads and sequences of `case`.
 
     "select" scores the compressed branch's pairs; "nsa" counts those of the three branches, "dense" all of the past.
     """
@@ -131,10 +131,10 @@ def visible_pairs(operation: str, case: Case) -> int:
 
 
 def find_device(kind: str | None) -> torch.device:
-    """Return the device of `--device`: by default the GPU where there is one.
+    """Return the device of `--device`: by default the GPU if there is one.
 
     Raises:
-        OptionError: when a GPU is asked for that is not here.
+        OptionError: if the option names a GPU and there is none.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise OptionError("--device=cuda on a machine without a GPU (times are taken here, none is simulated); use --device cpu")
@@ -190,7 +190,7 @@ def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
     """Return the numbers of "2k,8192,1m", of tokens or what `option` counts: k is 1024, m is 1024 * 1024.
 
     Raises:
-        OptionError: for anything that is not a positive number with one of these endings; with every problem.
+        OptionError: with every problem, if an entry is not a positive number with one of these endings.
     """
     units = {"k": KIBI, "m": KIBI * KIBI}
     lengths, problems = [], []
@@ -209,7 +209,7 @@ def parse_shapes(text: str) -> tuple[HeadShape, ...]:
     """Return the shapes of "P,L,32/8/128/128": a letter of SHAPES, or H/G/D_k/D_v.
 
     Raises:
-        OptionError: for an unknown name, or numbers that make no shape; with every problem.
+        OptionError: with every problem, for an unknown name or numbers that make no shape.
     """
     shapes, problems = [], []
     for part in text.split(","):
@@ -231,7 +231,7 @@ def parse_geometry(text: str) -> BlockGeometry:
     """Return the geometry l/d/l'/n/w of "32/16/64/16/512"; 1 initial and 2 local blocks are forced.
 
     Raises:
-        OptionError: for anything but five whole numbers that make a geometry.
+        OptionError: if the text is not five whole numbers that make a geometry.
     """
     numbers = [int(number) for number in text.split("/") if number.isdecimal()]
     if len(numbers) != 5 or text.count("/") != 4:

@@ -1,8 +1,8 @@
-"""`nsa-bench choices`: the blocks that the layers of a trained model choose on held-out sequences, in figures and as a recording.
+"""`nsa-bench choices`: record the blocks that the layers of a trained model choose on held-out sequences, and summarise them.
 
 The figures of a layer are means over KV heads (the last two: query heads) and over queries that had to choose, those with more than n
-candidates. A union is that of aligned runs of neighbouring queries. A distance is counted in blocks, from a query's own to a free one.
-The first tile of a row is its first `FIRST_TILE` compressed keys, by whose maximum kernels lower its scores.
+candidates. A union is over aligned runs of neighbouring queries. A distance is counted in blocks, from a query's own block to a free one.
+The first tile of a row is its first `FIRST_TILE` compressed keys, whose maximum kernels subtract from its scores.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ from nsa_train.parallel.world import local_device
 from nsa_train.settings.config import RunConfig
 
 RUNS = (4, 8, 16)
-"""Neighbouring queries whose union is counted."""
+"""Numbers of neighbouring queries whose union is counted."""
 FIRST_TILE = 64
 """Compressed keys of a row's first tile."""
 MOST_NATS = 13.0
-"""Rows whose largest score lies further above the maximum of their first tile are counted."""
+"""Rows are counted if their largest score is more than this above the maximum of their first tile."""
 SCORES = 2**26
-"""Scores of a part of the rows that are computed at a time."""
+"""Maximum scores that are computed at a time, for a part of the rows."""
 
 
 @frozen(kw_only=True)
@@ -53,7 +53,7 @@ class LayerFigures:
     overlap: float | None
     """Share of a query's free blocks that the next query chooses too."""
     unions: dict[int, float]
-    """Neighbouring queries -> different blocks among those that they choose, forced ones included."""
+    """Number of neighbouring queries -> number of different blocks that they choose, forced ones included."""
     distances: dict[str, float]
     """Blocks from a query's own, "4-7" for example -> share of the free blocks."""
     exceeded: float
@@ -63,11 +63,11 @@ class LayerFigures:
 
 
 def run_choices(path: Path, *, sequences: int, recorded_tokens: int, output: Output) -> list[LayerFigures]:
-    """Note what the model of a run chooses on held-out sequences, print the table, write the files, and return the figures.
+    """Record what the model of a run chooses on held-out sequences, print the table, write the files, and return the figures.
 
     Raises:
-        OptionError: for numbers below their least, or a model that chooses nothing.
-        BenchError: where no held-out sequence is long enough that a query has to choose.
+        OptionError: if a number is below its minimum, or the model chooses nothing.
+        BenchError: if no held-out sequence is long enough that a query has to choose.
     """
     if sequences < 1 or recorded_tokens < 0:
         raise OptionError(f"--sequences={sequences}, --recorded-tokens={recorded_tokens} (at least 1 and 0); use 4 and 8192")
@@ -102,7 +102,7 @@ def run_choices(path: Path, *, sequences: int, recorded_tokens: int, output: Out
 
 
 def choosing_layers(model: Decoder) -> dict[int, NativeSparseAttention]:
-    """Return the layers that choose blocks by their number in the decoder."""
+    """Return the layers that choose blocks, by their number in the decoder."""
     attentions = enumerate(block.attention for block in model.blocks)
     return {index: layer for index, layer in attentions if isinstance(layer, NativeSparseAttention) and "slc" in layer.config.branches}
 
@@ -111,7 +111,7 @@ def held_out(config: RunConfig, count: int, layers: dict[int, NativeSparseAttent
     """Return the first `count` held-out sequences int64 `(S,)` in which a query of every layer has to choose.
 
     Raises:
-        BenchError: where there is none.
+        BenchError: if there is no such sequence.
     """
     needed = max(layer.config.geometry.num_selected_blocks * layer.config.geometry.selection_block_size for layer in layers.values()) + max(
         RUNS
@@ -162,7 +162,7 @@ def figures_of(layer: int, choice: Choice) -> LayerFigures:
 
 
 def mean_union(block_indices: Tensor, run: int) -> float:
-    """Return the mean number of different blocks in aligned runs of `run` rows of block_indices `(S, G, n)`, each a full one."""
+    """Return the mean number of different blocks in full, aligned runs of `run` rows of block_indices `(S, G, n)`."""
     whole = block_indices[: len(block_indices) // run * run].unflatten(0, (-1, run))
     # (runs, G, run * n), sorted: a block counts where it differs from the one before
     ordered = whole.transpose(1, 2).flatten(2).sort(-1).values
@@ -204,7 +204,7 @@ def recording_of(choices: Sequence[Choice], tokens: int) -> Recording:
     """Return the choices of all layers for the first `tokens` tokens.
 
     Raises:
-        BenchError: where layers differ in their geometry.
+        BenchError: if layers differ in their geometry.
     """
     geometry = choices[0].geometry
     if any(choice.geometry != geometry for choice in choices):

@@ -54,7 +54,7 @@ def backends(
     compute_capability: Annotated[str | None, Parameter(help="That of the CUDA device, for example 8.9; it need not be here.")] = None,
     shape: CallShape = CallShape(),  # noqa: B008 - a frozen value
 ) -> int:
-    """Show which backend serves each operation, every reason against the others, and the plug-ins, broken ones too."""
+    """Show which backend serves each operation, every reason against the others, and the plug-ins, including broken ones."""
     from nsa_bench.backends import run_backends
 
     run_backends(device, compute_capability, shape, Output(files, screen=Console()))
@@ -81,7 +81,7 @@ def decode(
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - a frozen value
     commit: Commit = None,
 ) -> int:
-    """Time a step over full caches, eager and by CUDA graph, beside dense attention; what is wrong gets no time."""
+    """Time a step over full caches, eager and by CUDA graph, and dense attention; a wrong result gets no time."""
     from nsa_bench.decode import run_decode
 
     results = run_decode(options, Output(files, commit))
@@ -95,7 +95,7 @@ def prefill(
     options: PrefillOptions = PrefillOptions(),  # noqa: B008 - a frozen value
     commit: Commit = None,
 ) -> int:
-    """Time a long prompt in tiles over a cache beside one pass without it, and count its reads; what is wrong gets no time."""
+    """Time a long prompt in tiles over a cache, and one pass without it, and count its reads; a wrong result gets no time."""
     from nsa_bench.prefill import run_prefill
 
     results = run_prefill(options, Output(files, commit))
@@ -123,7 +123,7 @@ def thresholds(
     options: ThresholdOptions = ThresholdOptions(),  # noqa: B008 - a frozen value
     commit: Commit = None,
 ) -> int:
-    """Find the least length at which each installed kernel beats the reference, and every other kernel, by a margin."""
+    """Find the shortest length at which each installed kernel beats the reference, and every other kernel, by a margin."""
     from nsa_bench.thresholds import run_thresholds
 
     run_thresholds(options, Output(files, commit))
@@ -196,7 +196,7 @@ def ablate(
     png_file: Annotated[Path | None, Parameter(name="--png", help="Draw the loss by tokens and by position to this file.")] = None,
     commit: Commit = None,
 ) -> int:
-    """Train a grid of settings and seeds and show how their held-out losses differ; exit 1 where trials failed or are left."""
+    """Train a grid of settings and seeds and compare their held-out losses; exit 1 if trials failed or are unfinished."""
     with trainer_for("ablate"):
         from nsa_bench.ablate.table import run_ablation
 
@@ -224,7 +224,7 @@ def needle(
     png_file: Annotated[Path | None, Parameter(name="--png", help="Draw a heat map of each mode to this file.")] = None,
     commit: Commit = None,
 ) -> int:
-    """Train on rows that grow longer, then ask by decode for pairs hidden at every depth; exit 1 where something failed or is left."""
+    """Train on rows that grow longer, then decode answers about pairs hidden at every depth; exit 1 if something failed or is unfinished."""
     with trainer_for("needle"):
         from nsa_bench.needle.table import run_needle
 
@@ -260,7 +260,7 @@ def smoke(
     compare_baseline: Annotated[Path | None, Parameter(help="The metrics.json of another run, to be no worse than.")] = None,
     tolerance: Annotated[float, Parameter(help="Per cent by which a figure may be worse than the baseline's.")] = 5.0,
 ) -> int:
-    """Check a run's records: loss, NaN, throughput, fetch, gates, selection; exit 1 where a rule does not hold."""
+    """Check a run's records: loss, NaN, throughput, fetch, gates, selection; exit 1 if a rule does not hold."""
     with trainer_for("smoke"):
         from nsa_bench.smoke import run_smoke
 
@@ -277,7 +277,7 @@ def report(
     bundle: Annotated[Path | None, Parameter(help="Write a zip as well: environment, routing, tests, results, the page.")] = None,
     tests: Annotated[list[Path] | None, Parameter(negative="", help="A report of tests for the zip. Repeatable.")] = None,
 ) -> int:
-    """Write one page of result files, and an archive that shows whether this machine is ready."""
+    """Write one page from result files, and an archive that shows whether this machine is ready."""
     from nsa_bench.report import run_report
 
     run_report(paths, out, bundle=bundle, tests=tests or (), output=Output(NO_FILES))
@@ -286,7 +286,7 @@ def report(
 
 @app.command
 def env(*, files: ResultFiles = NO_FILES) -> int:
-    """Show what a result would be made with: time, machine, versions, commit."""
+    """Show the environment that a result would record: time, machine, versions, commit."""
     from nsa_bench.results import run_env
 
     run_env(Output(files, screen=Console()))

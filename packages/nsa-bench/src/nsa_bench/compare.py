@@ -1,8 +1,8 @@
-"""`nsa-bench compare`: our whole operation and other packages that pip installs, on inputs that all of them take.
+"""`nsa-bench compare`: compare our whole operation with other packages that pip installs, on inputs that all of them take.
 
-One K and V for every branch, compressed by the mean over blocks of l = d = l' tokens, which is what the peers share. Our
-time includes the compression, as theirs does. A peer that is not installed, or cannot take a case, says why. Peers are
-compared, not judged: some define the operation differently, and the error says how far that leads.
+All branches use one K and V, compressed by the mean over blocks of l = d = l' tokens, because all peers support this. Our
+time includes the compression, as theirs does. A peer that is not installed, or cannot take a case, gives the reason. Peers are
+compared, not judged: some define the operation differently, and the error shows the size of the difference.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class PeerRun:
 
     run: PeerAttention
     has_window: bool = True
-    """False: it leaves the sliding window out, and is compared with what that gives."""
+    """False if the peer leaves out the sliding window; it is then compared with the result without a window."""
     note: str = ""
 
 
@@ -56,17 +56,17 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the name it is shown by."""
+        """Return the peer's name in tables."""
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
-        """Return why it is absent or cannot take `case`; every reason at once."""
+        """Return every reason why the peer is absent or cannot take `case`."""
 
     def build(self, case: Case, device: torch.device) -> PeerRun:
         """Return its function for `case`."""
 
 
 def import_problem(module: str) -> str | None:
-    """Return why `module` cannot be imported, None where it can."""
+    """Return why `module` cannot be imported, None if it can."""
     try:
         import_module(module)
     except Exception as error:  # noqa: BLE001 - a package built for another torch may raise anything
@@ -81,7 +81,7 @@ class FlashLinearAttention:
     name: str = "flash-linear-attention"
 
     def reasons_against(self, case: Case, device: torch.device) -> list[str]:
-        """Return why it cannot run: it wants a GPU, H/G a power of 2 of at least 16, and its own forced blocks."""
+        """Return why it cannot run: it needs a GPU, H/G that is a power of 2 and at least 16, and its own forced blocks."""
         geometry, size = case.geometry, case.shape.heads_per_group
         problem = import_problem("fla.ops.nsa")
         found = [
@@ -98,7 +98,7 @@ class FlashLinearAttention:
         return [reason for is_so, reason in found if is_so]
 
     def build(self, case: Case, device: torch.device) -> PeerRun:
-        """Return `parallel_nsa`; its window needs flash-attn with D_k = D_v, and is left out where there is none."""
+        """Return `parallel_nsa`; its window needs flash-attn with D_k = D_v, and is left out otherwise."""
         module = import_module("fla.ops.nsa.parallel")
         geometry = case.geometry
         has_flash = getattr(module, "flash_attn_func", None) is not None
@@ -125,9 +125,9 @@ class FlashLinearAttention:
 
 @frozen
 class NativeSparseAttentionPytorch:
-    """`SparseAttention` of native-sparse-attention-pytorch: a layer, of which everything but the attention is taken out.
+    """`SparseAttention` of native-sparse-attention-pytorch: a layer, of which only the attention is used.
 
-    It attends to a zero key of its own besides the compressed ones, adds the query's own block to n others that it chooses
+    It attends to its own zero key in addition to the compressed keys, adds the query's own block to n others that it chooses
     by the mean of scores, and gathers keys per query, so that long sequences do not fit.
     """
 
@@ -147,7 +147,7 @@ class NativeSparseAttentionPytorch:
         return [reason for is_so, reason in found if is_so]
 
     def build(self, case: Case, device: torch.device) -> PeerRun:
-        """Return its forward pass between projections: those, the norm, RoPE and its gate's MLP are replaced."""
+        """Return its forward pass without projections: projections, the norm, RoPE and its gate's MLP are replaced."""
         layer = _bare_layer(import_module("native_sparse_attention_pytorch"), case).to(device=device, dtype=case.dtype)
 
         def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def run_compare(options: CompareOptions, output: Output) -> list[Measurement]:
     """Measure what `options` ask for, print the table, write the files, and return the measurements.
 
     Raises:
-        OptionError: for options that cannot be, or a backend that can serve nothing of them; before anything is written.
+        OptionError: if options are invalid, or the backend can serve nothing of them; before anything is written.
     """
     device, jobs = make_comparisons(options)
     check_backend(options.backend, (("nsa", job.case) for job in jobs), device)
@@ -231,10 +231,10 @@ def run_compare(options: CompareOptions, output: Output) -> list[Measurement]:
 
 
 def make_comparisons(options: CompareOptions) -> tuple[torch.device, tuple[Job, ...]]:
-    """Return where the comparison runs, and its jobs, shape by shape.
+    """Return the setup of the comparison, and its jobs, shape by shape.
 
     Raises:
-        OptionError: for values that are no lengths, shapes or geometry.
+        OptionError: if values are not lengths, shapes or a geometry.
     """
     device = find_device(options.device)
     geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
@@ -299,7 +299,7 @@ def _measured(tried: Implementation, job: Job, setup: Setup, held_before: int, *
 
 
 def expect_shared(operands: dict[str, Tensor], case: Case, *, has_window: bool) -> Expected:
-    """Return the expected attention over one shared K and V; without the window where a peer has none."""
+    """Return the expected attention over one shared K and V; without the window if the peer has none."""
     sample = sample_rows(case.sequence_lengths, case.geometry, operands["q"].device)
     # scores are taken of the compressed keys as everybody holds them, rounded to the inputs' dtype
     compressed = {"q": operands["q"], "k_cmp": _means(operands["k"][0].detach(), case).unsqueeze(0)}

@@ -1,7 +1,7 @@
-"""`nsa-bench decode`: one step over caches that are full, eager and by CUDA graph, beside dense attention that splits its keys.
+"""`nsa-bench decode`: time one step over full caches, eager and by CUDA graph, and compare it with dense split-KV attention.
 
 A step is APPEND of its rows and the attention of all branches; projections, RoPE of its rows and gates are not part of it. Its caches hold
-random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; what is wrong gets no time.
+random numbers, so no prefill runs. Each step is compared with the reference in float64 before it is timed; a wrong step gets no time.
 """
 
 import time
@@ -43,9 +43,9 @@ CHECKED_SEQUENCES = 2
 """Sequences of a batch that are compared with the reference."""
 STEP_PARTS = ("total", "append", "attend")
 BRANCH_PARTS = ("cmp", "sel", "win")
-"""Branches alone: kernels of their own, compiled for each case, that a step does not run."""
+"""Single branches: they have their own kernels, which are compiled for each case and which a step does not run."""
 HOST_COUNT = 10
-"""Repetitions of calls from Python on a GPU, at most."""
+"""Maximum repetitions of calls from Python on a GPU."""
 
 
 @frozen(kw_only=True)
@@ -64,7 +64,7 @@ class DecodeCase:
 
 @frozen(kw_only=True)
 class DecodePlan:
-    """What is measured."""
+    """The cases and parts that are measured."""
 
     cases: tuple[DecodeCase, ...]
     device: torch.device
@@ -86,14 +86,14 @@ class DecodeResult:
     reads_actual: int | None = None
     reads_expected: int | None = None
     times: dict[str, float] = attrs.field(factory=dict)
-    """By what ran: total, append, attend, cmp, sel, win; with "graph " before it, by graph."""
+    """Part -> time. Parts are total, append, attend, cmp, sel, win; the prefix "graph " means by CUDA graph."""
     dense: dict[str, float] = attrs.field(factory=dict)
-    """The dense kernels, likewise."""
+    """Dense kernel -> time, with the same prefix."""
     notes: tuple[str, ...] = ()
     check_seconds: float = 0.0
-    """What the comparison took, the caches and the compilation of its kernels included."""
+    """Duration of the comparison, including the caches and the compilation of its kernels."""
     time_seconds: float = 0.0
-    """What the measurements took, likewise."""
+    """Duration of the measurements, including compilation."""
 
     def best_dense(self, way: str = "") -> float | None:
         """Return the least time of a dense kernel, eager or by graph ("graph ")."""
@@ -101,10 +101,10 @@ class DecodeResult:
 
 
 def make_decode_plan(options: DecodeOptions) -> DecodePlan:
-    """Return what `options` ask for.
+    """Return the plan that `options` describe.
 
     Raises:
-        OptionError: for options that cannot be.
+        OptionError: if options are invalid.
     """
     device = find_device(options.device)
     is_gpu = device.type == "cuda"
@@ -124,7 +124,7 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
-    """Return the names in `text`, by commas, in the order of STEP_PARTS and BRANCH_PARTS; "all" is every one.
+    """Return the comma-separated names in `text`, in the order of STEP_PARTS and BRANCH_PARTS; "all" stands for all names.
 
     Raises:
         OptionError: for a name that is no part.
@@ -236,7 +236,7 @@ class DecodeStep:
         self.blocks = NewBlocks(self.cmp, self.rows["raw"], compress_k, compress_v, RotaryEmbedding(shape.head_dim_qk))
 
     def append(self) -> None:
-        """Write the step; where a backend is named that writes no caches, by the best that does."""
+        """Write the step; if the named backend writes no caches, use the best backend that does."""
         append_rows(tuple(self.rows.values()), self.blocks, self.start, self.count, self.geometry, self.backend)
 
     def attend(self, branches: tuple[str, ...] = ("cmp", "slc", "win"), observers: tuple[AttentionObserver, ...] = ()) -> Tensor:
@@ -249,7 +249,7 @@ class DecodeStep:
         )  # fmt: skip
 
     def parts(self) -> dict[str, Callable[[], object]]:
-        """Return the calls that are timed: the whole step, its two operations, and branches alone, "sel" with its scores and choice."""
+        """Return the calls that are timed: the whole step, its two operations, and single branches ("sel" with its scores and choice)."""
 
         def total() -> Tensor:
             self.append()
@@ -265,7 +265,7 @@ class DecodeStep:
         }
 
     def check(self) -> DecodeResult:
-        """Return the result with its error and counters, and as its failure what is wrong; the first sequences are compared."""
+        """Return the result with its error and counters, and any fault as its failure; only the first sequences are compared."""
         record = _Record()
         out = self.attend(observers=(record,))
         few = slice(min(CHECKED_SEQUENCES, self.case.batch))
@@ -324,7 +324,7 @@ class DecodeStep:
 
 
 def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of the files; None stands for what was not measured. No prefill runs, so reads are those of the step."""
+    """Return a row of the files; None stands for a value that was not measured. No prefill runs, so reads are those of the step."""
     shape = one.case.shape
     times = {
         f"{way}ms_{name}": one.times.get(f"{way.replace('_', ' ')}{name}")
@@ -343,14 +343,14 @@ def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def progress_line(one: DecodeResult) -> str:
-    """Return the line of a case while a run goes on."""
+    """Return the progress line of a case."""
     best = one.times.get("graph total", one.times.get("total"))
     spent = f"compared in {one.check_seconds:.1f} s, timed in {one.time_seconds:.1f} s"
     return f"{one.case}: {one.failure or f'{number(best)} ms a step ({spent})'}"
 
 
 def decode_table(results: list[DecodeResult]) -> Table:
-    """Return a line per case, in microseconds: by graph where there is one, else from Python."""
+    """Return a line per case, in microseconds: by graph if there is one, else from Python."""
     way = "graph " if any("graph total" in one.times for one in results) else ""
     table = Table(
         "case",

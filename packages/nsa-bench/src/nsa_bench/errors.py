@@ -1,4 +1,4 @@
-"""The errors that end a command on purpose; each knows the exit code that the command line returns for it. Imports no torch."""
+"""The errors that end a command; each has the exit code that the command line returns. Imports no torch."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 class BenchError(Exception):
-    """Base of them all: what was found (with the value), why it is refused, what to do."""
+    """Base of all errors here. The message says what was found (with the value), why it is refused, and what to do."""
 
     exit_code = 1
 
@@ -31,17 +31,17 @@ class TrainerError(BenchError):
 
 
 def has_trainer() -> bool:
-    """Return True where nsa-train, an extra of this package, is installed."""
+    """Return True if nsa-train, an extra of this package, is installed."""
     return find_spec("nsa_train") is not None
 
 
 @contextmanager
 def trainer_for(verb: str) -> Iterator[None]:
-    """Let `verb` drive nsa-train in the block.
+    """Allow the command `verb` to use nsa-train in the block.
 
     Raises:
-        OptionError: when nsa-train is not installed.
-        TrainerError: when nsa-train refuses something, or fails.
+        OptionError: if nsa-train is not installed.
+        TrainerError: if nsa-train refuses something, or fails.
     """
     if not has_trainer():
         raise OptionError(f"{verb} drives nsa-train, which is not installed (it is an extra); install nsa-bench[train]")
@@ -54,7 +54,7 @@ def trainer_for(verb: str) -> Iterator[None]:
 
 
 def shipped_recipes() -> Iterable[str]:
-    """Return the names of nsa-train's recipes; none where it is not installed."""
+    """Return the names of nsa-train's recipes; no names if it is not installed."""
     if not has_trainer():
         return ()
     from nsa_train.settings.recipe import shipped_recipes

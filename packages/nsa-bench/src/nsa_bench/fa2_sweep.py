@@ -1,7 +1,7 @@
-"""`nsa-bench fa2-sweep`: the dense attention at hand by head dimension, length and dtype, and the knee of each curve.
+"""`nsa-bench fa2-sweep`: time the available dense attention by head dimension, length and dtype, and find the knee of each curve.
 
-The knee is the least length at which a kernel reaches 90 % of the best rate that it has at that head dimension and dtype: below it, launches
-and partly filled tiles take the time.
+The knee is the shortest length at which a kernel reaches 90 % of its best rate at that head dimension and dtype. Below it, launches
+and partly filled tiles take most of the time.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Curve:
     dtype: torch.dtype
     direction: Direction
     rates: dict[int, float]
-    """Tokens -> TFLOP/s, of the lengths that have a time."""
+    """Tokens -> TFLOP/s, for the lengths that have a time."""
 
     @property
     def best(self) -> float:
@@ -49,7 +49,7 @@ class Curve:
 
     @property
     def knee(self) -> int:
-        """Return the least length, in tokens, at `KNEE` of the best rate."""
+        """Return the shortest length, in tokens, that reaches `KNEE` of the best rate."""
         return min(length for length, rate in self.rates.items() if rate >= KNEE * self.best)
 
 
@@ -57,7 +57,7 @@ def sweep_jobs(options: SweepOptions, device: torch.device) -> list[Job]:
     """Return a job per head dimension, dtype and length.
 
     Raises:
-        OptionError: for options that cannot be.
+        OptionError: if options are invalid.
     """
     dtypes = parse_names("--dtypes", options.dtypes or ("bf16,fp16" if device.type == "cuda" else "fp32"), tuple(DTYPES))
     baselines = parse_baselines(options.baseline)

@@ -1,6 +1,6 @@
-"""The tensors of a case, made on its device: queries that are independent, or drift so that their choices of blocks persist.
+"""Make the tensors of a case on its device. Queries are independent, or drift so that their choices of blocks persist.
 
-Choices are also made without scores, with a stated persistence.
+Choices can also be made without scores, with a given persistence.
 """
 
 import torch
@@ -13,7 +13,7 @@ from nsa_core.testing.inputs import Inputs
 from nsa_core.testing.sampled_rows import Piece, choose_rows
 
 SHARE_KEPT = {Selection.RANDOM: 0.0, Selection.TRAINED_LIKE: 0.8}
-"""Share of a query's free blocks that the next query keeps; those not kept are drawn anew."""
+"""Share of a query's free blocks that the next query keeps; the others are drawn again."""
 CHUNK = 256
 """Rows of one step of the drift."""
 PROBE_ROWS = 48
@@ -24,8 +24,8 @@ PROBES = 4
 def make_tensors(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Return the eight differentiable tensors of `nsa_attention`, leaves that require gradients, and cu_seqlens.
 
-    Normal, with gates uniform in 0 .. 1. Trained-like selection makes q a stationary first-order process over the
-    tokens, whose correlation is calibrated to the share of blocks that is to persist. With recorded selection q points at the blocks
+    The values are normal, and gates are uniform in 0 .. 1. Trained-like selection makes q a stationary first-order process over the
+    tokens, whose correlation is calibrated to the share of blocks that should persist. With recorded selection q points at the blocks
     that the model chose.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -140,7 +140,7 @@ def free_overlap(block_indices: Tensor, positions: Tensor, geometry: BlockGeomet
     """Return the mean share of a query's free blocks that the next query of its sequence chooses too.
 
     block_indices `(S, G, n)`, positions int64 `(S,)`. Only queries that had to choose count, those with more than n
-    candidates; None where there is none.
+    candidates; None if there is none.
     """
     here, before = block_indices[1:], block_indices[:-1]
     own = positions[:-1] // geometry.selection_block_size
@@ -157,7 +157,7 @@ def free_overlap(block_indices: Tensor, positions: Tensor, geometry: BlockGeomet
 
 
 def _free_blocks(positions: Tensor, num_free: int, case: Case, generator: torch.Generator) -> Tensor:
-    """Return `(S, G, F)`: each slot's block, -1 where it has none to draw from."""
+    """Return `(S, G, F)`: each slot's block, -1 if it has none to draw from."""
     geometry, device = case.geometry, positions.device
     sizes = (len(positions), case.shape.num_kv_heads, num_free)
     if not num_free:

@@ -1,4 +1,4 @@
-"""One line of a result, and how it is made: an implementation is compared first, then its memory is measured, then its time."""
+"""One row of a result. An implementation is compared first, then its memory is measured, then its time."""
 
 import time
 import warnings
@@ -21,10 +21,10 @@ from nsa_core.testing.sampled import Check, Expected, backward_values, compare, 
 BUDGET_MS = 1500.0
 """Time spent on the repetitions of one measurement."""
 MIN_COUNT, MAX_COUNT = 3, 50
-"""Repetitions, whatever the budget is: at least 10 of what takes up to a tenth of it, few of what takes longer."""
+"""Limits of the repetitions, whatever the budget is: at least 10 for a call of up to a tenth of it, few for a longer call."""
 WARM_UPS = 2
 FLUSH_BYTES = 256 * 2**20
-"""Written before every repetition: several times the L2 of any GPU so far."""
+"""Bytes that are written before every repetition: several times the L2 of any GPU so far."""
 
 
 @frozen(kw_only=True)
@@ -43,7 +43,7 @@ class Timing:
 
 
 def time_call(call: Callable[[], object], device: torch.device, patience_ms: float = float("inf"), max_count: int | None = None) -> Timing:
-    """Return the times of `call` after a warm-up, `max_count` at most; a single one where that already exceeds `patience_ms`."""
+    """Return at most `max_count` times of `call` after a warm-up; only one if that already exceeds `patience_ms`."""
     flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     for _ in range(WARM_UPS if device.type == "cuda" else 1):
         call()
@@ -55,10 +55,10 @@ def time_call(call: Callable[[], object], device: torch.device, patience_ms: flo
 
 
 def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return a function that replays the kernels of `call`, captured in a CUDA graph: no launch of them waits for Python.
+    """Return a function that replays the kernels of `call` from a CUDA graph, so that no launch waits for Python.
 
     Raises:
-        RuntimeError: when something in `call` cannot be captured, such as reading a value from the GPU.
+        RuntimeError: if something in `call` cannot be captured, such as reading a value from the GPU.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -92,7 +92,7 @@ def _times_ms(call: Callable[[], object], count: int, flushed: Tensor | None) ->
 
 
 def times_in_turn(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Return the time in ms of each of `calls`, which run once, one after another; nothing waits between them on a GPU."""
+    """Return the time in ms of each of `calls`, which run once, one after another, without a wait between them on a GPU."""
     if device.type != "cuda":
         return [_times_ms(call, 1, None)[0] for call in calls]
     stamps = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
@@ -105,7 +105,7 @@ def times_in_turn(calls: Sequence[Callable[[], object]], device: torch.device) -
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give back what a GPU's allocator keeps for later, so that one case's leftovers do not crowd the next."""
+    """Free the memory that a GPU's allocator caches, so that one case does not reduce the memory of the next."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -146,7 +146,7 @@ class Job:
     baselines: tuple[str, ...] = ()
     """Dense kernels by name; packed cases have none."""
     is_timed: bool = True
-    """False: only compared, and the memory measured."""
+    """False: the results are only compared, and the memory is measured."""
     is_replayed: bool = False
     """On a GPU, time CUDA graphs."""
 
@@ -166,19 +166,19 @@ class Measurement:
     check: Check | None = None
     timing: Timing | None = None
     reason: str = ""
-    """Why there is no time; "" where there is one, or none was asked for."""
+    """Why there is no time; "" if there is one, or none was requested."""
     note: str = ""
-    """Remarks on a time that there is."""
+    """Remarks on the time."""
     peak_bytes: int | None = None
     """Most bytes held during forward and backward, inputs included; on CUDA, of the whole operation."""
     tensor_bytes: int | None = None
-    """Bytes of the operands, out and their gradients, which nothing can do without."""
+    """Bytes of the operands, out and their gradients, which every implementation needs."""
     overlap: float | None = None
-    """Measured share of free blocks that the next query chooses too; None where no query had to choose."""
+    """Measured share of free blocks that the next query chooses too; None if no query had to choose."""
 
     @property
     def is_failure(self) -> bool:
-        """Return True where one of our own operations ended without the result that was asked for."""
+        """Return True if one of our own operations ended without the requested result."""
         return bool(self.reason) and self.is_ours
 
     @property
@@ -233,7 +233,7 @@ def to_row(measurement: Measurement, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def finite(value: float) -> float | str:
-    """Return `value`, or "inf" where JSON has no number for it."""
+    """Return `value`, or "inf" if JSON has no number for it."""
     return value if value < float("inf") else "inf"
 
 
@@ -268,7 +268,7 @@ class Implementation:
     """False: a wrong result is timed all the same, and its error is reported."""
 
     def check(self, direction: Direction, expected: Expected) -> Check:
-        """Return how far the result of one run in `direction` lies from what is expected."""
+        """Return the error of the result of one run in `direction`, relative to the expected values."""
         values = forward_values if direction is Direction.FORWARD else backward_values
         return compare(values(self.run, self.operands, expected), expected)
 
@@ -287,7 +287,7 @@ class Implementation:
 
 
 def check_all(tried: Implementation, expected: Expected, directions: tuple[Direction, ...], registry: RouteRecorder) -> list[Measurement]:
-    """Return a measurement without time per direction: right, or with the reason why it will get none."""
+    """Return a measurement without a time for each direction; a wrong result has the reason why it will get no time."""
     return [_check(tried, expected, direction, registry) for direction in directions]
 
 
@@ -300,7 +300,7 @@ def measure(
     held_before: int | None = None,
     patience_ms: Mapping[Direction, float] = MappingProxyType({}),
 ) -> Iterator[Measurement]:
-    """Yield `checked` with memory and time, as `finish`. Where memory is measured, the expected values must be gone by now."""
+    """Yield `checked` with memory and time, as `finish`. If memory is measured, the expected values must have been freed before."""
     case = tried.case
     dout = torch.randn(1, case.seq_len, case.shape.num_heads, case.shape.head_dim_v, device=device, dtype=case.dtype)
     total = 2 * (sum(x.nbytes for x in tried.operands.values()) + dout.nbytes)
@@ -323,7 +323,7 @@ def finish(
 ) -> Measurement:
     """Return `one` with the memory and the time of `call`, or with the reason why it has none.
 
-    `held_before`: bytes held before the inputs were made, where the peak of forward and backward is measured. A call that takes
+    `held_before`: bytes held before the inputs were made, if the peak of forward and backward is measured. A call that takes
     longer than `patience_ms` is timed once.
     """
     try:
@@ -366,12 +366,12 @@ def _check(tried: Implementation, expected: Expected, direction: Direction, regi
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return one line for the table: the kind of error and its first line, or all of them where they are reasons against a backend."""
+    """Return one line for the table: the kind of error and its first line, or all lines if they are reasons against a backend."""
     if isinstance(error, BackendUnavailableError):
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: object) -> str:
-    """Return the first line of a message; kernels' errors run to hundreds."""
+    """Return the first line of a message; errors of kernels can have hundreds."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""The options of the verbs as the command line gives them, in groups. Imports no torch."""
+"""The options of the commands as the command line gives them, in groups. Imports no torch."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ Settings = Annotated[list[str] | None, Parameter(name="--set", negative="", help
 @Parameter(name="*")
 @frozen(kw_only=True)
 class ResultFiles:
-    """The files that every verb writes."""
+    """The files that every command writes."""
 
     json_file: Annotated[Path | None, Parameter(name="--json", help="Write the result to this file as JSON.")] = None
     csv_file: Annotated[Path | None, Parameter(name="--csv", help="Write the result to this file as CSV.")] = None
@@ -29,7 +29,7 @@ class ResultFiles:
 @Parameter(name="*")
 @frozen(kw_only=True)
 class AttentionOptions:
-    """The options of `attention`; None where one was not given."""
+    """The options of `attention`; None if one was not given."""
 
     device: Device = None
     dtype: DType = None
@@ -63,7 +63,7 @@ class CompareOptions:
 @Parameter(name="*")
 @frozen(kw_only=True)
 class DecodeOptions:
-    """The options of `decode`; None where one was not given."""
+    """The options of `decode`; None if one was not given."""
 
     device: Device = None
     dtype: DType = None
@@ -83,7 +83,7 @@ class DecodeOptions:
 @Parameter(name="*")
 @frozen(kw_only=True)
 class PrefillOptions:
-    """The options of `prefill`; None where one was not given."""
+    """The options of `prefill`; None if one was not given."""
 
     device: Device = None
     dtype: DType = None
@@ -97,7 +97,7 @@ class PrefillOptions:
 @Parameter(name="*")
 @frozen(kw_only=True)
 class SelectOptions:
-    """The options of `select`; None where one was not given."""
+    """The options of `select`; None if one was not given."""
 
     device: Device = None
     dtype: DType = None
@@ -111,7 +111,7 @@ class SelectOptions:
 @Parameter(name="*")
 @frozen(kw_only=True)
 class ThresholdOptions:
-    """The options of `thresholds`; None where one was not given."""
+    """The options of `thresholds`; None if one was not given."""
 
     device: Device = None
     dtype: DType = None
@@ -134,7 +134,7 @@ class ThresholdOptions:
 @Parameter(name="*")
 @frozen(kw_only=True)
 class SweepOptions:
-    """The options of `fa2-sweep`; None where one was not given."""
+    """The options of `fa2-sweep`; None if one was not given."""
 
     device: Device = None
     lengths: Lengths = None
@@ -150,7 +150,7 @@ class CallShape:
     """The call that `backends` routes: one sequence, forward and backward by default.
 
     Raises:
-        OptionError: when a number is below 1 or kv_heads does not divide heads; with every problem.
+        OptionError: if a number is below 1 or kv_heads does not divide heads; with every problem.
     """
 
     dtype: DType = None
@@ -181,5 +181,5 @@ class CallShape:
 
     @property
     def is_decode(self) -> bool:
-        """Return True where the keys are a cache: the call is then one query over seq_len tokens."""
+        """Return True if the keys are a cache: the call is then one query over seq_len tokens."""
         return self.layout not in ("dense", "packed")

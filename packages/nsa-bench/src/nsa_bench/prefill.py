@@ -1,7 +1,7 @@
-"""`nsa-bench prefill`: a long prompt in tiles over a cache, beside one pass over all of it without a cache.
+"""`nsa-bench prefill`: time a long prompt in tiles over a cache, and compare it with one pass over all of it without a cache.
 
 A tile is APPEND of its rows and the attention of all branches; projections, RoPE of its rows and gates are not part of either side, and phi
-is the mean on both. Both are compared with the reference before they are timed; what is wrong gets no time.
+is the mean on both. Both are compared with the reference before they are timed; a wrong result gets no time.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,9 +80,9 @@ class PrefillResult:
     failure: str | None = None
     tiles: tuple[Tile, ...] = ()
     total_ms: float | None = None
-    """All tiles, one after another."""
+    """Time of all tiles, one after another."""
     whole_ms: float | None = None
-    """One pass over the prompt without a cache: phi, then the attention."""
+    """Time of one pass over the prompt without a cache: phi, then the attention."""
     peak_bytes: int | None = None
     """Most bytes held while the tiles run, inputs and cache included; None on a CPU."""
     cache_bytes: int | None = None
@@ -90,7 +90,7 @@ class PrefillResult:
     limit_used: float | None = None
     error_against: str = ""
     routes: str = ""
-    """Who served the tiles, by operation."""
+    """The backends that served the tiles, by operation."""
 
     @property
     def ratio(self) -> float | None:
@@ -102,10 +102,10 @@ class PrefillResult:
 
 
 def make_prefill_plan(options: PrefillOptions) -> PrefillPlan:
-    """Return what `options` ask for.
+    """Return the plan that `options` describe.
 
     Raises:
-        OptionError: for options that cannot be.
+        OptionError: if options are invalid.
     """
     device = find_device(options.device)
     is_gpu = device.type == "cuda"
@@ -217,7 +217,7 @@ class Prompt:
         return [(start, min(tile, self.case.seq_len - start)) for start in range(0, self.case.seq_len, tile)]
 
     def measure(self, tile: int, held_before: int) -> PrefillResult:
-        """Return the figures of the prompt in tiles of `tile` tokens; those that are wrong have no times."""
+        """Return the figures of the prompt in tiles of `tile` tokens; wrong results have no times."""
         result = self.checked(tile)
         if result.failure is not None:
             return result
@@ -238,7 +238,7 @@ class Prompt:
         return [partial(self.read_tile, cache, start, tokens) for start, tokens in self.spans(tile)]
 
     def checked(self, tile: int) -> PrefillResult:
-        """Return the result with errors and read counters, and as its failure what is wrong."""
+        """Return the result with errors and read counters, and any fault as its failure."""
         self.registry.forget()
         cache, outs, tiles = self.new_cache(), [], []
         assert cache.read_counter is not None
@@ -264,7 +264,7 @@ class Prompt:
 
 
 def to_rows(result: PrefillResult, common: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per tile, each with the figures of the whole prompt; one row where there are no tiles."""
+    """Return a row per tile, each with the figures of the whole prompt; one row if there are no tiles."""
     case = result.case
     shape = case.shape
     whole = {
@@ -285,7 +285,7 @@ def _tile_columns(tile: Tile | None) -> dict[str, Any]:
 
 
 def prefill_table(results: list[PrefillResult]) -> Table:
-    """Return a line per prompt: its tiles in ms, first, last and all, beside one pass."""
+    """Return a line per prompt: the times in ms of its first tile, its last tile, all tiles, and one pass."""
     table = Table("case", "first", "last", "all", "one pass", "ratio", "tokens/s", "peak GiB", "error", title="prefill, ms")
     for one in results:
         if one.failure is not None or not one.tiles:

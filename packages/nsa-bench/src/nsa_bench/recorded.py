@@ -1,13 +1,13 @@
-"""Choices of blocks that a trained model made: how a file keeps them, and how a case of another shape takes them over.
+"""Choices of blocks that a trained model made: their file format, and the rule that maps them to a case of another shape.
 
 Each KV head of each layer that chooses is a *track*. A case takes its choices from the tracks by this rule:
 
-1. KV head g of G reads track g * T // G of the T tracks, which lie layer by layer.
-2. Query t reads the recorded query t, and beyond the S_r recorded ones those from S_r // 2 on, over and over: neighbours stay neighbours.
-3. A free block keeps its place in the past: at distance e of the E + 1 candidates behind the recorded query's own block it becomes
+1. KV head g of G reads track g * T // G of the T tracks, which are ordered layer by layer.
+2. Query t reads the recorded query t. Queries beyond the S_r recorded ones read those from S_r // 2 on, over and over: neighbours stay neighbours.
+3. A free block keeps its relative distance: at distance e of the E + 1 candidates behind the recorded query's own block, it becomes
    distance e * (own + 1) // (E + 1). For equal shapes that is the recorded block.
-4. Forced blocks, n and the block size are the case's. Where n leaves less room, the nearest free blocks stay; where it leaves more, or two
-   became one, the nearest other blocks are added.
+4. Forced blocks, n and the block size are the case's. Where n leaves less room, the nearest free blocks stay. Where it leaves more, or two
+   blocks became one, the nearest other blocks are added.
 """
 
 import base64
@@ -28,9 +28,9 @@ from nsa_core.blocks import num_compressed_blocks, num_selection_blocks
 from nsa_core.selection import choose_blocks
 
 ROWS = 2**25
-"""Scores of a part of the rows that are mapped at a time."""
+"""Maximum scores of the rows that are mapped at a time."""
 POINTING = 10.0
-"""Score, in nats, of a query with the compressed keys of the blocks that it shall choose; others have about 0."""
+"""Score, in nats, of a query with the compressed keys of the blocks that it should choose; other keys have about 0."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -57,7 +57,7 @@ def read_recording(path: str) -> Recording:
     """Return the recording of a JSON file that `nsa-bench choices` wrote.
 
     Raises:
-        OptionError: when the file holds none.
+        OptionError: if the file holds none.
     """
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))["recorded"]
@@ -111,10 +111,10 @@ def _mapped_rows(tracks: Tensor, positions: Tensor, num_blocks: int, geometry: B
 
 
 def pointing_queries(case: Case, block_indices: Tensor, k_cmp: Tensor) -> Tensor:
-    """Return q `(S, H, D_k)` whose scores over k_cmp `(C, G, D_k)`, unit normal, choose nearly the free blocks of block_indices `(S, G, n)`.
+    """Return q `(S, H, D_k)` whose scores over unit normal k_cmp `(C, G, D_k)` choose nearly the free blocks of block_indices `(S, G, n)`.
 
-    The free blocks of a row are dealt out to the heads of the group. A head is the sum of the compressed keys in the middle of its
-    blocks, so that each has a score of `POINTING` nats and others nearly 0; few heads with small D_k confuse some.
+    The heads of the group share the free blocks of a row. A head is the sum of the compressed keys in the middle of its
+    blocks, so that each has a score of `POINTING` nats and others nearly 0; few heads with a small D_k confuse some blocks.
     """
     geometry, shape = case.geometry, case.shape
     per_group, dim = shape.heads_per_group, shape.head_dim_qk

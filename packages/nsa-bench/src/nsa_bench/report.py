@@ -1,7 +1,7 @@
-"""`nsa-bench report`: one page of result files, and with `--bundle` an archive that says whether a machine is ready.
+"""`nsa-bench report`: write one page from result files, and with `--bundle` an archive that shows whether a machine is ready.
 
-Every JSON file of a verb holds `environment`, `options` and lists of rows. The page shows a table per list: columns that are equal in all
-rows of a file stand above it once. It needs no network and no other file.
+Every JSON file of a command holds `environment`, `options` and lists of rows. The page shows a table per list; columns that are equal in all
+rows of a file are shown once above it. It needs no network and no other file.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from nsa_bench.reporting import number
 from nsa_bench.results import Output, describe, to_json
 
 MOST_RESULT = 64 * 2**20
-"""Bytes of a result file; a larger one is none of ours."""
+"""Maximum bytes of a result file; a larger file is not one of ours."""
 MACHINE = ("time", "gpu", "cpu", "torch", "triton", "cuda", "commit")
-"""What a file's heading says of its environment."""
+"""The fields of the environment in a file's heading."""
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
 """The date of every file in the archive, so that equal content gives equal bytes."""
 
@@ -37,7 +37,7 @@ class RowTable(NamedTuple):
 
     name: str
     columns: list[str]
-    """Those that differ between rows."""
+    """Columns that differ between rows."""
     rows: list[list[str]]
     same: dict[str, str]
     """Columns that are equal in all rows."""
@@ -76,8 +76,8 @@ def run_report(paths: Sequence[Path], out: Path, *, bundle: Path | None, tests: 
     """Write a page of the result files at `paths`, files or folders, to `out`, and the archive `bundle`.
 
     Raises:
-        OptionError: where a path is not there, a file is no result, or there is none at all.
-        OSError: where a file cannot be written.
+        OptionError: if a path does not exist, a file is not a result, or there is no result at all.
+        OSError: if a file cannot be written.
     """
     results, others = find_results(paths)
     missing = [str(path) for path in tests if not path.is_file()]
@@ -96,7 +96,7 @@ def run_report(paths: Sequence[Path], out: Path, *, bundle: Path | None, tests: 
 
 
 def find_results(paths: Iterable[Path]) -> tuple[list[Result], list[Path]]:
-    """Return the results at `paths`, in order of their dates, and the JSON files of folders that are none.
+    """Return the results at `paths`, in order of their dates, and the JSON files in folders that are not results.
 
     Raises:
         OptionError: as `run_report`.
@@ -135,7 +135,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 
 def is_rows(value: Any) -> bool:
-    """Return whether `value` is a list of rows: of dictionaries, at least one."""
+    """Return whether `value` is a list of rows: a list of at least one dictionary."""
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
@@ -150,7 +150,7 @@ def table_of(name: str, rows: list[dict[str, Any]]) -> RowTable:
 
 
 def shown(value: Any) -> str:
-    """Return a value as the page has it: four digits, "" for none."""
+    """Return a value as the page shows it: four digits, "" for None."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -159,7 +159,7 @@ def shown(value: Any) -> str:
 
 
 def page_of(results: Sequence[Result]) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         resources("nsa_bench").joinpath("report.html.j2").read_text(encoding="utf-8")
     )

@@ -1,7 +1,7 @@
-"""The measurements of `attention` and `compare` as they come: a line each, files written anew, and a table per case at the end.
+"""Report the measurements of `attention` and `compare`: a line for each, files that are rewritten, and a table per case at the end.
 
-The tables are narrow enough for a terminal of 100 columns. Files are written after every measurement, so a run that is cut
-off leaves them. The JSON file: `environment`, `options` (as given) and `rows`, the measurements; the CSV file: the rows.
+The tables fit a terminal of 100 columns. Files are written after every measurement, so that an interrupted run leaves
+them. The JSON file holds `environment`, `options` (as given) and `rows`, the measurements; the CSV file holds the rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ from nsa_bench.results import Output
 
 GIB = 2**30
 FEW = 10
-"""Fewer repetitions than this are stated with a median."""
+"""If there are fewer repetitions than this, their number is shown with the median."""
 DenseTimes = dict[tuple[HeadShape, int, Direction], Measurement]
 
 
@@ -28,10 +28,10 @@ def collect(
     output: Output,
     judge: Callable[[list[Measurement], dict[str, Any]], dict[str, list[dict[str, Any]]]] = lambda *_: {},
 ) -> list[Measurement]:
-    """Return the measurements of `found`, each reported and written as it comes.
+    """Return the measurements of `found`; each is reported and written at once.
 
-    `judge` makes further lists of rows for the JSON file, given the columns that every row carries; a list named `sweep` is
-    the CSV file's in place of the rows.
+    `judge` makes further lists of rows for the JSON file, given the columns that every row has; a list named `sweep`
+    replaces the rows in the CSV file.
     """
     output.check_files()
     common = common_columns(output.environment)
@@ -99,7 +99,7 @@ def _caption(measurements: list[Measurement]) -> Text:
 
 
 def progress_line(one: Measurement) -> str:
-    """Return the line of a measurement while a run goes on."""
+    """Return the progress line of a measurement."""
     figure = one.reason or ("right" if one.timing is None else f"{number(one.timing.median_ms)} ms")
     return f"{one.case}: {one.operation} {one.direction} on {one.implementation}: {figure}"
 
@@ -109,7 +109,7 @@ def _key(one: Measurement) -> tuple[HeadShape, int, Direction]:
 
 
 def median_of(one: Measurement) -> float:
-    """Return the median of a measurement that has a time, in ms."""
+    """Return the median in ms of a measurement that has a time."""
     assert one.timing is not None
     return one.timing.median_ms
 

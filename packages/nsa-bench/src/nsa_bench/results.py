@@ -1,4 +1,4 @@
-"""Where the results of a verb go: tables to the screen, lines of progress to stderr, files that carry machine and commit."""
+"""Output of a command's results: tables to the screen, progress lines to stderr, files with machine and commit."""
 
 import csv
 import json
@@ -29,12 +29,12 @@ def describe() -> dict[str, Any]:
 
 
 def facts_of(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return machine, versions and commit, for the row of a file."""
+    """Return machine, versions and commit as columns of a row."""
     return {name: environment[name] for name in ("time", "cpu", "gpu", "torch", "triton", "commit")}
 
 
 class Output:
-    """The screen, the progress and the files of one call of a verb."""
+    """The screen, the progress and the files of one call of a command."""
 
     def __init__(
         self, files: ResultFiles, commit: str | None = None, *, screen: Console | None = None, progress: Console | None = None
@@ -46,7 +46,7 @@ class Output:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Return time, machine, versions and commit, as of the first use; every result carries them."""
+        """Return time, machine, versions and commit, as of the first use; every result has them."""
         environment = describe()
         return environment | {"commit": self.commit or environment["commit"]}
 
@@ -54,7 +54,7 @@ class Output:
         """Check that the files can be written, before anything is measured.
 
         Raises:
-            OSError: when one cannot be.
+            OSError: if one cannot be written.
         """
         for path in (self.files.json_file, self.files.csv_file):
             if path is not None:
@@ -70,7 +70,7 @@ class Output:
             self.screen.print(table)
 
     def write(self, content: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """Write `content` to the JSON file and `rows` to the CSV file, where they are wanted."""
+        """Write `content` to the JSON file and `rows` to the CSV file, if the options name these files."""
         if self.files.json_file is not None:
             write_json(self.files.json_file, content)
         if self.files.csv_file is not None and rows:
@@ -102,7 +102,7 @@ def run_env(output: Output) -> None:
 
 
 def environment_table(environment: dict[str, Any]) -> Table:
-    """Return names and values, one package a line."""
+    """Return a table of names and values, with one package a line."""
     table = Table(show_header=False, box=None)
     for name, value in flatten(environment):
         # foreign text goes in as `Text`, so that brackets in it are no markup

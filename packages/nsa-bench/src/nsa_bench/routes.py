@@ -1,4 +1,4 @@
-"""The backends that serve: a registry that notes which ones ran, and the check of a backend that is named."""
+"""A registry that records which backends ran, and the check of a named backend."""
 
 from collections.abc import Iterable, Mapping
 
@@ -18,14 +18,14 @@ from nsa_core import (
 
 
 class RouteRecorder(BackendRegistry):
-    """The backends of the installed packages; `served` tells who ran since `forget`."""
+    """A registry of the installed packages' backends; `served` returns the backends that ran since `forget`."""
 
     @classmethod
     def of_installed(cls) -> "RouteRecorder":
         """Return a registry of every plug-in that loads.
 
         Raises:
-            BenchError: when two plug-ins offer one backend.
+            BenchError: if two plug-ins offer one backend.
         """
         try:
             return cls(tuple(load_plugins().registry().backends))
@@ -43,28 +43,28 @@ class RouteRecorder(BackendRegistry):
             self._served[facts.operation] = backend
 
     def forget(self) -> None:
-        """Forget who ran."""
+        """Clear the record of backends that ran."""
         self._served.clear()
 
     @property
     def served(self) -> str:
-        """Return who ran, as `text_of`."""
+        """Return the backends that ran, as text; see `text_of`."""
         return text_of(self._served)
 
 
 def text_of(routes: Mapping[str, str]) -> str:
-    """Return who served by operation: "triton" where one did it all, else "cmp sdpa, slc triton"."""
+    """Return the backends that served, by operation: "triton" if one served all, else "cmp sdpa, slc triton"."""
     names = set(routes.values())
     return names.pop() if len(names) == 1 else ", ".join(f"{operation} {name}" for operation, name in routes.items())
 
 
 def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch.device) -> None:
-    """Check that the `--backend` of a measurement can serve some of it; `measured`: operations (some of OURS) and their cases.
+    """Check that the `--backend` of a measurement can serve a part of it; `measured`: operations (some of OURS) and their cases.
 
     The results give the reason for each case that it cannot serve.
 
     Raises:
-        OptionError: when no plug-in has it, or it can serve none of the cases, with all reasons.
+        OptionError: with all reasons, if no plug-in has the backend, or it can serve none of the cases.
     """
     if name == "auto":
         return
@@ -84,9 +84,9 @@ def check_backend(name: str, measured: Iterable[tuple[str, Case]], device: torch
 def reasons_against(
     name: str, operation: str, case: Case, device: torch.device, registry: BackendRegistry, *, is_named: bool = True
 ) -> list[str]:
-    """Return why the backend `name` cannot serve the forward pass of `operation` on `case`; empty where it can.
+    """Return why the backend `name` cannot serve the forward pass of `operation` on `case`; empty if it can.
 
-    `is_named`: reasons of policy do not count, as where a user names it.
+    `is_named`: policy reasons do not count, as if a user had named the backend.
     """
     requests = _requests(name, operation, case, device, registry)
     return list(dict.fromkeys(reason for request in requests for reason in _reasons_against(name, request, registry, is_named)))
@@ -119,7 +119,7 @@ def _requests(name: str, operation: str, case: Case, device: torch.device, regis
 
 
 def _reasons_against(name: str, request: BranchRequest, registry: BackendRegistry, is_named: bool) -> list[str]:
-    """Return why `name` cannot serve `request`, or should not where it is not named; empty where nothing stands against it."""
+    """Return why `name` cannot serve `request`, or should not where it is not named; empty if nothing stands against it."""
     decision = registry.explain(request, name)
     if decision.chosen is not None and (is_named or all(one.is_eligible for one in decision.candidates if one.name == name)):
         return []

@@ -1,6 +1,6 @@
-"""`nsa-bench select`: the choice of blocks alone, by every installed backend, for one long sequence and for packed ones.
+"""`nsa-bench select`: time the choice of blocks alone, by every installed backend, for one long sequence and for packed ones.
 
-"select" scores the compressed keys and chooses (operation SELECT); "choose" is the choice alone, over importance that is there already
+"select" scores the compressed keys and chooses (operation SELECT); "choose" is the choice alone, from given importance
 (operation CHOOSE). A choice that differs from the reference, near ties aside, gets no time.
 """
 
@@ -39,7 +39,7 @@ from nsa_core.blocks import num_selection_blocks
 from nsa_core.reference.choose import choose
 
 MOST_SCORES = 2**28
-"""Scores of CHOOSE, float32, that are held at a time."""
+"""Maximum scores of CHOOSE, float32, that are held at a time."""
 COMPARED_ROWS = 512
 
 
@@ -64,10 +64,10 @@ class SelectResult:
     """"select" or "choose"."""
     backend: str
     rows: int
-    """Queries that choose."""
+    """Number of queries that choose."""
     timing: Timing | None = None
     reason: str = ""
-    """Why it has none, where it should have one."""
+    """Why there is no time although there should be one."""
     absent: str = ""
     """Why the backend does not serve the case."""
     near_ties: int | None = None
@@ -82,10 +82,10 @@ class SelectResult:
 
 
 def make_select_plan(options: SelectOptions) -> SelectPlan:
-    """Return what `options` ask for.
+    """Return the plan that `options` describe.
 
     Raises:
-        OptionError: for options that cannot be, or a backend that is not installed or can serve nothing of them.
+        OptionError: if options are invalid, or the backend is not installed or can serve nothing of them.
     """
     device = find_device(options.device)
     geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
@@ -181,7 +181,7 @@ def _median(one: SelectResult) -> float | None:
 
 
 def to_row(one: SelectResult, common: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of the files; None stands for what was not measured."""
+    """Return a row of the files; None stands for a value that was not measured."""
     case, timing = one.case, one.timing
     times = {name: None if timing is None else getattr(timing, name) for name in ("median_ms", "min_ms", "max_ms", "count")}
     return {
@@ -194,7 +194,7 @@ def to_row(one: SelectResult, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def select_table(results: list[SelectResult]) -> Table:
-    """Return a line per case and backend; below, why others do not serve."""
+    """Return a line per case and backend, and below them why other backends do not serve."""
     table = Table("part", "rows of", "backend", "ms", "ns a row", "near ties", title="choice of blocks")
     for one in results:
         packed = "" if one.case.lengths is None else f" in {len(one.case.lengths)} sequences"

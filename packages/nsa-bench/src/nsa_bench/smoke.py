@@ -1,4 +1,4 @@
-"""`nsa-bench smoke`: the verdicts of nsa-train's smoke rules on a run, as a table and as files."""
+"""`nsa-bench smoke`: check a run against nsa-train's smoke rules; the verdicts go to a table and to files."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ WORDS = {True: "ok", False: "FAIL", None: "n/a"}
 
 
 def run_smoke(folder: Path, *, baseline: Path | None, tolerance: float, output: Output) -> bool:
-    """Judge the run in `folder`, print the table, write the files, and return True where no rule fails.
+    """Check the run in `folder`, print the table, write the files, and return True if no rule fails.
 
     Raises:
-        nsa_train.errors.ConfigError: when `folder` is no run, or the baseline cannot be used.
+        nsa_train.errors.ConfigError: if `folder` is not a run, or the baseline cannot be used.
     """
     records, verdicts = judgement = judge_run(folder, baseline=baseline, tolerance=tolerance)
     output.show(smoke_table(folder, verdicts))

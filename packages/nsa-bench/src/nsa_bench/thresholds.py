@@ -1,7 +1,7 @@
-"""`nsa-bench thresholds`: from how many tokens on a kernel is worth its launch: 1.2 times as fast as the reference, 1.05 times as another kernel.
+"""`nsa-bench thresholds`: find the length from which a kernel is 1.2 times as fast as the reference, or 1.05 times as fast as another kernel.
 
-A threshold is the least measured length from which on the ratio holds at every longer one that was measured. Wrong results get no time, so
-they never make one.
+A threshold is the shortest measured length from which the ratio holds at every longer measured length. Wrong results get no time, so
+they never set a threshold.
 """
 
 import json
@@ -43,12 +43,12 @@ from nsa_core.environment import dotted
 
 REFERENCE = "sdpa"
 MARGINS = {"reference": 1.2, "kernel": 1.05}
-"""How many times as fast a kernel must be as the reference, and as another kernel."""
+"""The ratios of speed that a kernel must reach against the reference, and against another kernel."""
 IDENTITY = (
     *("compute_capability", "operation", "direction", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "dtype", "geometry"),
     *("backend", "against"),
 )
-"""The columns of a row that say what was measured; a table has one row of each."""
+"""The columns that identify a measurement; a table has one row for each."""
 GPU_LENGTHS, CPU_LENGTHS = "256,512,1k,2k,4k,8k,16k", "128,256"
 
 
@@ -65,7 +65,7 @@ class ThresholdPlan:
 
 @frozen(kw_only=True)
 class Threshold:
-    """The length from which on `backend` is to be taken in place of `against`."""
+    """The length from which `backend` should serve in place of `against`."""
 
     operation: str
     direction: Direction
@@ -74,11 +74,11 @@ class Threshold:
     against: str
     margin: float
     ratios: dict[int, float | None]
-    """Tokens -> the other's time over the backend's; None where the backend has none, or neither. inf: the other has none."""
+    """Tokens -> the other's time over the backend's; None if the backend has no time, or neither has. inf: only the other has none."""
 
     @property
     def min_length(self) -> int | None:
-        """Return the threshold in tokens; None where the longest length that was measured does not reach the margin."""
+        """Return the threshold in tokens; None if the longest length that was measured does not reach the margin."""
         found = None
         for length, ratio in sorted(self.ratios.items(), reverse=True):
             if ratio is None or ratio < self.margin:
@@ -88,10 +88,10 @@ class Threshold:
 
 
 def make_threshold_plan(options: ThresholdOptions) -> ThresholdPlan:
-    """Return what `options` ask for.
+    """Return the plan that `options` describe.
 
     Raises:
-        OptionError: for options that cannot be.
+        OptionError: if options are invalid.
     """
     device = find_device(options.device)
     geometry, dtype = parse_geometry(options.geometry), dtype_of(options.dtype, device.type)
@@ -110,7 +110,7 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
     """Measure what `options` ask for, print the table, write the files, and return the thresholds.
 
     Raises:
-        OptionError: for options that cannot be, or where no installed kernel serves any of the cases.
+        OptionError: if options are invalid, or no installed kernel serves any of the cases.
     """
     plan = make_threshold_plan(options)
     output.check_files()
@@ -146,11 +146,11 @@ def run_thresholds(options: ThresholdOptions, output: Output) -> list[Threshold]
 
 
 def table_file(options: ThresholdOptions) -> Path | None:
-    """Return the file of `--write`, the user's own table where it has no value; None without `--write`.
+    """Return the file of `--write`, or the user's own table if the option has no value; None without `--write`.
 
     Raises:
         OptionError: for more than one file.
-        OSError: where none can be written.
+        OSError: if none can be written.
     """
     if options.write is None:
         return None
@@ -165,10 +165,10 @@ def table_file(options: ThresholdOptions) -> Path | None:
 
 
 def kept_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of the table in `path`; none where there is no file.
+    """Return the rows of the table in `path`; no rows if there is no file.
 
     Raises:
-        OptionError: where the file is no table, or a damaged one.
+        OptionError: if the file is not such a table, or is damaged.
     """
     problem = read_table(path).problem
     if problem is not None:
@@ -178,7 +178,7 @@ def kept_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    """Replace the table in `path` as a whole by `rows` and those of `kept` that were not measured again."""
+    """Replace the whole table in `path` by `rows` and those of `kept` that were not measured again."""
     again = {identity_of(row) for row in rows}
     content = {
         "format": FORMAT, "schema": SCHEMA, "margins": MARGINS, "rows": [row for row in kept if identity_of(row) not in again] + rows
@@ -197,7 +197,7 @@ def write_table(path: Path, kept: list[dict[str, Any]], rows: list[dict[str, Any
 
 
 def identity_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a row is about."""
+    """Return the values of a row's IDENTITY columns."""
     return tuple(row[name] for name in IDENTITY)
 
 
@@ -231,7 +231,7 @@ def _measured(plan: ThresholdPlan) -> Iterator[Measurement]:
 
 
 def thresholds_of(measurements: list[Measurement]) -> list[Threshold]:
-    """Return the threshold of every kernel against the reference and against every other kernel that was measured beside it."""
+    """Return the threshold of every kernel against the reference and against every other kernel of the same measurement."""
     times: dict[tuple[str, Direction, HeadShape], dict[str, dict[int, float | None]]] = {}
     for one in measurements:
         key = (one.operation, one.direction, one.case.shape)

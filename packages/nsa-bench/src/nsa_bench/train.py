@@ -1,7 +1,7 @@
-"""`nsa-bench train`: a recipe and its dense twin, each in a process of its own, measured from the records it leaves.
+"""`nsa-bench train`: train a recipe and its dense twin, each in its own process, and measure both from their records.
 
-A run whose loss is not as training must make it gets no time: it starts near ln V, stays finite, and on synthetic ids
-it stays at ln V, since only a leak can lower it there.
+A run with an implausible loss gets no time. The loss must start near ln V and stay finite. On synthetic ids it must
+stay at ln V, because only a leak can lower it there.
 """
 
 import math
@@ -27,11 +27,11 @@ from nsa_train.settings.recipe import load_config
 from nsa_train.telemetry.records import load_json, read_events, read_rows
 
 WARM_UP_SHARE, LEAST_WARM_UP = 0.1, 3
-"""Share and least number of the first steps that the medians leave out: compilation and the allocator's first growth."""
+"""Share and minimum number of the first steps that the medians leave out: compilation and the allocator's first growth."""
 START_BAND = 0.1
-"""How far the first loss may lie from ln V, as a share."""
+"""Maximum deviation of the first loss from ln V, as a share."""
 LEAK_NATS = 0.3
-"""How far the loss on synthetic ids may fall below ln V."""
+"""Maximum nats by which the loss on synthetic ids may fall below ln V."""
 TWINS = {"both": ("nsa", "dense"), "nsa": ("nsa",), "dense": ("dense",)}
 LEAST_STEPS = 5
 COLUMNS = (
@@ -70,7 +70,7 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
     """Train the twins of `recipe`, print their table, write their files, and return the results.
 
     Raises:
-        OptionError: for too few steps, a recipe or an override that breaks a rule, and a backend that cannot serve; before
+        OptionError: for too few steps, a recipe or an override that breaks a rule, or a backend that cannot serve; before
             anything is written.
     """
     if steps < LEAST_STEPS:
@@ -107,7 +107,7 @@ def _check_routes(configs: Sequence[RunConfig], output: Output) -> None:
 
 
 def twin_settings(overrides: Sequence[str], attention: str, steps: int) -> list[str]:
-    """Return the overrides that make a twin of a recipe: `steps` steps, nothing saved between, little evaluated."""
+    """Return the overrides that make a twin of a recipe: `steps` steps, no saves between, few evaluations."""
     return [
         *overrides,
         *(["model.layers=[]"] if attention == "dense" else []),
@@ -132,7 +132,7 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
     """Return the figures of a finished run from its records.
 
     Raises:
-        BenchError: when its records are not there.
+        BenchError: if its records do not exist.
     """
     from nsa_bench.routes import text_of
 
@@ -166,7 +166,7 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
 
 
 def wrong_losses(losses: Sequence[float], config: RunConfig) -> str | None:
-    """Return the fault of the `losses` of a fresh model, None where there is none."""
+    """Return the fault of the `losses` of a fresh model, None if there is none."""
     from nsa_train.model.decoder import vocab_size_of
 
     uniform = math.log(vocab_size_of(config))
@@ -180,7 +180,7 @@ def wrong_losses(losses: Sequence[float], config: RunConfig) -> str | None:
 
 
 def training_table(recipe: str, results: Sequence[TrainingResult]) -> Table:
-    """Return the twins side by side, and the throughput of each over the dense one's."""
+    """Return a table of the twins, with the throughput of each over the dense twin's."""
     table = Table("attention", *(title for title, _, _ in COLUMNS), "of dense", "remark", title=f"training {recipe}")
     for one in results:
         values = [getattr(one, field) for _, field, _ in COLUMNS]
@@ -191,13 +191,13 @@ def training_table(recipe: str, results: Sequence[TrainingResult]) -> Table:
 
 
 def ratio_to_dense(one: TrainingResult, results: Sequence[TrainingResult]) -> float | None:
-    """Return the throughput of `one` over that of the dense twin among `results`; None where either is missing."""
+    """Return the throughput of `one` over that of the dense twin among `results`; None if either is missing."""
     dense = next((other.toks_per_s for other in results if other.attention == "dense"), None)
     return one.toks_per_s / dense if one.toks_per_s is not None and dense else None
 
 
 def progress_line(one: TrainingResult) -> str:
-    """Return the line of a result as it comes."""
+    """Return the progress line of a result."""
     if one.failure is not None:
         return f"{one.attention}: no time, {one.failure}"
     mfu = "" if one.mfu is None else f", MFU {one.mfu:.1%}"

@@ -1,1 +1,1 @@
-"""CUDA C++ kernels for Native Sparse Attention. Nothing here is called directly: `nsa_core` finds `plugin` by its entry point."""
+"""CUDA C++ kernels for Native Sparse Attention. Do not import from here: `nsa_core` finds `plugin` by its entry point."""

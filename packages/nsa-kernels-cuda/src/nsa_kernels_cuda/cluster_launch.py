@@ -22,7 +22,7 @@ class ClusterLaunch(NamedTuple):
 
     num_clusters: int
     num_ranks: int
-    """CTAs of a cluster; above 8 a GPU need not have room for one."""
+    """CTAs of a cluster; above 8 a GPU may have no room for a cluster."""
     num_threads: int
     """Threads of a CTA."""
     shared_bytes: int
@@ -34,10 +34,10 @@ class ClusterLaunch(NamedTuple):
 def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) -> None:
     """Launch `kernel` of `source` on the current stream of `device`; the caller keeps the tensors, as for any op of torch.
 
-    It may start before the launch before it has ended (programmatic dependent launch), so the kernel waits for that.
+    The kernel may start before the previous launch has ended (programmatic dependent launch), so it waits for the end of that launch.
 
     Raises:
-        KernelBuildError: where the kernel cannot be compiled or loaded.
+        KernelBuildError: if the kernel cannot be compiled or loaded.
     """
     from cuda.core import LaunchConfig
     from cuda.core import launch as launch_kernel
@@ -56,7 +56,7 @@ def run(source: Path, kernel: str, launch: ClusterLaunch, device: torch.device) 
 
 @cache
 def why_no_cluster_fits(source: Path, kernel: str, num_ranks: int, num_threads: int, shared_bytes: int, device: int) -> str:
-    """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; empty where it has. The driver is asked once.
+    """Return why GPU `device` has no room for one cluster of `num_ranks` CTAs of `kernel`; empty if it has. The driver is queried once.
 
     A MIG slice may have no GPU processing cluster with so many multiprocessors.
     """

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk. An entry is used only if it is whole and was written for the key that is asked for."""
+"""Cache of compiled kernels on disk. An entry is used only if it is complete and was written for the requested key."""
 
 import hashlib
 import os
@@ -12,16 +12,16 @@ MAGIC = b"nsa-kernels-cuda cubin 1\n"
 """First bytes of an entry; the number is that of the format."""
 KEY_SIZE = hashlib.sha256().digest_size
 ABANDONED_AFTER_S = 3600
-"""Age of a temporary file whose process has ended before it could rename it."""
+"""Age in seconds from which a temporary file counts as abandoned: its process ended before it could rename the file."""
 
 
 def default_folder() -> Path:
-    """Return `nsa_kernels_cuda` in torch's cache, `~/.cache/torch` unless torch is set up otherwise."""
+    """Return the folder `nsa_kernels_cuda` in torch's cache, which is `~/.cache/torch` by default."""
     return Path(torch.hub.get_dir()).parent / "nsa_kernels_cuda"
 
 
 def read(folder: Path, key: bytes) -> bytes | None:
-    """Return the cubin of `key`, a SHA-256; None where there is no entry, or one that is damaged or of another key."""
+    """Return the cubin of `key`, a SHA-256; None if there is no entry, or if it is damaged or belongs to another key."""
     try:
         entry = _path(folder, key).read_bytes()
     except OSError:
@@ -33,10 +33,10 @@ def read(folder: Path, key: bytes) -> bytes | None:
 
 
 def write(folder: Path, key: bytes, cubin: bytes) -> None:
-    """Store the cubin of `key`. Processes that store one key at once replace each other's entry as a whole.
+    """Store the cubin of `key`. Processes that store the same key at once replace each other's whole entry.
 
     Raises:
-        OSError: where the folder cannot be made or written.
+        OSError: if the folder cannot be created or written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_abandoned(folder)

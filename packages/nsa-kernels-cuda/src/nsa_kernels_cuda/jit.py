@@ -1,6 +1,6 @@
-"""Compiles CUDA C++ by NVRTC, through `cuda.core`, at first use. No CUDA toolkit, no nvcc and no GPU is needed to compile.
+"""Compile CUDA C++ with NVRTC, through `cuda.core`, at first use. Compilation needs no CUDA toolkit, no nvcc and no GPU.
 
-A *source* is a file of `csrc/`. Sources include one another and no header of the host or of a toolkit.
+A *source* is a file of `csrc/`. Sources include only one another, and no header of the host or of a toolkit.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 CSRC = Path(__file__).parent / "csrc"
 STANDARD = "c++17"
 ARCHITECTURE_SPECIFIC = ((9, 0),)
-"""Compute capabilities whose kernels may use instructions that no later GPU has: compiled for `sm_90a`, not `sm_90`."""
+"""Compute capabilities whose kernels may use instructions that no later GPU has: such kernels are compiled for `sm_90a`, not `sm_90`."""
 
 
 class KernelBuildError(NSAError, RuntimeError):
-    """A kernel cannot be compiled or loaded here; the message says what to install or change."""
+    """Raised if a kernel cannot be compiled or loaded; the message says what to install or change."""
 
 
 class Compiled(NamedTuple):
@@ -31,7 +31,7 @@ class Compiled(NamedTuple):
 
     cubin: bytes
     not_stored: str = ""
-    """Why the cache on disk does not hold it; empty where it does."""
+    """Why the cache on disk does not hold the code; empty if it does."""
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
@@ -41,12 +41,12 @@ def architecture_of(capability: tuple[int, int]) -> str:
 
 
 def compile_cached(source: Path, architecture: str, folder: Path | None = None) -> Compiled:
-    """Return `source` compiled for `architecture`: from the cache in `folder` where it holds it, else by NVRTC, and stored there.
+    """Return `source` compiled for `architecture`: from the cache in `folder`, else by NVRTC, which also stores it there.
 
-    None stands for `cubin_cache.default_folder()`. A folder that cannot be written is no error: the result holds the reason.
+    None means `cubin_cache.default_folder()`. A folder that cannot be written is no error: the result holds the reason.
 
     Raises:
-        KernelBuildError: where NVRTC is missing, or refuses the source or the architecture.
+        KernelBuildError: if NVRTC is missing, or refuses the source or the architecture.
     """
     folder = cubin_cache.default_folder() if folder is None else folder
     key = key_of(source, architecture)
@@ -72,10 +72,10 @@ def key_of(source: Path, architecture: str) -> bytes:
 
 
 def run_nvrtc(source: Path, architecture: str, report: TextIO | None = None) -> bytes:
-    """Return the cubin that NVRTC makes of `source`. `report` takes what ptxas says of registers, spills and shared memory.
+    """Return the cubin that NVRTC compiles from `source`. `report` receives what ptxas prints about registers, spills and shared memory.
 
     Raises:
-        KernelBuildError: where NVRTC is missing, or refuses the source or the architecture; the message holds the compiler's.
+        KernelBuildError: if NVRTC is missing, or refuses the source or the architecture; the message holds the compiler's.
     """
     version = nvrtc_version()
     from cuda.core import Program, ProgramOptions
@@ -102,7 +102,7 @@ def nvrtc_version() -> tuple[int, int]:
     """Return the version of NVRTC, (major, minor).
 
     Raises:
-        KernelBuildError: where cuda-core, cuda-bindings or NVRTC is missing.
+        KernelBuildError: if cuda-core, cuda-bindings or NVRTC is missing.
     """
     try:
         import cuda.core  # noqa: F401 - it needs cuda-bindings
@@ -130,7 +130,7 @@ def _nvrtc_package() -> str:
 
 @cache
 def driver_version() -> tuple[int, int] | None:
-    """Return the newest version of CUDA that the driver runs, (major, minor); None on a machine without a driver. Starts no CUDA."""
+    """Return the newest CUDA version that the driver runs, (major, minor); None on a machine without a driver. Does not initialise CUDA."""
     from cuda.bindings import driver
 
     try:
@@ -145,7 +145,7 @@ def load(source: Path, kernel: str, device: int) -> "Kernel":
     """Return `kernel` of `source`, compiled for GPU `device` and loaded there.
 
     Raises:
-        KernelBuildError: where it cannot be compiled, or the driver refuses it.
+        KernelBuildError: if the source cannot be compiled, or the driver refuses the kernel.
     """
     library = library_of(source, architecture_of(torch.cuda.get_device_capability(device)))
     from cuda.core._utils.cuda_utils import CUDAError
@@ -168,10 +168,10 @@ def load(source: Path, kernel: str, device: int) -> "Kernel":
 
 @cache
 def library_of(source: Path, architecture: str) -> "ObjectCode":
-    """Return all kernels of `source`, compiled for `architecture`; the driver loads them once for a process, where one is first asked for.
+    """Return all kernels of `source`, compiled for `architecture`; the driver loads them once per process, at the first request for one.
 
     Raises:
-        KernelBuildError: where the source cannot be compiled.
+        KernelBuildError: if the source cannot be compiled.
     """
     cubin = compile_cached(source, architecture).cubin
     from cuda.core import ObjectCode
@@ -180,7 +180,7 @@ def library_of(source: Path, architecture: str) -> "ObjectCode":
 
 
 def make_context_current(device: int) -> None:
-    """Make the primary context of GPU `device`, the current one of torch, current for the driver where another or none is.
+    """Make the primary context of GPU `device` current for the driver; `device` is torch's current GPU.
 
     Torch leaves that to the first call of CUDA's runtime, which a new thread may not have made.
     """
@@ -195,7 +195,7 @@ def make_context_current(device: int) -> None:
 
 
 def device_here(capability: tuple[int, int], index: int | None) -> int | None:
-    """Return GPU `index`, the current one where None, if CUDA has started and it has `capability`; else None."""
+    """Return GPU `index` (None: the current one) if CUDA is initialised and the GPU has `capability`; else None."""
     if not torch.cuda.is_initialized():
         return None
     device = torch.cuda.current_device() if index is None else index
@@ -204,10 +204,10 @@ def device_here(capability: tuple[int, int], index: int | None) -> int | None:
 
 
 def why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[int, int], index: int | None = None) -> str:
-    """Return why `kernels` cannot run on GPU `index` of `capability`, with what to do; empty where they can. None: the current GPU.
+    """Return why `kernels` cannot run on GPU `index` of `capability`, and what to do; empty if they can. None: the current GPU.
 
-    Compiles them, so that routing knows before a call does. Where CUDA has started and the GPU is here, the driver loads all of them
-    there: a CUDA graph may capture the first call of each.
+    Compiles them, so that routing knows the answer before a call. If CUDA is initialised and the GPU is present, the driver loads all of them
+    there, so that a CUDA graph can capture the first call of each.
     """
     return _why_unavailable(source, kernels, capability, device_here(capability, index))
 
@@ -233,7 +233,7 @@ def _why_unavailable(source: Path, kernels: tuple[str, ...], capability: tuple[i
 
 
 def note_on_cache(source: Path, capability: tuple[int, int]) -> str:
-    """Return why the cubin of `source` is not in the cache on disk, for a source that compiles; empty where it is."""
+    """Return why the cubin of `source` is not in the cache on disk, for a source that compiles; empty if it is."""
     return compile_cached(source, architecture_of(capability)).not_stored
 
 

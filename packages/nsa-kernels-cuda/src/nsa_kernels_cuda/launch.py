@@ -31,7 +31,7 @@ def run(source: Path, kernel: str, launch: Launch, device: torch.device) -> None
     """Launch `kernel` of `source` on the current stream of `device`; the caller keeps the tensors, as for any op of torch.
 
     Raises:
-        KernelBuildError: where the kernel cannot be compiled or loaded.
+        KernelBuildError: if the kernel cannot be compiled or loaded.
     """
     from cuda.core import LaunchConfig
     from cuda.core import launch as launch_kernel
@@ -45,13 +45,13 @@ def run(source: Path, kernel: str, launch: Launch, device: torch.device) -> None
 
 
 def as_passed(arguments: tuple[Tensor | int | None, ...]) -> list[c_int | int]:
-    """Return what `cuda.core` passes to a kernel: addresses, 0 for None, and ints of 32 bits."""
+    """Return the arguments that `cuda.core` passes to a kernel: addresses (0 for None) and 32-bit ints."""
     return [c_int(x) if isinstance(x, int) else 0 if x is None else x.data_ptr() for x in arguments]
 
 
 @lru_cache(maxsize=256)
 def stream_of(handle: int) -> "Stream":
-    """Return the stream of a handle of torch, which torch owns. It is made once for each handle."""
+    """Return the `cuda.core` stream of a torch stream's handle, which torch owns. It is created once per handle."""
     from cuda.core import Stream
 
     return Stream.from_handle(handle)

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels and FlashAttention as backends of nsa_core; found by entry point, loads neither a compiler nor flash_attn."""
+"""The CUDA C++ kernels and FlashAttention as backends of nsa_core, found by entry point. Loads neither a compiler nor flash_attn."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from nsa_kernels_cuda.flash_attention.backend import flash_attention_backends
 
 @frozen(kw_only=True)
 class CudaChoice:
-    """The choice of blocks by CUDA C++."""
+    """The backend that chooses blocks, in CUDA C++."""
 
     name: str = "cuda"
     operation: Operation = Operation.CHOOSE
@@ -26,7 +26,7 @@ class CudaChoice:
         return routing.reasons_against(request)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return how much the kernel is wanted."""
+        """Return the priority of the kernel."""
         return routing.preference(request)
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which requests the kernels take, and should. Routing compiles the kernel that it judges: one that cannot run is a reason."""
+"""Which requests the kernels can and should serve. Routing compiles the kernel to decide: a kernel that cannot run is a reason."""
 
 from nsa_core import BranchRequest, Capability, Reason
 from nsa_core.blocks import num_selection_blocks
@@ -12,7 +12,7 @@ CAPABILITY = Capability(
     gradient=False,
 )
 PREFERRED_ON: frozenset[tuple[int, int]] = frozenset()
-"""Compute capabilities on which the choice was measured to be faster than Triton's. None: on an H100 it takes 1.3 to 1.5 times as long."""
+"""Compute capabilities on which the choice was measured to be faster than Triton's. Empty: on an H100 it takes 1.3 to 1.5 times as long."""
 
 
 def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
@@ -36,7 +36,7 @@ def reasons_against(request: BranchRequest) -> tuple[Reason, ...]:
 
 
 def notes_on(request: BranchRequest) -> tuple[str, ...]:
-    """Return why every process compiles the kernel anew, where it does."""
+    """Return why every process compiles the kernel again, if it does."""
     capability = supported_capability(request)
     if capability is None or jit.why_unavailable(SOURCE, tuple(KERNELS.values()), capability, request.device_index):
         return ()
@@ -45,12 +45,12 @@ def notes_on(request: BranchRequest) -> tuple[str, ...]:
 
 
 def preference(request: BranchRequest) -> int:
-    """Return how much the choice is wanted: above Triton's (100) where it was measured to be faster, between it and the reference (0) elsewhere."""
+    """Return the priority: above Triton's choice (100) if it was measured to be faster, else between that and the reference (0)."""
     return 110 if request.compute_capability in PREFERRED_ON else 50
 
 
 def supported_capability(request: BranchRequest) -> tuple[int, int] | None:
-    """Return the compute capability of `request`; None where kernels are not compiled for its device."""
+    """Return the compute capability of `request`; None if kernels are not compiled for its device."""
     capability, oldest = request.compute_capability, CAPABILITY.min_compute_capability
     assert oldest is not None
     return capability if request.device_type == "cuda" and capability is not None and capability >= oldest else None

@@ -1,1 +1,1 @@
-"""Triton kernels for Native Sparse Attention. Nothing here is called directly: `nsa_core` finds `plugin` by its entry point."""
+"""Triton kernels for Native Sparse Attention. Do not import from here: `nsa_core` finds `plugin` by its entry point."""

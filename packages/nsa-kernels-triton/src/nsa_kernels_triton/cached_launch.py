@@ -1,4 +1,4 @@
-"""Launches that take the host less time: Triton binds, specialises and looks up their arguments in Python, every time anew."""
+"""Launches with less host time than Triton's own, which bind, specialise and look up their arguments in Python each time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ _INT32 = range(-(2**31), 2**31)
 
 
 class CachedLaunch:
-    """A jit function that finds its compiled kernels by itself: `kernel[grid](*arguments, **constants)`, as ever.
+    """A jit function that looks up its compiled kernels itself; call it as usual: `kernel[grid](*arguments, **constants)`.
 
     Two keys differ where Triton compiles two kernels on NVIDIA's GPUs. A tensor's part is its dtype and its address modulo 16 bytes;
     a whole number's part, below 2**63, is whether it is 1, divides by 16, and fits an int32. Equal constants are one: a caller passes
@@ -33,7 +33,7 @@ class CachedLaunch:
         return partial(self._launch, grid)
 
     def both(self, grid: tuple[int, ...], flag: str) -> Callable[..., None]:
-        """Return a function that launches `grid` with the constant `flag` False and then True; its arguments are looked at once."""
+        """Return a function that launches `grid` twice, with the constant `flag` False and then True; it inspects its arguments once."""
         return partial(self._launch_both, grid, flag)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -55,7 +55,7 @@ class CachedLaunch:
                 self._compile((flag, value, key), grid, arguments, {flag: value, **constants})
 
     def _launch_found(self, key: tuple[Any, ...], grid: tuple[int, ...], passed: list[Any]) -> bool:
-        """Launch the kernel that was compiled for `key`; return False where none was."""
+        """Launch the kernel that was compiled for `key`; return False if none was."""
         found = self.found.get(key)
         if found is None:
             return False

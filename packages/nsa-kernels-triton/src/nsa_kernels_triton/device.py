@@ -1,4 +1,4 @@
-"""Facts of the GPU that a tensor lies on, and of those that are not here. Imports no triton."""
+"""Properties of a tensor's GPU, and of GPUs that are not present. Imports no triton."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: one ordered table, asked with plain numbers, that answers with reasons. Imports no triton."""
+"""Choose the implementation of a kernel from one ordered table, by plain numbers, with reasons against the others. Imports no triton."""
 
 import warnings
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from nsa_kernels_triton.pipelines import COPIED_BYTES, PIPELINE_CAPABILITY, WIDE
 from nsa_kernels_triton.tile_table import Tiles
 
 Config = PipelineConfig | Tiles
-"""How a kernel cuts its work; the type says which implementation it belongs to."""
+"""Tile sizes of a kernel; the type says to which implementation they belong."""
 
 KINDS_OF: dict[Operation, tuple[str, ...]] = {
     Operation.CMP: ("compressed_forward", "interval_dq", "interval_dkdv"),
@@ -26,33 +26,33 @@ KINDS_OF: dict[Operation, tuple[str, ...]] = {
 KINDS_OF[Operation.NSA] = tuple(dict.fromkeys(kind for kinds in KINDS_OF.values() for kind in kinds))
 BACKWARD_KINDS = ("interval_dq", "interval_dkdv", "selected_backward")
 PORTABLE_KINDS = {"compressed_forward": "interval_forward", "window_forward": "interval_forward"}
-"""The rows of the tile table that kinds share."""
+"""Rows of the tile table that several kinds share."""
 HEADS = 16
-"""Heads of a group, rounded up to a power of two, that the pipeline of the scores takes."""
+"""Heads of a group, rounded up to a power of two, for which the pipeline of the scores is made."""
 STRIDES = (2, 16)
-"""Fewest and most strides of a selection block that it takes."""
+"""Minimum and maximum strides of a selection block for which it is made."""
 
 
 class KernelRequest(NamedTuple):
-    """The facts that decide which implementation of a kernel runs. No default is a reason against one."""
+    """The facts that decide which implementation of a kernel runs. No default value is a reason against one."""
 
     kind: str
     capability: tuple[int, int] | None
-    """None: the interpreter."""
+    """Compute capability; None: the interpreter."""
     head_dim_qk: int
     head_dim_v: int
     itemsize: int
     """Bytes of a number in q, k and v."""
     has_gluon: bool = True
-    """True where the installed Triton compiles the kernels of `hopper`."""
+    """True if the installed Triton compiles the kernels of `hopper`."""
     is_aligned: bool = True
-    """True where every tensor starts at a multiple of 16 bytes."""
+    """True if every tensor starts at a multiple of 16 bytes."""
     scale_is_positive: bool = True
     has_dlse: bool = False
-    """True where a gradient of lse comes."""
+    """True if lse has a gradient."""
     is_cached: bool = False
     is_ring: bool = False
-    """True where the key of position p lies in row p % T."""
+    """True if the key of position p is in row p % T."""
     heads_per_group: int = HEADS
     selection_block_size: int = 64
     strides: int = 4
@@ -64,9 +64,9 @@ class Implementation(NamedTuple):
 
     name: str
     objections: Callable[[KernelRequest], list[str]]
-    """Returns every reason against it, as sentences."""
+    """Returns every reason against this implementation, as sentences."""
     config: Callable[[KernelRequest], Config]
-    """Returns how it cuts the work of a request that it has no objection to."""
+    """Returns the tile sizes for a request without objections."""
 
 
 def _against_hopper(x: KernelRequest) -> list[str]:
@@ -123,14 +123,14 @@ def _tiles(x: KernelRequest) -> Config:
 
 
 IMPLEMENTATIONS = (Implementation("hopper", _against_hopper, _pipeline), Implementation("portable", _against_portable, _tiles))
-"""The first without an objection serves."""
+"""All implementations in order; the first one without an objection serves."""
 
 
 @cache
 def config_of(request: KernelRequest) -> Config | None:
-    """Return the configuration of the implementation that serves `request`; None where none does.
+    """Return the configuration of the implementation that serves `request`; None if none does.
 
-    Warns once where only the installed Triton keeps the first one off.
+    Warn once if the installed Triton is the only objection to the first one.
     """
     for implementation in IMPLEMENTATIONS:
         objections = implementation.objections(request)
@@ -157,14 +157,14 @@ def kernel_request(kind: str, q: Tensor, v: Tensor, *others: Tensor, **facts: An
 
 
 def kernel_for(kind: str, q: Tensor, v: Tensor, *others: Tensor, **facts: Any) -> Config:
-    """Return `config_of` the `kernel_request`, of a kind that every request has a kernel of."""
+    """Return `config_of` the `kernel_request`, for a kind that has a kernel for every request."""
     found = config_of(kernel_request(kind, q, v, *others, **facts))
     assert found is not None
     return found
 
 
 def notes_on(request: BranchRequest) -> tuple[str, ...]:
-    """Return notes on which kernels serve `request` where they are not those of compute capability 9.0, though the GPU has it."""
+    """Return notes on kernels that serve `request` by the portable implementation although the GPU has compute capability 9.0."""
     if request.device_type != "cuda" or request.compute_capability != PIPELINE_CAPABILITY or request.dtype.itemsize != 2:
         return ()
     geometry, kinds_by_reason = request.geometry, dict[str, list[str]]()

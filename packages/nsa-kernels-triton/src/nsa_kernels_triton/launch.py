@@ -12,12 +12,12 @@ from nsa_kernels_triton import device, routing
 
 
 def has_pdl(x: Tensor) -> bool:
-    """Return True where a launch on x's device may start while the one before it ends: programmatic dependent launch came with 9.0."""
+    """Return True if a launch on x's device may start while the one before it ends (programmatic dependent launch, from 9.0 on)."""
     return (device.capability_of(x) or device.OLDEST) >= (9, 0) and not routing.interprets()
 
 
 def cdiv(total: int, size: int) -> int:
-    """Return how many parts of `size` cover `total`. Triton's own is for kernels too, and takes 4 microseconds here."""
+    """Return ceil(total / size). Triton's own function also works in kernels, and takes 4 microseconds here."""
     return -(-total // size)
 
 
@@ -27,12 +27,12 @@ def next_power_of_2(number: int) -> int:
 
 
 def queries_of_whole_tiles(block_rows: int, heads_per_group: int) -> int:
-    """Return the fewest queries whose rows fill tiles of `block_rows`."""
+    """Return the minimum of queries whose rows fill whole tiles of `block_rows`."""
     return block_rows // math.gcd(block_rows, heads_per_group)
 
 
 def optional(x: Tensor) -> Tensor | None:
-    """Return x, or None where it is empty: kernels then do without it."""
+    """Return x, or None if it is empty: kernels then run without it."""
     return x if x.numel() else None
 
 
@@ -50,13 +50,13 @@ class Sequences(NamedTuple):
     count: Tensor | None = None  # type: ignore[assignment]
     """Cached: int32 (N,), the number of valid queries of each sequence; None: all are valid."""
     is_ring: bool = False
-    """True: the key of position p lies in row p % T of its sequence, which only the portable forward kernel reads."""
+    """True if the key of position p is in row p % T of its sequence; only the portable forward kernel reads this layout."""
 
     @classmethod
     def of(cls, queries: Queries, keys: Keys) -> "Sequences":
         """Return the layout of `queries` over `keys`.
 
-        `start` counts from the first stored key: where `keys.first` says that row 0 holds a later position, that position is subtracted.
+        `start` counts from the first stored key: if row 0 holds a later position (`keys.first`), that position is subtracted.
         """
         start = queries.start
         if start is not None and keys.first is not None:
@@ -66,12 +66,12 @@ class Sequences(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Return True where the sequences lie in one row."""
+        """Return True if the sequences are packed in one row."""
         return self.cu_seqlens is not None
 
     @property
     def is_cached(self) -> bool:
-        """Return True where the queries follow keys of a cache."""
+        """Return True if the queries follow keys of a cache."""
         return self.start is not None
 
     @property
@@ -81,13 +81,13 @@ class Sequences(NamedTuple):
 
     @property
     def search_steps(self) -> int:
-        """Return the bisections that find one of `num_sequences`."""
+        """Return the number of bisections that find one of `num_sequences`."""
         return self.num_sequences.bit_length() + 1
 
     def tiling(self, length: int, per_unit: int, block: int, *, of_keys: bool, limit: int | None = None) -> "Tiling":
-        """Return the tiles of `block` rows, `per_unit` to each of `length` queries or keys a sequence (packed: in all).
+        """Return the tiles of `block` rows, with `per_unit` rows for each of `length` queries or keys per sequence (packed: in total).
 
-        `limit`: only the first `limit` of each sequence.
+        `limit`: only the first `limit` queries or keys of each sequence.
         """
         if limit is not None:
             length = min(length, limit * (self.num_sequences if self.is_packed else 1))
@@ -102,7 +102,7 @@ class Sequences(NamedTuple):
         return Tiling(cu_tiles, num_tiles + self.num_sequences, 1)
 
     def arguments(self, tiling: "Tiling") -> tuple[Any, ...]:
-        """Return the tensors that say where rows and keys lie, in the order of a kernel's arguments."""
+        """Return the tensors with the positions of rows and keys, in the order of a kernel's arguments."""
         return self.cu_seqlens, self.cu_keys, tiling.cu_tiles, self.start, self.count
 
 
@@ -114,7 +114,7 @@ class Tiling(NamedTuple):
     num_tiles: int
     """Bound on the tiles of one sequence; packed: of all."""
     num_sequences: int
-    """Columns of tiles: the sequences, or 1 where they are packed."""
+    """Columns of tiles: the number of sequences, or 1 if they are packed."""
 
     def grid(self, num_groups: int, splits: int = 1) -> tuple[int]:
         """Return a grid with a program for each tile, split, column and group: one axis, because CUDA ends the others at 65,535."""
@@ -129,7 +129,7 @@ class Operands(NamedTuple):
     """dO . O - dlse, of the ungated output."""
     dlse: Tensor | None
     shift: Tensor
-    """The exponentials subtract it from scores to get weights."""
+    """Subtracted from scores before the exponential that gives weights."""
     extremes: Tensor
     """The extremes of the branch; see `no_extremes`."""
     q: Tensor
@@ -137,7 +137,7 @@ class Operands(NamedTuple):
     v: Tensor
     gates: Tensor | None
     gate: int
-    """With `gates` the output counts gates[..., gate] times."""
+    """With `gates`, the output is multiplied by gates[..., gate]."""
     is_window: bool
     geometry: BlockGeometry
     scale: float
@@ -150,5 +150,5 @@ class Operands(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Return True where there are no queries, or no keys."""
+        """Return True if there are no queries, or no keys."""
         return not self.k.shape[1] or not self.q.numel()

@@ -1,4 +1,4 @@
-"""The numbers that kernels compute with: base 2 or e, factors of scores, extremes, and results that are kept in float32."""
+"""Numerics of the kernels: base 2 or e, factors of scores, extreme scores, and results that are kept in float32."""
 
 import math
 
@@ -17,12 +17,12 @@ dO . O over few columns does not average the rounding of O, and at these widths 
 
 
 def is_exact(q: Tensor) -> bool:
-    """Return True where scores stay natural: base 2 saves a product, and rounds large scores once more."""
+    """Return True if scores stay in base e; base 2 saves a product, but rounds large scores once more."""
     return q.dtype == torch.float32
 
 
 def score_factor(q: Tensor, scale: float) -> float:
-    """Return the factor by which kernels multiply products: the scale, and log2(e) where they compute in base 2."""
+    """Return the factor by which kernels multiply products: the scale, times log2(e) if they compute in base 2."""
     return scale if is_exact(q) else scale * LOG2E
 
 
@@ -35,7 +35,7 @@ def coarse_factor(q: Tensor, scale: float) -> float:
 def no_extremes(q: Tensor, *branches: int) -> Tensor:
     """Return zeros, int32 (*branches, 4), in which `row_deltas` notes the extremes of each branch for its backward pass.
 
-    The first number is 1 where the shift of some row is at least `tiles.WIDEST_REFINED` or not finite, else 0. The kernels then
+    The first number is 1 if the shift of some row is at least `tiles.WIDEST_REFINED` or not finite, else 0. The kernels then
     restrain weights, because lse may not normalise them. The others serve float16 and are bits of float32 numbers that bound dS: the
     largest squared norm of a row of dO (times its squared gate, if that is above 1), the largest squared norm of a row of values, and
     the largest |dlse|.
@@ -44,14 +44,14 @@ def no_extremes(q: Tensor, *branches: int) -> Tensor:
 
 
 def exact_out(q: Tensor, v: Tensor) -> Tensor | None:
-    """Return the buffer of outputs in float32 that the backward pass reads in place of the rounded ones; None where those will do."""
+    """Return a float32 buffer for outputs that the backward pass reads in place of the rounded ones; None if it needs none."""
     if is_exact(q) or v.shape[3] > WIDEST_EXACT:
         return None
     return q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32)
 
 
 def exact_out_of(queries: Queries, keys: Keys, *_choice: Tensor, geometry: BlockGeometry) -> list[Tensor | None]:
-    """Return what the backward pass of one branch reads in addition to the branch's results, uninitialised."""
+    """Return uninitialised buffers that the backward pass of one branch reads in addition to the branch's results."""
     return [exact_out(queries.q, keys.v)]
 
 

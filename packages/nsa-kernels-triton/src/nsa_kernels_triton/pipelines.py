@@ -1,4 +1,4 @@
-"""The pipelines of the kernels for compute capability 9.0, by head dimensions, and the Triton that compiles them. Imports no triton."""
+"""Pipelines of the kernels for compute capability 9.0, by head dimensions, and the Triton versions that compile them. Imports no triton."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,11 +20,11 @@ class PipelineConfig:
     num_stages: int
     """Tiles in the ring buffer."""
     loader_registers: int
-    """Registers of a producer thread; consumer threads share what is left."""
+    """Registers of a producer thread; consumer threads share the rest."""
     num_parts: int = 2
     """Consumer warpgroups, each with a part of a tile's rows (dK and dV: of its keys). Among the selected kernels the wide backward has two."""
     num_programs: int = 2
-    """Programs that share a multiprocessor. Read for the selected kernels alone: one program of any other kernel fills it."""
+    """Programs that share a multiprocessor. Only the selected kernels read it: one program of any other kernel fills a multiprocessor."""
 
 
 # measured on an H200, at 32,768 tokens; kind -> columns of q's tiles -> pipeline
@@ -73,12 +73,12 @@ WIDE_PIPELINES: dict[str, PipelineConfig] = {
 PIPELINE_CAPABILITY = (9, 0)
 WIDEST_PIPELINE = 192
 COPIED_BYTES = 16
-"""The most that one copy instruction of a producer warp moves; rows start at multiples of it."""
+"""Maximum bytes of one copy instruction of a producer warp; rows start at multiples of it."""
 
 
 @cache
 def pipeline(kind: str, head_dim_qk: int, head_dim_v: int) -> PipelineConfig | None:
-    """Return the pipeline of a kernel of `kind`; None where none was made for the head dimensions."""
+    """Return the pipeline of a kernel of `kind`; None if there is none for the head dimensions."""
     # scores have no values
     head_dims = (head_dim_qk,) if kind == "scores" else (head_dim_qk, head_dim_v)
     # a row's columns, of two bytes each, are whole copies; results of narrower heads are in float32, which these kernels do not write
@@ -99,12 +99,12 @@ def pipeline_parts(head_dim: int) -> Parts:
 
 GLUON_MODULE = "triton.experimental.gluon.language.nvidia.hopper"
 GLUON_VERSIONS = ("3.6.", "3.7.")
-"""Triton's versions whose Gluon, an experimental part, the kernels of `hopper` were compiled with and ran on."""
+"""Triton versions with whose Gluon (an experimental part) the kernels of `hopper` were compiled and run."""
 
 
 @cache
 def has_gluon() -> bool:
-    """Return True where the installed triton compiles the kernels of `hopper`."""
+    """Return True if the installed triton compiles the kernels of `hopper`."""
     installed = _installed()
     # builds under another name, such as nightly ones, are no version that is known
     return installed is not None and installed.startswith(GLUON_VERSIONS) and find_spec(GLUON_MODULE) is not None

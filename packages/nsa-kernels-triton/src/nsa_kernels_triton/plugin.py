@@ -1,4 +1,4 @@
-"""The Triton kernels as backends of nsa_core; found by entry point, imports no triton until one is called."""
+"""The Triton kernels as backends of nsa_core, found by entry point. Imports no triton until a backend is called."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from nsa_kernels_triton.window import with_window_in_order
 
 @frozen(kw_only=True)
 class TritonBackend:
-    """One operation by Triton kernels."""
+    """The backend `triton` of one operation."""
 
     operation: Operation
     name: str = "triton"
@@ -29,7 +29,7 @@ class TritonBackend:
         return routing.reasons_against(request)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return how much the kernels are wanted: above the reference on a GPU."""
+        """Return the priority of the kernels: above the reference on a GPU."""
         return routing.preference(request)
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class TritonBackend:
 
 
 MOST_STRIDES = 32
-"""Strides of a selection block that `decode` serves: a warp's part of a tile holds whole blocks."""
+"""Maximum strides of a selection block that `decode` serves: a warp's part of a tile holds whole blocks."""
 
 
 def is_step(operands: tuple[Any, ...], geometry: BlockGeometry) -> bool:

@@ -1,4 +1,4 @@
-"""Which requests the kernels take, and should. Plain numbers: imports no triton, asks no GPU.
+"""Decide which requests the kernels can serve, and which they should. Uses plain numbers: imports no triton, queries no GPU.
 
 The design target is compute capability 8.0 (A100). Newer majors are eligible as well: the kernels use nothing that is
 tied to one architecture, and a capability that the tables do not know gets the tiles of the smallest shared memory.
@@ -19,10 +19,10 @@ CAPABILITY = Capability(
     max_head_dim=256,
 )
 SELECTIONS = (Operation.SELECT, Operation.SLC, Operation.NSA)
-"""The operations whose kernels want the shared memory of the design target."""
+"""The operations whose kernels need the shared memory of the design target."""
 
 MOST_STEP_ROWS = 16
-"""Most rows of a sequence in a step of the decode kernels; attention of more rows takes the kernels of a forward pass."""
+"""Maximum rows of a sequence in a step of the decode kernels; attention of more rows uses the kernels of a forward pass."""
 FIRST_WITH_FP8 = (8, 9)
 
 NOT_INSTALLED = "triton is not installed (the kernels are written in it); pip install triton"
@@ -55,7 +55,7 @@ def _reasons_against_fp8(request: BranchRequest) -> tuple[Reason, ...]:
 
 
 def has_fp8(capability: tuple[int, int] | None) -> bool:
-    """Return True where Triton has the type of FP8 stores; None stands for a machine without a GPU, which interprets."""
+    """Return True if Triton has the type of FP8 stores; None stands for a machine without a GPU, which runs the interpreter."""
     return capability is None or capability >= FIRST_WITH_FP8
 
 
@@ -77,13 +77,13 @@ def _reasons_against_gpu(request: BranchRequest) -> tuple[Reason, ...]:
 
 
 def preference(request: BranchRequest) -> int:
-    """Return how much the kernels are wanted: above the reference (0) on a GPU, below it elsewhere."""
+    """Return the priority of the kernels: above the reference (0) on a GPU, below it elsewhere."""
     return 100 if request.device_type == "cuda" else -100
 
 
 def interprets() -> bool:
-    """Return True where Triton runs kernels in its interpreter, or will once it is loaded.
+    """Return True if Triton runs kernels in its interpreter, or will once it is loaded.
 
-    Triton decides by the same variable when kernels are defined. Asking it would load a compiler, seconds long.
+    Triton reads the same variable when kernels are defined. To query Triton would load a compiler, which takes seconds.
     """
     return os.environ.get("TRITON_INTERPRET", "").lower() in TRUE_WORDS  # noqa: TID251 - Triton's own switch, which nothing else shows

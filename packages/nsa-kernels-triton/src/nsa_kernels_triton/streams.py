@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
-    """Return the body of an op with the device of its queries as the current one: launches go there."""
+    """Wrap the body of an op so that the device of its queries is current: launches go there."""
 
     @wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -40,7 +40,7 @@ def on_its_device(body: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def fork_stream(x: Tensor) -> Iterator[None]:
-    """Launch on a second stream of x's device, concurrently with what the current stream is given until `join_stream`.
+    """Launch on a second stream of x's device, concurrently with launches on the current stream until `join_stream`.
 
     The second stream waits for all earlier work of the current one. The caller keeps the tensors that it reads and writes until
     `join_stream`; memory that is allocated inside belongs to the second stream, and nothing else reads it.
@@ -68,7 +68,7 @@ _SECOND_STREAMS: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 def second_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
     """Return the second stream of `current`, always the same: one of torch's pool of 32.
 
-    Where a program has so many streams that they share, they wait for each other, and results stay right.
+    If a program has so many streams that some share a second stream, they wait for each other, and results stay right.
     """
     # two threads that come first both get the stream that is kept
     return _SECOND_STREAMS.get(current) or _SECOND_STREAMS.setdefault(current, torch.cuda.Stream(current.device))

@@ -1,4 +1,4 @@
-"""The tiles of the portable kernels, by shared memory and head dimensions. Plain numbers: imports no triton, asks no GPU."""
+"""Tile sizes of the portable kernels, by shared memory and head dimensions. Plain numbers: imports no triton, queries no GPU."""
 
 from functools import cache
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from nsa_kernels_triton.device import KIB, OLDEST, SHARED_MEMORY_BYTES, shared_m
 
 @frozen
 class Tiles:
-    """How one kernel cuts its work."""
+    """The tile sizes of one kernel."""
 
     block_rows: int
     """Rows of q in a tile: queries times the heads of their group."""
@@ -18,12 +18,12 @@ class Tiles:
     """Keys in a tile: tokens, or compressed blocks."""
     num_warps: int
     num_stages: int
-    """Tiles in flight of what the kernel's loop loads."""
+    """Pipeline stages of the tiles that the kernel's loop loads."""
 
 
 KINDS = ("interval_forward", "interval_dq", "interval_dkdv", "scores", "selected_forward", "selected_backward")
 Table = dict[str, dict[int, Tiles]]
-"""Kind -> largest width -> tiles. The width is D_k + D_v, for scores D_k alone, in padded elements."""
+"""Kind -> largest width -> tiles. The width is D_k + D_v (for scores only D_k), in padded elements."""
 
 SMALLEST_PART = 16
 """Narrowest operand of a matrix product."""
@@ -89,7 +89,7 @@ def _half_table(capability: tuple[int, int]) -> Table:
 
 
 class Parts(NamedTuple):
-    """Columns as one or two powers of two: 192 are 128 + 64, not 256."""
+    """Columns as one or two powers of two: 192 is 128 + 64, not 256."""
 
     first: int
     second: int
@@ -104,12 +104,12 @@ def parts_of(head_dim: int) -> Parts:
 
 
 def padded(head_dim: int) -> int:
-    """Return the columns that a tile holds of `head_dim`."""
+    """Return the number of columns of the tile that holds `head_dim`."""
     return sum(parts_of(head_dim))
 
 
 def shared_memory_estimate(kind: str, tile: Tiles, capability: tuple[int, int], head_dim_qk: int, head_dim_v: int, itemsize: int) -> int:
-    """Return the bytes of shared memory that a kernel of `kind` takes: what stays, what its loop loads, what its threads exchange."""
+    """Return the bytes of shared memory of a kernel of `kind`: resident tiles, tiles that its loop loads, and exchanges between threads."""
     width_qk, width_v = padded(head_dim_qk), padded(head_dim_v)
     both = width_qk + width_v
     rows, keys = tile.block_rows, tile.block_keys

@@ -1,4 +1,4 @@
-"""Device functions that every kernel shares: where a sequence lies, tiles of rows, products with float32 accumulation."""
+"""Device functions that all kernels share: bounds of a sequence, tiles of rows, products with float32 accumulation."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ bits may be off; just below EXTREME they would change the one weight of a row by
 EXTREME_MARGIN = tl.constexpr(2.0**-21)
 """Bound on the rounding of a score and of its lse together, as a share of the score."""
 WIDEST_REFINED = tl.constexpr(2.0**10)
-"""Below this shift a sum of weights is exact enough to show whether it lacks 2^-12; calls with larger ones run the loops for extremes."""
+"""Below this shift a sum of weights is exact enough to show a lack of 2^-12; calls with larger shifts run the loops for extremes."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def exponential(x, EXACT: tl.constexpr):
-    """Return e^x for natural x where EXACT, else 2^x: then scores were scaled by log2(e) beforehand, at the cost of a rounding."""
+    """Return e^x if EXACT, else 2^x; in that case scores were scaled by log2(e) beforehand, at the cost of a rounding."""
     if EXACT:
         return tl.exp2(x * LOG2E)
     return tl.exp2(x)
@@ -68,18 +68,18 @@ def log_sum(row_max, row_sum, EXACT: tl.constexpr):
 def coarser(shift, factor, coarse_factor):
     """Return the factor for the products of rows whose largest score, in the units of `exponential`, is `shift`.
 
-    A GPU computes product * factor - shift in one step, and shift itself was rounded: a row's largest weight is 1 up to that rounding.
-    Where scores are EXTREME, that weight could be any number, or infinite. The factor there is the next power of two, which rounds nothing.
+    A GPU computes product * factor - shift in one step, and shift itself was rounded. So a row's largest weight is 1 up to that rounding.
+    For EXTREME scores that weight could be any number, or infinite. The factor is then the next power of two, which rounds nothing.
     """
     return tl.where(tl.abs(shift) < EXTREME, factor, coarse_factor)
 
 
 @triton.jit
 def divisor_of(row_sum, row_max, row_factor, dtype: tl.constexpr, EXACT: tl.constexpr):
-    """Return a row's sum of weights with its largest weight as it is in `dtype`.
+    """Return a row's sum of weights, with its largest weight rounded to `dtype`.
 
-    That weight is 1 but for the rounding of row_max * row_factor, which `tl.fma` subtracts from unrounded products. Where it outweighs all
-    others, outputs come out as the value that has it, not all of them too large or too small by the weight's rounding to `dtype`.
+    That weight is 1 up to the rounding of row_max * row_factor, which `tl.fma` subtracts from unrounded products. If it outweighs all
+    others, the output equals the value with that weight, without the error of the weight's rounding to `dtype`.
     """
     if EXACT:
         return row_sum
@@ -89,9 +89,9 @@ def divisor_of(row_sum, row_max, row_factor, dtype: tl.constexpr, EXACT: tl.cons
 
 @triton.jit
 def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
-    """Return the shift that `exponential` must subtract to normalise by lse: infinite where a row sees nothing, so its weights are 0.
+    """Return the shift that `exponential` must subtract to normalise by lse: infinite if a row sees nothing, so that its weights are 0.
 
-    Shifts from LOWERED_FROM on are lowered by the bound on their rounding: the largest weights are 1 or more there, and are to be cut at 1.
+    Shifts from LOWERED_FROM on are lowered by the bound on their rounding: their largest weights are then 1 or more, and must be cut at 1.
     """
     shift = lse if EXACT else lse * LOG2E
     size = tl.abs(shift)
@@ -101,7 +101,7 @@ def shift_of(lse, EXACT: tl.constexpr, LOWERED_FROM: tl.constexpr):
 
 @triton.jit
 def largest_weight(shift):
-    """Return the limit at which weights of rows are cut: 1 where shifts are RESTRAINED, because `shift_of` lowers them, else infinity."""
+    """Return the limit at which weights of rows are cut: 1 if shifts are RESTRAINED, because `shift_of` lowers them, else infinity."""
     # what was RESTRAINED before it was lowered
     return tl.where(tl.abs(shift) < RESTRAINED * (1 - EXTREME_MARGIN), float("inf"), 1.0)
 
@@ -114,16 +114,16 @@ def cut(weights, largest):
 
 @triton.jit
 def restrained(weights, shift):
-    """Return weights that are cut at `largest_weight`, and 0 where the shift is infinite, whatever the scores are."""
+    """Return weights cut at `largest_weight`; 0 if the shift is infinite, whatever the scores are."""
     return tl.where(shift == float("inf"), 0.0, cut(weights, largest_weight(shift)))
 
 
 @triton.jit
 def refined_delta(weights, dweights, delta, dlse, shift, is_end, EXACT: tl.constexpr):
-    """Return delta = dO . O - dlse of rows, more exactly where nearly all of a row's weight lies in this tile (rows, keys) and `is_end`.
+    """Return delta = dO . O - dlse of rows, more exactly if `is_end` and nearly all of a row's weight is in this tile (rows, keys).
 
-    There it is the mean of dweights, weighted by these weights. The rounding of O stands in delta (unless it is EXACT, float32), and shows
-    where few keys have weight: dS should cancel to nothing then.
+    In that case it is the mean of dweights, weighted by these weights. Otherwise delta contains the rounding of O (unless it is EXACT, float32),
+    which is visible if few keys have weight: dS should cancel to nothing then.
     """
     if EXACT:
         return delta
@@ -182,7 +182,7 @@ def store_columns(base_ptr, rows, row_mask, values, FIRST: tl.constexpr, WIDTH: 
 
 @triton.jit
 def program_position(num_tiles, num_columns):
-    """Return tile, column of sequences and group of a program of the grid (tiles * columns * G,): CUDA ends the other axes at 65,535."""
+    """Return tile, column of sequences and group of a program of the grid (tiles * columns * G,); CUDA limits the other axes to 65,535."""
     number = tl.program_id(0)
     return number % num_tiles, number // num_tiles % num_columns, number // (num_tiles * num_columns)
 
@@ -202,7 +202,7 @@ def find_sequence(item, cu_items_ptr, num_sequences, search_steps):
 
 @triton.jit
 def query_rows(sequence, cu_seqlens_ptr, query_start_ptr, query_count_ptr, num_queries, PACKED: tl.constexpr, CACHED: tl.constexpr):
-    """Return a sequence's first row of q, its rows, how many of them count, and the position of the first."""
+    """Return a sequence's first row of q, its number of rows, how many of them count, and the position of the first."""
     if PACKED:
         first = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
         num_rows = (tl.load(cu_seqlens_ptr + sequence + 1) - first).to(tl.int32)

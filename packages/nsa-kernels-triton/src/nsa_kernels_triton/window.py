@@ -1,4 +1,4 @@
-"""A window's keys as the kernels read them: a ring where it lies, or its rows in order."""
+"""A window's keys as the kernels read them: a ring in place, or a copy of its rows in order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ from nsa_kernels_triton.routing import MOST_STEP_ROWS
 def with_window_in_order(compute: Callable[..., Any], queries: Queries, *others: Any, geometry: BlockGeometry, scale: float) -> Any:
     """Return the result of `compute` for the operands of WIN or NSA.
 
-    A step of WIN reads a ring where it lies. Longer passes, backward passes and NSA get a copy of the rows that `queries` see: next to
-    the window of every row it is small, and the kernels for compute capability 9.0 read rows in order alone.
+    A step of WIN reads a ring in place. Longer passes, backward passes and NSA get a copy of the rows that `queries` see. The copy is
+    small compared with the windows of all rows, and the kernels for compute capability 9.0 only read rows in order.
     """
     window = 0 if len(others) == 1 else 2
     keys = others[window]
@@ -28,7 +28,7 @@ def with_window_in_order(compute: Callable[..., Any], queries: Queries, *others:
 def rows_in_order(ring: Keys, queries: Queries, geometry: BlockGeometry) -> Keys:
     """Return the `window_size - 1 + max_count` rows of `ring` that `queries` see, in order; `first` is the position of the first row.
 
-    Rows after a sequence's last query hold whatever the ring holds there; no query sees them.
+    Rows after a sequence's last query hold old contents of the ring; no query sees them.
     """
     assert queries.start is not None
     first = (queries.start - (geometry.window_size - 1)).clamp(min=0)

@@ -1,1 +1,1 @@
-"""Train, sample and inspect language models built on Native Sparse Attention; `nsa-train --help` shows the verbs."""
+"""Train, sample and inspect language models built on Native Sparse Attention; `nsa-train --help` lists the commands."""

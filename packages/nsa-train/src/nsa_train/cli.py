@@ -83,7 +83,7 @@ def run(
     meeting: Meeting = ALONE,
     synthetic_on_fail: SyntheticOnFail = False,
 ) -> int | Answer:
-    """Train what RECIPE describes."""
+    """Train the model of RECIPE."""
     step = None if resume is None else resume_step(resume)
     if step not in (None, AUTO) and out is not None and not out.exists() and not print_config:
         # a mistyped path is refused before torch is loaded
@@ -128,7 +128,7 @@ def resume(
     dry_run: DryRun = False,
     meeting: Meeting = ALONE,
 ) -> int | Answer:
-    """Go on with the run in DIR, from its newest whole checkpoint, by the config.toml that lies there."""
+    """Continue the run in DIR from its newest whole checkpoint, with its config.toml."""
     check_path("DIR", directory)
     paths = RunDirectory(directory)
     if not (paths.config.is_file() and paths.checkpoints.is_dir()):
@@ -154,7 +154,7 @@ def preflight(
     nnodes: Annotated[str | None, Parameter(help="Hosts like that, or LEAST:MOST; by default as many as give WORLD_SIZE, or 1.")] = None,
     json_: AsJSON = False,
 ) -> Answer:
-    """Judge every rule that a run of RECIPE must meet, without running it."""
+    """Check every rule that a run of RECIPE must meet, without running it."""
     return _judged(
         lambda: _judge(_checked_config(recipe, settled(set_ or (), say=warn)), out or _default_out(recipe), machine=machine, nnodes=nnodes)
     )
@@ -217,7 +217,7 @@ def loader_check(
     synthetic_on_fail: SyntheticOnFail = False,
     json_: AsJSON = False,
 ) -> Answer:
-    """Read batches of RECIPE without a model: time to the first, shape, tokens/s, waits, first tokens. Exit 2 with the cause."""
+    """Read batches of RECIPE without a model: time to the first, shape, tokens/s, waits, first tokens. On failure exit 2 with the cause."""
     check_seconds("--timeout", timeout, example=60)
     config = _checked_config(recipe, settled(set_ or (), say=warn))
     from nsa_train.data.fallback import Start, or_synthetic
@@ -242,7 +242,7 @@ def watch(
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
     json_: AsJSON = False,
 ) -> Answer:
-    """Look at the heartbeats of the run in DIR until it ends (0; by an error: 1) or something is wrong (4)."""
+    """Follow the heartbeats of the run in DIR until it ends (exit 0; after an error: 1) or something is wrong (exit 4)."""
     from nsa_train.telemetry.watch import content
     from nsa_train.telemetry.watch import watch as look
 
@@ -286,7 +286,7 @@ def sample(
         str | None, Parameter(help="Backend of every attention operation, or auto, in place of those in the checkpoint's nsa.backends.")
     ] = None,
 ) -> int:
-    """Print PROMPT and what the model of CKPT writes after it, as it comes; then, to stderr, the tokens per second."""
+    """Print PROMPT and its continuation by the model of CKPT as it is generated; then, to stderr, the tokens per second."""
     check_sampling(prompt, tokens=tokens, temperature=temperature, seed=seed, top_p=top_p, stops=stop or (), file=prompts)
     texts = [prompt] if prompts is None else read_prompts(prompts)
     from nsa_train.checkpoint.store import open_checkpoint
@@ -395,7 +395,7 @@ def explore(
 
 @app.command
 def report(directory: RunFolder, /) -> int:
-    """Draw curves.png and report.html of the run in DIR anew, from its records."""
+    """Draw curves.png and report.html of the run in DIR again, from its records."""
     from nsa_train.telemetry.records import damaged_records
     from nsa_train.telemetry.report import write_report
 
@@ -413,7 +413,7 @@ app.command(ckpt)
 
 @ckpt.command
 def ls(directory: RunFolder, /, *, json_: AsJSON = False) -> Answer:
-    """List the checkpoints of the run in DIR: step, date, size, and where `latest` points."""
+    """List the checkpoints of the run in DIR: step, date, size, and which one `latest` names."""
     from nsa_train.checkpoint.commands import listed_line, listed_object, listing, lost_latest
 
     found = listing(directory)
@@ -474,7 +474,7 @@ def import_(
     recipe: Annotated[str, Parameter(help="Data and training of the run: a shipped recipe or the path of a TOML file.")] = "demo",
     set_: Overrides = None,
 ) -> int:
-    """Make a run at OUT that goes on with the weights of SOURCE; `nsa-train resume OUT` trains it."""
+    """Create a run at OUT that begins with the weights of SOURCE; `nsa-train resume OUT` trains it."""
     check_path("OUT", out)
     overrides = settled(set_ or (), say=warn)
     from nsa_train.checkpoint.hugging_face import import_run
@@ -501,7 +501,7 @@ def convert(
     ] = None,
     layers: Annotated[str | None, Parameter(help='A pattern as in model.layers: \'["dense", {branches = ["win"]}]\'.')] = None,
 ) -> int:
-    """Make a model of NSA of the dense checkpoint SOURCE, verify it layer by layer, and write a recipe that trains it."""
+    """Convert the dense checkpoint SOURCE to an NSA model, verify it layer by layer, and write a recipe that trains it."""
     check_path("--out", out)
     from nsa_train.checkpoint.converting import convert as convert_checkpoint
 

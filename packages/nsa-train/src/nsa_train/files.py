@@ -1,6 +1,6 @@
-"""Files that somebody else may have put into a directory: they are read if they are regular and small, and written whole.
+"""Read and write files safely in a directory that others can write to: only small regular files are read, and writes are atomic.
 
-Opening a named pipe would wait without end, and reading a device or a sparse file would fill the memory.
+Opening a named pipe would wait forever, and reading a device or a sparse file would fill the memory.
 """
 
 import json
@@ -28,7 +28,7 @@ MOST_RECORDS = 4 * 2**30
 MOST_LINE = 16 * 2**20
 """Bytes of one line of such a file; reading ends at a longer one."""
 ASIDE = ".aside-"
-"""Prefix of the name of a file that is being written; the file stays where the writer was killed."""
+"""Prefix of the name of a file that is being written; the file remains if the writer was killed."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -39,16 +39,16 @@ _KINDS = {
 
 
 class IrregularFileError(ValueError):
-    """A path leads to something else than a regular file, or to a file too large to read; the message says which, without the path."""
+    """Raised if a path leads to something other than a regular file, or to a file that is too large; the message says which, without the path."""
 
 
 @contextmanager
 def open_regular(path: Path, most: int | None) -> Iterator[BufferedReader]:
-    """Return the regular file `path` of at most `most` bytes (None: of any size), opened for reading; links are followed.
+    """Open the regular file `path` of at most `most` bytes (None: any size) for reading, and return it; links are followed.
 
     Raises:
-        IrregularFileError: when it is something else, at once; no device is opened.
-        OSError: when it is not there or cannot be read.
+        IrregularFileError: at once, if it is something else; no device is opened.
+        OSError: if it does not exist or cannot be read.
     """
     # a socket cannot be opened, and a device may act on it
     _require_regular(path.stat(), most)
@@ -62,8 +62,8 @@ def read_regular(path: Path, most: int) -> bytes:
     """Return the content of the regular file `path`, at most `most` bytes.
 
     Raises:
-        IrregularFileError: when it is something else, or larger.
-        OSError: when it is not there or cannot be read.
+        IrregularFileError: if it is something else, or larger.
+        OSError: if it does not exist or cannot be read.
     """
     with open_regular(path, most) as file:
         content = file.read(most + 1)
@@ -73,7 +73,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def refusal(path: Path, most: int) -> str:
-    """Return why `path` cannot be read; empty where it can, and where it does not exist."""
+    """Return why `path` cannot be read; empty if it can, or if it does not exist."""
     try:
         with open_regular(path, most):
             return ""
@@ -84,10 +84,10 @@ def refusal(path: Path, most: int) -> str:
 
 
 def as_text(content: bytes, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """Return `content` decoded, every line end as a newline, as a file that is opened as text has it.
+    """Return `content` decoded, with every line end as a newline, as in a file opened as text.
 
     Raises:
-        UnicodeDecodeError: when it is not of that encoding.
+        UnicodeDecodeError: if it is not of that encoding.
     """
     return TextIOWrapper(BytesIO(content), encoding=encoding, errors=errors).read()
 
@@ -96,7 +96,7 @@ def parse_json(content: bytes) -> Any:
     """Return the value of a UTF-8 JSON text.
 
     Raises:
-        ValueError: when it is not JSON, or nests too deep.
+        ValueError: if it is not JSON, or nests too deep.
     """
     try:
         return json.loads(content.decode("utf-8"))
@@ -106,7 +106,7 @@ def parse_json(content: bytes) -> Any:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give a path to write a file to, which is renamed to `path` when the block ends without an error.
+    """Yield a temporary path to write a file to; it is renamed to `path` if the block ends without an error.
 
     An existing `path` is replaced and never opened, so that no pipe blocks and no link is followed.
     """

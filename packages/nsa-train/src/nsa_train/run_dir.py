@@ -1,4 +1,4 @@
-"""The names of what a run leaves in its directory."""
+"""The names of a run's files in its directory."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,7 +54,7 @@ class RunDirectory:
     tensorboard = _Below("tb")
     """Event files that TensorBoard shows."""
     metrics = _Below("metrics.json")
-    """The results, in a few figures."""
+    """The results of the run, in a few figures."""
     curves = _Below("curves.png")
     """The curves, drawn."""
     samples = _Below("samples")
@@ -69,11 +69,11 @@ class RunDirectory:
     """One word per kind of anomaly that was found, a line each."""
 
     def holds_run(self) -> bool:
-        """Return whether a run recorded itself here; one that was killed early leaves less."""
+        """Return whether a run wrote its records here; a run that was killed early leaves fewer files."""
         return self.config.exists() or bool(self.heartbeats)
 
     def why_not_resumable(self) -> str:
-        """Return the message that refuses to resume here; empty where there is a run."""
+        """Return the message that refuses to resume here; empty if there is a run."""
         if self.holds_run():
             return ""
         is_there = self.root.exists()
@@ -81,10 +81,10 @@ class RunDirectory:
         return f"--out={str(self.root)!r} {found}; name the run's directory, or use --resume auto, which starts one"
 
     def stackdump(self, rank: int) -> Path:
-        """Return where `rank` writes the stacks of its threads when it gets SIGUSR1."""
+        """Return the file to which `rank` writes the stacks of its threads on SIGUSR1."""
         return self.root / f"stackdump_rank{rank}.txt"
 
     def write_anomalies(self, kinds: Iterable[str]) -> None:
-        """Write `kinds` to `.anomaly_type` whole or not at all."""
+        """Write `kinds` to `.anomaly_type` atomically."""
         with written_whole(self.anomaly_type) as aside:
             aside.write_text("".join(f"{kind}\n" for kind in kinds), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The smoke rules: whether the records of a run show what a sound run shows. `nsa-bench smoke` prints the verdicts."""
+"""The smoke rules: check whether the records of a run are those of a sound run. `nsa-bench smoke` prints the verdicts."""
 
 import math
 import statistics
@@ -22,7 +22,7 @@ from nsa_train.telemetry.watch import ON_REQUEST, has_died, is_here
 FETCH_SHARE = 0.05
 """Largest share of a step that waiting for data may take, at its 95th percentile."""
 WINDOW_SHARE = 0.1
-"""The losses of the first and last tenth of the steps are compared."""
+"""Share of the steps at the start and at the end whose losses are compared."""
 STEADY_SHARE = 0.5
 """Share of the run's median throughput that its last tenth must keep; other programs on a machine move it by less."""
 FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
@@ -30,14 +30,14 @@ FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
 HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_mean", "reads_act_total", "fallbacks_total")
 """The figures of the last logged step that are judged, as `nsa_train.telemetry.health` names them."""
 COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
-"""Figures of metrics.json that a baseline is compared in: 1 where more is better, -1 where less is."""
+"""Figures of metrics.json that are compared with a baseline: 1 if more is better, -1 if less is better."""
 MOST_TOKENS = 512
-"""Tokens of a sequence for which blocks are chosen twice."""
+"""Maximum tokens of a sequence for which blocks are chosen twice."""
 
 
 @frozen(kw_only=True)
 class Verdict:
-    """One rule: `is_passed` is None where it does not apply, and `found` then says why."""
+    """One rule: `is_passed` is None if it does not apply, and `found` then says why."""
 
     rule: str
     is_passed: bool | None
@@ -54,7 +54,7 @@ class Records:
     evaluations: list[dict[str, float]]
     progress: list[dict[str, Any]]
     skips: list[dict[str, Any]]
-    """Events of steps whose update was left out."""
+    """Events of skipped steps."""
     newest: RankWatch
     """The state of rank 0 after the events of its newest start."""
     metrics: dict[str, Any]
@@ -66,7 +66,7 @@ def read_records(folder: Path) -> Records:
     """Return the records of the run in `folder`.
 
     Raises:
-        ConfigError: when they are not there.
+        ConfigError: if they are not there.
     """
     paths = RunDirectory(folder)
     if not paths.training.is_file() or not paths.config.is_file():
@@ -99,7 +99,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
     """Return the content of a metrics.json, or the metrics inside a file of `nsa-bench smoke --json`.
 
     Raises:
-        ConfigError: when it cannot be read as one.
+        ConfigError: if it cannot be read as one.
     """
     try:
         content = parse_json(read_regular(path, MOST_JSON))
@@ -120,15 +120,15 @@ class Judgement(NamedTuple):
 
     @property
     def has_failed(self) -> bool:
-        """Return True where a rule does not hold."""
+        """Return True if a rule does not hold."""
         return any(verdict.is_passed is False for verdict in self.verdicts)
 
 
 def judge_run(folder: Path, *, baseline: Path | None = None, tolerance: float = 5.0) -> Judgement:
-    """Return the judgement of the run in `folder`; against `baseline`, a metrics.json, worse by at most `tolerance` per cent.
+    """Return the judgement of the run in `folder`, whose metrics may be worse than `baseline`, a metrics.json, by `tolerance` per cent.
 
     Raises:
-        ConfigError: when `folder` is no run, or the baseline or the tolerance cannot be used.
+        ConfigError: if `folder` is no run, or the baseline or the tolerance cannot be used.
     """
     if not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance={tolerance} is not a finite percentage >= 0; use 5")
@@ -147,10 +147,10 @@ def check_run(records: Records) -> list[Verdict]:
 
 
 def check_baseline(records: Records, baseline: Path, tolerance: float) -> list[Verdict]:
-    """Return the verdicts on the run's metrics against those of `baseline`, a metrics.json: worse by at most `tolerance` per cent.
+    """Compare the run's metrics with those of `baseline`, a metrics.json, and return verdicts: worse by at most `tolerance` per cent.
 
     Raises:
-        ConfigError: when the file cannot be read, or shares no figure with this run.
+        ConfigError: if the file cannot be read, or shares no figure with this run.
     """
     before = read_metrics(baseline)
     pairs = {name: (records.metrics.get(name), before.get(name)) for name in COMPARED}

@@ -1,4 +1,4 @@
-"""Native Sparse Attention in Hugging Face Transformers: importing this package lets the Auto classes load `nsa_core` checkpoints."""
+"""Native Sparse Attention in Hugging Face Transformers: after this import, the Auto classes load `nsa_core` checkpoints."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

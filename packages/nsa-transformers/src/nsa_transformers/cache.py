@@ -1,4 +1,4 @@
-"""Transformers' cache interface over the caches of nsa-core: one per layer, made when the first tokens come."""
+"""Transformers' cache interface over the caches of nsa-core: one per layer, created with the first tokens."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from nsa_core.kv_cache import DEFAULT_MAX_ROLLBACK
 
 
 class NSACacheLayer(CacheLayerMixin):
-    """The past of one layer. The attention module writes it itself, so `update` raises."""
+    """The cache of one layer. The attention module writes it itself, so `update` raises an error."""
 
     is_croppable = True
     supports_early_init = False
@@ -27,7 +27,7 @@ class NSACacheLayer(CacheLayerMixin):
         """Columns of the batch so far, padding included: an int, or of a static cache a tensor, which a compiled step advances."""
 
     def start(self, attention: Any, batch_size: int) -> None:
-        """Make the tensors for `batch_size` sequences of the module `attention`, where there are none yet."""
+        """Create the tensors for `batch_size` sequences of the module `attention`, if there are none yet."""
         if self.store is None:
             self.store = attention.new_cache(batch_size, self.max_cache_len, **self.options)
             if self.is_compileable:
@@ -42,22 +42,22 @@ class NSACacheLayer(CacheLayerMixin):
         return int(self.store.batch_size)
 
     def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` columns that the step has added."""
+        """Add `num_tokens` columns of a step to the length."""
         if self.is_compileable:
             self.length.add_(num_tokens)
         else:
             self.length += num_tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise: `start` makes the tensors."""
+        """Raise an error: `start` creates the tensors."""
         raise InputError("an NSA cache is not made of keys and values (each branch has its own); pass it to the model as past_key_values")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Raise: the attention module writes its own stores."""
+        """Raise an error: the attention module writes its own stores."""
         raise InputError("an NSA cache takes no keys and values (its layer writes each branch); pass it to the model as past_key_values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the columns of a mask over the past and `query_length` new tokens, and 0."""
+        """Return the number of columns of a mask over the past and `query_length` new tokens, and 0."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> Any:
@@ -65,7 +65,7 @@ class NSACacheLayer(CacheLayerMixin):
         return self.length if self.store is not None else 0
 
     def get_max_length(self) -> int:
-        """Return the most columns, -1 for no bound."""
+        """Return the maximum number of columns, -1 for no bound."""
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     def reset(self) -> None:
@@ -78,8 +78,8 @@ class NSACacheLayer(CacheLayerMixin):
         """Forget the last `-tokens_to_remove` tokens of every sequence.
 
         Raises:
-            InputError: for a count above 0, which older versions of transformers took as the length to keep.
-            CacheOverflowError: for more than `max_rollback`, or than there are.
+            InputError: for a count above 0, which older versions of transformers understood as the length to keep.
+            CacheOverflowError: for more tokens than `max_rollback`, or than the cache holds.
         """
         count = int(tokens_to_remove)
         if count > 0:
@@ -105,10 +105,10 @@ class NSACacheLayer(CacheLayerMixin):
             self.store.reorder(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def activate_past_recording(self) -> None:
-        """Do nothing: what a crop needs is kept up to `max_rollback` anyway."""
+        """Do nothing: the cache always keeps what a crop of `max_rollback` tokens needs."""
 
     def offload(self) -> None:
-        """Raise: these stores stay on their layer's device."""
+        """Raise an error: these stores stay on their layer's device."""
         raise InputError("an NSA cache is not offloaded (a step reads all of its stores); use cache_implementation='dynamic'")
 
     prefetch = offload
@@ -128,7 +128,7 @@ class Deferred(NamedTuple):
 
 
 class NSAModelCache(Cache):
-    """The past of all layers of an NSA model, passed as `past_key_values`; may be copied with `copy.deepcopy` and reused."""
+    """The cache of all layers of an NSA model; pass it as `past_key_values`. `copy.deepcopy` copies it for reuse."""
 
     def __init__(
         self,
@@ -152,19 +152,19 @@ class NSAModelCache(Cache):
         self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw}
         super().__init__(layers=[NSACacheLayer(max_cache_len, **self.options) for _ in range(config.num_hidden_layers)])
         self.deferred: Deferred | None = None
-        """Tokens that the layers get before the next step; None where they have them all."""
+        """Tokens that the layers get before the next step; None if they have them all."""
 
     @property
     def is_static(self) -> bool:
-        """Return True where the stores never grow."""
+        """Return True if the stores never grow."""
         return bool(self.layers[0].is_compileable)
 
     def start(self, attentions: list[Any], batch_size: int, num_tokens: int) -> None:
-        """Get ready for `num_tokens` more tokens of each of `batch_size` sequences.
+        """Prepare for `num_tokens` more tokens of each of `batch_size` sequences.
 
         Raises:
-            InputError: where it holds another number of sequences, or layers.
-            CacheOverflowError: where they do not fit, as far as the host knows.
+            InputError: if it holds another number of sequences, or layers.
+            CacheOverflowError: if they do not fit, as far as the host knows.
         """
         if len(attentions) != len(self.layers):
             raise InputError(
@@ -232,7 +232,7 @@ class NSAModelCache(Cache):
         super().batch_select_indices(indices)
 
     def require_room(self, num_tokens: int) -> None:
-        """Raise CacheOverflowError where sequences of `num_tokens` tokens do not fit."""
+        """Raise CacheOverflowError if sequences of `num_tokens` tokens do not fit."""
         most = self.get_max_length()
         if 0 <= most < num_tokens:
             raise CacheOverflowError(
@@ -240,7 +240,7 @@ class NSAModelCache(Cache):
             )
 
     def require_rollback(self, num_tokens: int) -> None:
-        """Raise CacheOverflowError where `crop` could not take back `num_tokens` tokens."""
+        """Raise CacheOverflowError if `crop` could not take back `num_tokens` tokens."""
         most = self.options["max_rollback"]
         if not self.options["keep_raw"] and num_tokens > most:
             raise CacheOverflowError(
@@ -249,12 +249,12 @@ class NSAModelCache(Cache):
             )
 
     def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` columns that a step has added."""
+        """Add `num_tokens` columns of a step to the length."""
         for layer in self.layers:
             layer.advance(num_tokens)
 
     def check(self) -> None:
-        """Raise CacheOverflowError where a step of a static cache dropped tokens that did not fit; waits for the device."""
+        """Raise CacheOverflowError if a step of a static cache dropped tokens that did not fit; waits for the device."""
         for layer in self.layers:
             if layer.store is not None:
                 layer.store.check()

@@ -1,4 +1,4 @@
-"""NSAModelConfig: the content of config.json, and the layers that it describes."""
+"""The content of config.json as `NSAModelConfig`, and the layers that it describes."""
 
 import dataclasses
 import difflib
@@ -18,7 +18,7 @@ from nsa_core.errors import ConfigError
 from nsa_core.serialization import config_from_dict, config_to_dict
 
 SCHEMA = 1
-"""Version of the keys of config.json that are ours: `attention`, `layers`, `nsa`."""
+"""Version of our own keys of config.json: `attention`, `layers`, `nsa`."""
 GEOMETRY = tuple(item.name for item in fields(BlockGeometry))
 SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v")
 """Fields of `NSAConfig` that config.json holds under Hugging Face's names."""
@@ -31,7 +31,7 @@ ELSEWHERE = {
     "attention_bias": "nsa.qkv_bias",
     "sliding_window": "nsa.window_size",
 }
-"""Keys of other models' config.json, and of nsa-core, that would be ignored, and what says the same here."""
+"""Keys of other models' config.json, and of nsa-core, that would be ignored -> the key with the same meaning here."""
 LAYER_KEYS = ("attention", "branches", *GEOMETRY)
 """The keys that an entry of `layers` may have."""
 REMOTE_MODULE = "modeling_nsa_core"
@@ -39,7 +39,7 @@ REMOTE_CODE = '''"""The classes of this model are those of the installed package
 
 from nsa_transformers import NSAForCausalLM, NSAModel, NSAModelConfig  # noqa: F401
 '''
-"""The module that is saved beside config.json: what `trust_remote_code=True` runs where nsa_transformers was not imported."""
+"""The module that is saved next to config.json; `trust_remote_code=True` runs it if nsa_transformers was not imported."""
 AUTO_MAP = {
     "AutoConfig": f"{REMOTE_MODULE}.NSAModelConfig",
     "AutoModel": f"{REMOTE_MODULE}.NSAModel",
@@ -61,7 +61,7 @@ class Layer(NamedTuple):
 
 @strict
 class NSAModelConfig(PreTrainedConfig):
-    """Sizes of the decoder under Hugging Face's names, and its attention under `nsa`, whose keys are those of nsa-train's table `nsa`.
+    """Configuration of a decoder: sizes under Hugging Face's names, and the attention under `nsa`, with the keys of nsa-train's table `nsa`.
 
     Raises:
         ConfigError: for a schema that is newer than this version, or values that `nsa_core` refuses.
@@ -91,9 +91,9 @@ class NSAModelConfig(PreTrainedConfig):
     attention: str = "nsa"
     """"dense": the same decoder with full causal attention."""
     layers: list[Any] | None = None
-    """A pattern, repeated until there are num_hidden_layers: "nsa", "dense", or a table of `attention`, `branches` and sizes of blocks."""
+    """A pattern, repeated until there are num_hidden_layers: "nsa", "dense", or a table of `attention`, `branches` and block sizes."""
     nsa: dict[str, Any] | None = None
-    """Sizes of blocks, and the other fields of `nsa_core.NSAConfig`; absent ones have their defaults."""
+    """Block sizes, and the other fields of `nsa_core.NSAConfig`; absent fields have their defaults."""
     nsa_schema: int = SCHEMA
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -176,14 +176,14 @@ class NSAModelConfig(PreTrainedConfig):
 
 
 def nsa_table(config: NSAConfig) -> dict[str, Any]:
-    """Return the table `nsa` of config.json for layers of `config`; which backends run an operation is the machine's matter and left out."""
+    """Return the table `nsa` of config.json for layers of `config`, without `backends`, which depend on the machine."""
     values = config_to_dict(config)
     geometry = values.pop("geometry")
     return {**geometry, **{key: value for key, value in values.items() if key not in (*SIZES, "backends")}}
 
 
 def generation_config(config: NSAModelConfig) -> GenerationConfig:
-    """Return the settings of `generate` for models of `config`: the ids that end and fill a text."""
+    """Return the settings of `generate` for models of `config`: the ids of end and padding."""
     return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
 
 

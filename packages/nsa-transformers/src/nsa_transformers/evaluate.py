@@ -1,7 +1,7 @@
 """Evaluate an export with lm-eval on a file of tasks, without a network: `python -m nsa_transformers.evaluate DIR --tasks FILE`.
 
-FILE is YAML or JSON: a task of lm-eval or a list of them, under lm-eval's own keys. `data` holds a task's documents: a list, or a table of
-lists by split. A task without `data` is lm-eval's matter, such as `dataset_path: json` with local files.
+FILE is YAML or JSON: a task of lm-eval or a list of tasks, under lm-eval's own keys. `data` holds a task's documents: a list, or a table of
+lists by split. lm-eval loads the documents of a task without `data`, for example by `dataset_path: json` with local files.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nsa_core.errors import ConfigError, NSAError
 
 SPLIT = "test"
-"""The split of a task whose `data` are a list."""
+"""The name of the split of a task whose `data` are a list."""
 
 
 def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int = 8, limit: int | None = None) -> dict[str, Any]:
-    """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: documents of each task, at most.
+    """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: maximum documents of each task.
 
     Raises:
-        ConfigError: where lm-eval is not installed, the file holds no tasks, or the folder no model.
+        ConfigError: if lm-eval is not installed, the file holds no tasks, or the folder no model.
     """
     configs = read_tasks(tasks)
     if not (folder / "config.json").is_file():
@@ -49,10 +49,10 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
 
 
 def read_tasks(path: Path) -> list[dict[str, Any]]:
-    """Return the configurations of the tasks in a YAML or JSON file, as lm-eval takes them. No code in it is run.
+    """Return the configurations of the tasks in a YAML or JSON file, as lm-eval expects them. No code in the file is run.
 
     Raises:
-        ConfigError: where it cannot be read, or holds no tasks with a name.
+        ConfigError: if it cannot be read, or holds no tasks with a name.
     """
     import yaml
 
@@ -88,7 +88,7 @@ def _with_data(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of results, and write them to `--json`; return the exit code: 0, 2 for what is refused."""
+    """Print the table of results, and write them to `--json`; return the exit code: 0, or 2 if something is refused."""
     parser = argparse.ArgumentParser(prog="python -m nsa_transformers.evaluate", description="Evaluate an export with lm-eval, offline.")
     parser.add_argument("folder", metavar="DIR", type=Path, help="the folder that `nsa-train ckpt export --format hf` wrote")
     parser.add_argument(

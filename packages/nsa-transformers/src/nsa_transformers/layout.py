@@ -1,4 +1,4 @@
-"""Padding masks and packed position ids of Transformers, as nsa-core takes them: moved columns with counts, and `cu_seqlens`."""
+"""Convert Transformers' padding masks and packed position ids for nsa-core: to moved columns with counts, and to `cu_seqlens`."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Padding(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The bounds of sequences that lie one after another in one row."""
+    """The bounds of sequences that are packed in one row."""
 
     cu_seqlens: Tensor
     """int32 (N + 1,)"""
@@ -28,12 +28,12 @@ class Packing(NamedTuple):
 
 
 def move(x: Tensor, order: Tensor) -> Tensor:
-    """Return x `(B, S, D)` with column `order[b, s]` of row b in place of column s."""
+    """Return x `(B, S, D)` with column s of row b replaced by its column `order[b, s]`."""
     return x.gather(1, order.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 def padding_of(mask: Tensor | None, batch_size: int, num_tokens: int, past: int) -> Padding | None:
-    """Return the padding among the last `num_tokens` columns of `mask` `(B, past + S)` or `(B, S)`; None where all are valid.
+    """Return the padding among the last `num_tokens` columns of `mask` `(B, past + S)` or `(B, S)`; None if all are valid.
 
     Waits for the mask's device.
 
@@ -66,7 +66,7 @@ def padding_in_graph(mask: Tensor, num_tokens: int) -> Padding:
 
 
 def require_no_holes(is_valid: Tensor) -> None:
-    """Raise InputError where the valid columns of a row of `is_valid` `(B, T)` are not next to one another."""
+    """Raise InputError if the valid columns of a row of `is_valid` `(B, T)` are not next to one another."""
     starts = is_valid.clone()
     starts[:, 1:] &= ~is_valid[:, :-1]
     if bool((broken := starts.sum(1) > 1).any()):
@@ -77,7 +77,7 @@ def require_no_holes(is_valid: Tensor) -> None:
 
 
 def packing_of(positions: Tensor | None, batch_size: int, num_tokens: int) -> Packing | None:
-    """Return the bounds of the sequences that `positions` `(B, S)` or `(1, S)` describe; None where each row is one sequence.
+    """Return the bounds of the sequences that `positions` `(B, S)` or `(1, S)` describe; None if each row is one sequence.
 
     A sequence begins at each position 0. Waits for the device of the positions.
 

@@ -1,4 +1,4 @@
-"""NSAModel and NSAForCausalLM: the decoder of nsa-core with the interface of Transformers. Names of weights are the decoder's."""
+"""`NSAModel` and `NSAForCausalLM`: the decoder of nsa-core with the interface of Transformers. Names of weights are the decoder's."""
 
 import warnings
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_
 from nsa_transformers.weights import Loaded
 
 WORKING_CACHES = (None, "dynamic", "static")
-"""The values of `cache_implementation` that `generate` takes."""
+"""The values of `cache_implementation` that `generate` supports."""
 
 
 class NSABlock(GradientCheckpointingLayer, Block):
-    """A layer of the decoder that `gradient_checkpointing_enable` recomputes in the backward pass."""
+    """A layer of the decoder; with `gradient_checkpointing_enable` it is recomputed in the backward pass."""
 
 
 class NSAPreTrainedModel(Loaded, PreTrainedModel):
-    """Loading, saving and generation settings of NSA models."""
+    """Base class of NSA models: loading, saving and generation settings."""
 
     config_class = NSAModelConfig
     base_model_prefix = "model"
@@ -41,7 +41,7 @@ class NSAPreTrainedModel(Loaded, PreTrainedModel):
     _can_record_outputs: ClassVar[Any] = {"hidden_states": NSABlock}
 
     def post_init(self) -> None:
-        """Finish the construction; modules have drawn their own weights when they were built, and keep them."""
+        """Finish the construction; modules keep the weights that they drew when they were built."""
         for module in self.modules():
             module._is_hf_initialized = True
         super().post_init()
@@ -53,7 +53,7 @@ class NSAPreTrainedModel(Loaded, PreTrainedModel):
 
 
 class NSAModel(Decoder, NSAPreTrainedModel):
-    """The decoder without its output layer: token ids to states."""
+    """The decoder without its output layer: maps token ids to hidden states."""
 
     config: NSAModelConfig
     embedding: Any
@@ -146,7 +146,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             )
 
     def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, *, is_recorded: bool) -> tuple[Tensor, bool]:
-        """Return the states of whole sequences, and True where they are packed.
+        """Return the states of whole sequences, and True if they are packed.
 
         Padding is moved behind the valid tokens: causal attention keeps it out of their states.
         """
@@ -194,7 +194,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
 
 
 class NSAForCausalLM(NSAModel, GenerationMixin):
-    """The decoder with its output layer: token ids to logits, loss and text."""
+    """The decoder with its output layer: maps token ids to logits, loss and text."""
 
     _tied_weights_keys: ClassVar[Any] = {"lm_head.weight": "embedding.weight"}
     _keys_to_ignore_on_load_unexpected: ClassVar[Any] = None
@@ -225,7 +225,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return `logits` `(B, S, vocab_size)` of the last `logits_to_keep` tokens (0: all) and, with `labels` `(B, S)`, the `loss`.
 
-        `labels` are the token ids, -100 where a token does not count. The loss shifts them by one. `NSAModel.forward` describes the
+        `labels` are the token ids, -100 for tokens that do not count. The loss shifts them by one. `NSAModel.forward` describes the
         other arguments.
         """
         require_positions_of_packing(kwargs, position_ids)
@@ -250,12 +250,12 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         )
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Return what follows the prompts; see `GenerationMixin.generate`.
+        """Return the prompts with their continuations; see `GenerationMixin.generate`.
 
         Raises:
             InputError: for a prompt that is empty, no batch or padded on the right, ids beyond the vocabulary, or a `cache_implementation`
                 that cannot hold NSA.
-            CacheOverflowError: for a prompt with continuation and drafts that a given cache has no room for.
+            CacheOverflowError: if the prompt with continuation and drafts does not fit into the given cache.
         """
         given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
         require_working_cache(kwargs.get("cache_implementation") or given.cache_implementation)
@@ -304,7 +304,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(inputs_embeds: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
-        """Return the mask `(B, S)` of the S new tokens, for a step with a static cache; None where all are valid."""
+        """Return the mask `(B, S)` of the S new tokens for a step with a static cache; None if all tokens are valid."""
         if attention_mask is None or (inputs_embeds.shape[1] == 1 and attention_mask.device.type != "cpu"):
             return None
         is_valid = attention_mask != 0
@@ -314,7 +314,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
 
 
 def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor | None) -> None:
-    """Raise InputError where `keywords` describe packed sequences for FlashAttention and nothing here does."""
+    """Raise InputError if `keywords` describe packed sequences for FlashAttention and nothing here does."""
     if positions is None and keywords.get("cu_seq_lens_q") is not None:
         raise InputError(
             "cu_seq_lens_q came without position_ids (packed sequences are found where positions start again at 0, or they would see one another); "
@@ -332,7 +332,7 @@ def require_batch(ids: Tensor | None, embedded: Tensor | None) -> None:
 
 
 def require_left_padding(mask: Tensor | None) -> None:
-    """Raise InputError where the last token of a prompt is padding, so that no token can follow it; waits for the mask's device."""
+    """Raise InputError if the last token of a prompt is padding, so that no token can follow it; waits for the mask's device."""
     if mask is not None and mask.dim() == 2 and mask.shape[1] and bool((is_padding := mask[:, -1] == 0).any()):
         raise InputError(
             f"attention_mask ends with padding in row {int(is_padding.int().argmax())} (new tokens follow the last column); "
@@ -341,7 +341,7 @@ def require_left_padding(mask: Tensor | None) -> None:
 
 
 def require_in_place(is_moved: bool) -> None:
-    """Raise InputError where the states of layers would be recorded in another order than the batch has."""
+    """Raise InputError if the states of layers would be recorded in another order than the batch has."""
     if is_moved:
         raise InputError(
             "output_hidden_states came with padding or packed rows (layers see the tokens of such a batch in another order); pass rows of one length"
@@ -358,7 +358,7 @@ def require_working_cache(kind: str | None) -> None:
 
 
 def require_known_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raise InputError where `ids` name tokens beyond the vocabulary; waits for their device."""
+    """Raise InputError if `ids` name tokens beyond the vocabulary; waits for their device."""
     if ids.numel() and bool(((ids < 0) | (ids >= vocab_size)).any()):
         wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
         raise InputError(f"input_ids holds {wrong} (the vocabulary has ids 0 .. {vocab_size - 1}); use the tokenizer of this model")

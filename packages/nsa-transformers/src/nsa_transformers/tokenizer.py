@@ -1,4 +1,4 @@
-"""Tokenizers of nsa-train's checkpoints as `tokenizer.json`: bytes, byte-pair encoding, and ids without text."""
+"""Convert tokenizers of nsa-train's checkpoints to `tokenizer.json`: bytes, byte-pair encoding, and ids without text."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +39,7 @@ def merges_tokenizer(ranks: Mapping[bytes, int], *, separator: int, pad: int, ma
 
 
 def json_tokenizer(text: str, *, separator: int, pad: int, max_length: int | None = None) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that a tokenizer.json with `text` holds, and a pad."""
+    """Return the tokenizer of a tokenizer.json with the content `text`, with a padding token added."""
     tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -60,10 +60,10 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None) -> PreTrainedTokenizerFast:
-    """Return `tokenizer` for Transformers, with the ids that end and fill a text. Text that spells them out stays text.
+    """Return `tokenizer` for Transformers, with the ids of end and padding. Text that spells these tokens stays text.
 
     Raises:
-        InputError: where one of them would get another id.
+        InputError: if one of them would get another id.
     """
     end = tokenizer.id_to_token(separator) or END_OF_TEXT
     tokenizer.add_special_tokens([AddedToken(end, normalized=False, special=True)])
@@ -89,14 +89,14 @@ def wrapped(tokenizer: Any, *, separator: int, pad: int, max_length: int | None)
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Return byte -> the letter that byte-level tokenizers spell it as: itself where it prints, else one from U+0100 on."""
+    """Return byte -> the character for it in byte-level tokenizers: itself if it is printable, else one from U+0100 on."""
     printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(NUM_BYTES) if byte not in printing]
     return {**{byte: chr(byte) for byte in printing}, **{byte: chr(NUM_BYTES + place) for place, byte in enumerate(others)}}
 
 
 def split_by_rank(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """Return the two parts whose merge made `token`: the lower ranks, merged in order, down to two parts."""
+    """Return the two parts whose merge gives `token`: merge the lower ranks in order until two parts remain."""
     parts = [token[place : place + 1] for place in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:], strict=False)]

@@ -1,4 +1,4 @@
-"""Loading of weights: safetensors alone, and exactly the model's."""
+"""Load weights: only from safetensors, and exactly the model's tensors."""
 
 import json
 from pathlib import Path
@@ -12,15 +12,15 @@ from nsa_core.errors import InputError
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 NAMED = 3
-"""Most tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 
 
 class Loaded:
-    """Mixin of a `PreTrainedModel`: `from_pretrained` that refuses what it cannot load whole."""
+    """Mixin of a `PreTrainedModel` whose `from_pretrained` refuses checkpoints that it cannot load completely."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read from safetensors alone.
+        """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read only from safetensors.
 
         Raises:
             InputError: for pickled weights, a damaged file, another architecture, or tensors that are missing, extra, of another shape or,
@@ -57,7 +57,7 @@ class Loaded:
 
 
 def require_architecture(config: Any) -> None:
-    """Raise InputError where `config.architectures` names none of this package's classes."""
+    """Raise InputError if `config.architectures` names none of this package's classes."""
     named = getattr(config, "architectures", None) or []
     if named and not set(named) & set(ARCHITECTURES):
         raise InputError(
@@ -66,7 +66,7 @@ def require_architecture(config: Any) -> None:
 
 
 def require_whole(info: Any, where: str) -> None:
-    """Raise InputError where loading left tensors out."""
+    """Raise InputError if loading left tensors out."""
     parts = {"missing": "missing_keys", "not of this model": "unexpected_keys", "of another shape": "mismatched_keys"}
     problems = []
     for what, key in parts.items():
@@ -83,7 +83,7 @@ def _with_shapes(name: str, found: Any, expected: Any) -> str:
 
 
 def require_config(folder: Path) -> None:
-    """Raise InputError where `folder` has no configuration, of a model or of an adapter; Transformers would take its defaults."""
+    """Raise InputError if `folder` has no configuration, of a model or of an adapter; Transformers would take its defaults."""
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise InputError(f"{folder} has no config.json (it is written last: the folder is not whole); write it again")
 
@@ -106,7 +106,7 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
 
 
 def require_floats(folder: Path, *, variant: str | None = None) -> None:
-    """Raise InputError where a file of weights in `folder` holds integers; those of a quantized model are its quantizer's matter."""
+    """Raise InputError if a file of weights in `folder` holds integers; a quantized model's quantizer checks its own."""
     if _is_quantized(folder / "config.json"):
         return
     for file in weight_files(folder, variant=variant):
@@ -127,7 +127,7 @@ def _is_quantized(config: Path) -> bool:
 
 
 def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
-    """Return the files that hold the weights in `folder`: one, or those that its index names; empty where there are none.
+    """Return the files that hold the weights in `folder`: one, or those that its index names; empty if there are none.
 
     Raises:
         InputError: for an index that cannot be read, or names a file elsewhere.

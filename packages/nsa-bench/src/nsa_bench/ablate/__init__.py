@@ -1,4 +1,4 @@
-"""`nsa-bench ablate`: a grid of recipes, settings and seeds, trained at the same time or in turn."""
+"""`nsa-bench ablate`: train a grid of recipes, settings and seeds, at the same time or in turn."""
 
 from importlib.resources import files
 from pathlib import Path

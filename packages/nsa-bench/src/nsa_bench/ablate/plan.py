@@ -1,8 +1,8 @@
 """The trials that PLAN.toml describes. Imports no torch.
 
 recipe = "demo"                      # a shipped recipe, or a TOML file in the folder of the plan
-baseline = "dense"                   # the arm that the others are compared with; may be left away
-seeds = [0, 1, 2]                    # of train.seed: initial weights; the data keep their order
+baseline = "dense"                   # the arm that the others are compared with; optional
+seeds = [0, 1, 2]                    # values of train.seed: initial weights differ, the data keep their order
 
 [set]                                # keys of every trial
 train.steps = 900
@@ -60,7 +60,7 @@ class Trial:
 
 @frozen(kw_only=True)
 class Plan:
-    """The trials, in the order in which they are run: all arms at a seed and a point, so that a plan that is cut short has whole comparisons."""
+    """The trials in running order: all arms at one seed and point come together, so that a plan that stops early has complete comparisons."""
 
     name: str
     baseline: str | None
@@ -78,7 +78,7 @@ def load_plan(plan: str, overrides: Sequence[str] = ()) -> Plan:
     """Return the plan of a shipped name or a TOML file; `overrides` (`table.key=value`) take the place of keys of its section `set`.
 
     Raises:
-        OptionError: a line for each thing that is wrong with it, with the trial where one cannot be.
+        OptionError: with a line for each fault of the plan; a fault of one trial names the trial.
     """
     path = shipped_plans().get(plan, Path(plan))
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The trials of a plan as processes, some side by side; a finished one is not run again. Imports no torch."""
+"""Run the trials of a plan as processes, several at a time; a finished trial is not run again. Imports no torch."""
 
 import signal
 import subprocess
@@ -21,7 +21,7 @@ JUDGED = "held_out.json"
 """The last file that a trial writes, in the run's directory: its model on the held-out rows."""
 POLL_S = 0.2
 SAVED = (TerminatedError.exit_code, INTERRUPTED)
-"""Exit codes of a run that was stopped, and goes on where it was."""
+"""Exit codes of a run that was stopped and can continue where it was."""
 
 
 @frozen(eq=False)
@@ -48,7 +48,7 @@ class TrialFolder:
 
     @property
     def judged(self) -> Path:
-        """The judgement of the trained model on its held-out rows; there once the trial is finished."""
+        """The file with the trained model's results on its held-out rows; it exists once the trial is finished."""
         return self.run.root / JUDGED
 
 
@@ -56,7 +56,7 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
     """Write the recipe of each of `trials` below `root` and return their folders.
 
     Raises:
-        OptionError: when a run below `root` was begun with another recipe.
+        OptionError: if a run below `root` was begun with another recipe.
     """
     folders = [TrialFolder(root, trial) for trial in trials]
     others = [
@@ -77,10 +77,10 @@ def prepare(trials: Sequence[Trial], root: Path) -> list[TrialFolder]:
 
 
 def run_trials(folders: list[TrialFolder], *, side_by_side: int, minutes: float | None, say: Callable[[str], None]) -> bool:
-    """Run the trials that are not finished, at most `side_by_side` at a time; return whether all were started and ended by themselves.
+    """Run the unfinished trials, at most `side_by_side` at a time; return whether all were started and ended by themselves.
 
-    After `minutes`, at Ctrl-C and at SIGTERM the runs save and end; the next call goes on with them. A trial that fails
-    stops no other: its log says why.
+    After `minutes`, at Ctrl-C and at SIGTERM the runs save and end; the next call continues them. A trial that fails
+    stops no other trial; its log says why.
     """
     waiting = [folder for folder in folders if not folder.judged.is_file()]
     running: dict[TrialFolder, subprocess.Popen[bytes]] = {}

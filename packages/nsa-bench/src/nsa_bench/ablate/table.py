@@ -19,7 +19,7 @@ from nsa_bench.results import Output, facts_of
 from nsa_train.telemetry.records import load_json, read_rows
 
 AVERAGED = ("val_loss", "best_val_loss", "right", "toks_per_s")
-"""The figures of a trial of which a line of the table has the mean."""
+"""The figures of trials whose means are in the table."""
 COLOURS = ("#24292f", "#3b6fb6", "#d9782d", "#4a9a6a", "#b6403b", "#8a63b8", "#7a7a2a", "#2a8a8a")
 
 
@@ -34,7 +34,7 @@ def run_ablation(
     png_file: Path | None,
     output: Output,
 ) -> bool:
-    """Run the trials of a plan that are not finished, print the table, write the files; return whether all trials are finished.
+    """Run the unfinished trials of a plan, print the table, write the files; return whether all trials are finished.
 
     Trials in `earlier`, JSON files of earlier calls, count as finished.
 
@@ -74,7 +74,7 @@ class TrialResult:
     """On held-out rows after the last step, in nats per token."""
     best_val_loss: float
     right: float
-    """Share of the held-out labels that are the model's likeliest token."""
+    """Share of the held-out labels that are the model's most likely token."""
     toks_per_s: float
     """Median over the steps."""
     curve: list[tuple[int, float]]
@@ -88,12 +88,12 @@ class Mean(NamedTuple):
 
     mean: float
     error: float | None
-    """Standard error of the mean; None of a single seed."""
+    """Standard error of the mean; None for a single seed."""
     num_seeds: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Mean | None":
-        """Return the mean of `values`; None where there is none."""
+        """Return the mean of `values`; None if there is none."""
         if not values:
             return None
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
@@ -114,7 +114,7 @@ class Summary:
     difference: Mean | None
     """Difference of val_loss to the baseline's at the same point of the grid, seed by seed; None for the baseline itself."""
     is_best: bool
-    """True where no other point of the grid has a lower mean val_loss for this arm."""
+    """True if no other point of the grid has a lower mean val_loss for this arm."""
 
 
 def read_earlier(plan: Plan, path: Path) -> list[TrialResult]:

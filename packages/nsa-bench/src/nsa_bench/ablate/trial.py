@@ -1,6 +1,6 @@
-"""One trial, in a process of its own: `python -m nsa_bench.ablate.trial RECIPE OUT` trains, and then judges the model.
+"""Run one trial in its own process: `python -m nsa_bench.ablate.trial RECIPE OUT` trains a model, and then evaluates it.
 
-It is judged on its held-out rows: loss and right answers by the position of a token in its sequence.
+The evaluation uses the held-out rows: loss and right answers by the position of a token in its sequence.
 """
 
 import json
@@ -25,7 +25,7 @@ from nsa_train.settings.recipe import load_config
 
 
 def run_trial(recipe: Path, out: Path) -> int:
-    """Train `recipe` into `out`, or go on with it, and judge it on its held-out rows; return the exit code of `nsa-train`."""
+    """Train `recipe` into `out`, or continue the run there, and evaluate it on its held-out rows; return the exit code of `nsa-train`."""
     code = run_command(["run", str(recipe), "--out", str(out), "--resume", "auto"])
     if code != 0 or not RunDirectory(out).metrics.is_file():
         return code

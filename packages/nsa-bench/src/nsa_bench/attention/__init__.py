@@ -1,1 +1,1 @@
-"""`nsa-bench attention`: the operations, timed and compared with the reference."""
+"""`nsa-bench attention`: time the operations, and compare them with the reference."""

@@ -1,4 +1,4 @@
-"""From the options of `nsa-bench attention` to jobs, and to the points or targets by which their results are judged."""
+"""Turn the options of `nsa-bench attention` into jobs, and into the points or targets by which their results are judged."""
 
 import torch
 from attrs import frozen
@@ -28,7 +28,7 @@ FIXED_BY = {
     "preset": ("sweep", "lengths", "shapes", "operations", "selection", "geometry", "dtype", "graph"),
     "sweep": ("shapes", "baseline"),
 }
-"""The options that another one decides."""
+"""The options whose values another option decides."""
 
 
 @frozen(kw_only=True)
@@ -45,7 +45,7 @@ def make_plan(options: AttentionOptions) -> Plan:
     """Return the plan of `options`.
 
     Raises:
-        OptionError: for values that are no lengths, shapes, ..., or options that contradict each other.
+        OptionError: if values are not lengths, shapes, ..., or options contradict each other.
     """
     _check_conflicts(options)
     device = find_device(options.device)

@@ -1,6 +1,6 @@
 """`nsa-bench attention`: times, memory and errors of the operations and of the best dense attention.
 
-For every case: the inputs are made, each operation is compared with the reference in each direction, and only right
+For every case, the inputs are made, each operation is compared with the reference in each direction, and only right
 results are timed. Peak memory is that of the whole operation, forward and backward, with its inputs.
 """
 
@@ -48,7 +48,7 @@ def run_attention(options: AttentionOptions, output: Output) -> list[Measurement
     """Measure what `options` ask for, print the tables, write the files, and return the measurements.
 
     Raises:
-        OptionError: for options that cannot be, or a backend that can serve nothing of them; before anything is written.
+        OptionError: if options are invalid, or the backend can serve nothing of them; before anything is written.
     """
     plan = make_plan(options)
     check_backend(options.backend, ((operation, job.case) for job in plan.jobs for operation in job.operations), plan.device)
@@ -197,7 +197,7 @@ def _measure_baselines(job: Job, inputs: Inputs, setup: Setup) -> Iterator[Measu
 
 
 def _overlap(case: Case, inputs: Inputs, setup: Setup) -> float | None:
-    """Return the measured overlap of the choices that the whole operation makes; None where they cannot be made."""
+    """Return the measured overlap of the choices that the whole operation makes; None if they cannot be made."""
     options = _options(case, inputs, setup)
     try:
         with torch.no_grad():

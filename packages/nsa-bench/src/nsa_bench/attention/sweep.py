@@ -1,4 +1,4 @@
-"""`nsa-bench attention --sweep`: whether some shape costs much more than its neighbours.
+"""`nsa-bench attention --sweep`: find shapes that cost much more than their neighbours.
 
 One variable changes at a time; every case is compared with the cases before and after it, by time per visible pair and
 element of D_k + D_v.
@@ -18,10 +18,10 @@ from nsa_bench.reporting import number
 from nsa_core import BlockGeometry
 
 LIMIT = 1.5
-"""No case may cost more than this many times one of its neighbours."""
+"""Largest allowed ratio of a case's cost to a neighbour's."""
 LENGTH = 8192
 PACKED_FACTOR = 8
-"""The packed total, in lengths of the other cases."""
+"""Total tokens of the packed case, as a multiple of the other cases' length."""
 PACKED_SEQUENCES = 100
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 HEADS_PER_GROUP = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -45,7 +45,7 @@ class SweepVerdict:
     point: SweepPoint
     measurement: Measurement
     ratio: float | None
-    """Its cost over the lower of its neighbours' costs; None where one of them has no time."""
+    """Its cost over the lower of its neighbours' costs; None if one of them has no time."""
 
     @property
     def verdict(self) -> str:
@@ -84,7 +84,7 @@ def short_lengths(total: int, count: int) -> tuple[int, ...]:
 def sweep_jobs(points: tuple[SweepPoint, ...], operations: tuple[str, ...], directions: tuple[Direction, ...]) -> tuple[Job, ...]:
     """Return one job per case; a case of several variables is measured once.
 
-    On a GPU CUDA graphs are timed: where a part takes less than its launches from Python do, those are what would be compared.
+    On a GPU CUDA graphs are timed: otherwise a part that is faster than its launches from Python would be compared by its launches.
     """
     cases = dict.fromkeys(point.case for point in points)
     return tuple(Job(case=case, operations=operations, directions=directions, is_replayed=True) for case in cases)
@@ -106,7 +106,7 @@ def judge_sweep(points: tuple[SweepPoint, ...], measurements: list[Measurement])
 
 
 def cost_ratio(one: Measurement, nearby: list[Measurement | None]) -> float | None:
-    """Return the cost of `one` over the lowest of its neighbours; None where a cost is missing."""
+    """Return the cost of `one` over the lowest of its neighbours; None if a cost is missing."""
     costs = [None if other is None else other.pair_cost_ps for other in nearby]
     known = [cost for cost in costs if cost is not None]
     own = one.pair_cost_ps

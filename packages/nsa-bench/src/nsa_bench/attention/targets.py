@@ -36,7 +36,7 @@ TIMES_MS = (
 SELECTED_MS = (12.0, 8.0)
 SELECTED_HEADS, SELECTED_DIM, SELECTED_KIBI = 32, 128, 64
 SELECTED_HEADS_PER_GROUP = (1, 2, 4, 8)
-"""Selected attention alone, forward, random selection."""
+"""Targets of selected attention alone, forward, random selection, by heads per group."""
 PEAK_RATIO = (2.0, 1.4)
 PEAK_AT = (("P", 64), ("P", 128), ("M", 64), ("M", 128))
 
@@ -51,7 +51,7 @@ class Target:
     operation: str = "nsa"
     direction: Direction
     must: float | None
-    """None: an aim only."""
+    """The value that must be reached; None: there is only an aim."""
     aim: float
     is_memory: bool = False
 

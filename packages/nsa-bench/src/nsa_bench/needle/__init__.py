@@ -1,4 +1,4 @@
-"""`nsa-bench needle`: a model trained on rows that grow longer, and asked by decode for pairs hidden at every depth."""
+"""`nsa-bench needle`: train a model on rows that grow longer, then let it decode answers about pairs hidden at every depth."""
 
 from importlib.resources import files
 from pathlib import Path

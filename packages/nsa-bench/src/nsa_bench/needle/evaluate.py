@@ -1,4 +1,4 @@
-"""The answers of a trained model: one prefill of each haystack, then every needle asked for by steps over the same cache."""
+"""Get the answers of a trained model: one prefill of each haystack, then decode steps over the same cache for every needle."""
 
 from typing import Any, NamedTuple
 
@@ -25,11 +25,11 @@ class Haystacks(NamedTuple):
     """Samples of one length."""
 
     ids: Tensor
-    """int64 `(B, T)`: all but the question and its answer."""
+    """int64 `(B, T)`: the tokens without the question and its answer."""
     needles: Tensor
     """int64 `(B, depths, 2 tokens)`: key and value of the pair at each depth."""
     positions: list[int]
-    """Where the pair of each depth begins."""
+    """Position at which the pair of each depth begins."""
 
 
 class Cell(NamedTuple):
@@ -39,14 +39,14 @@ class Cell(NamedTuple):
     length: int
     """Tokens, question and answer included."""
     depth: int
-    """0 is the first."""
+    """Index of the depth; 0 is the first."""
     position: int
-    """Where the needle begins."""
+    """Position at which the needle begins."""
     samples: int
     right: int
-    """Answers that are right in every token."""
+    """Number of answers that are right in every token."""
     found: int | None
-    """Answers before whose first token some KV head of some layer chose the needle's block; None for a dense model."""
+    """Answers for which, before their first token, some KV head of some layer chose the needle's block; None for a dense model."""
 
 
 class ChoiceNote(LayerTelemetry):
@@ -75,7 +75,7 @@ class ChoiceNote(LayerTelemetry):
 
 
 def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
-    """Return the haystacks `samples` of a length; each is drawn from the grid's seed, the length and its number, as no training row is."""
+    """Return the haystacks `samples` of a length. The grid's seed, the length and its number determine each; no training row is drawn so."""
     task, needles = plan.haystack(length), np.asarray(plan.needle_slots(length))
     ids, pairs = [], []
     for number in samples:
@@ -90,7 +90,7 @@ def draw_haystacks(plan: NeedlePlan, length: int, samples: range) -> Haystacks:
 
 
 class Questions:
-    """Haystacks held in caches, which questions leave as they were."""
+    """Haystacks in caches, which questions do not change."""
 
     def __init__(self, model: Decoder, stacks: Haystacks, chunk: int, device: torch.device) -> None:
         """Read the haystacks, `chunk` tokens of each a pass."""
@@ -104,7 +104,7 @@ class Questions:
     def ask(self, depth: int) -> tuple[Tensor, Tensor]:
         """Return bool `(B,)` twice: whether the answer is right in every token, and whether the row that begins it chose the needle's block.
 
-        The key is one step. The likeliest token after it is fed back until the answer has its length.
+        The key is one step. After it, the most likely token is fed back until the answer has its length.
         """
         key, value = self._stacks.needles[:, depth].chunk(2, 1)
         notes = [ChoiceNote() for _ in self._choosing]

@@ -9,7 +9,7 @@ data.source = "needle"
 [arms.dense]
 model.attention = "dense"
 
-[[stages]]                           # each begins with the weights of the one before
+[[stages]]                           # each begins with the weights of the stage before
 train.seq_len = 1024
 train.steps = 1000
 [[stages]]
@@ -18,9 +18,9 @@ train.steps = 200
 
 [grid]                               # the evaluation; the model is that of the last stage
 lengths = [1024, 8192, 16384]        # tokens, question and answer included
-depths = 10                          # places from the initial blocks to the window of the question
+depths = 10                          # positions from the initial blocks to the window of the question
 samples = 20                         # haystacks of a length, each with a pair at every depth
-distractors = 16                     # further pairs in a haystack, which are not asked for
+distractors = 16                     # further pairs in a haystack, which no question asks for
 seed = 1                             # of the haystacks, and of shuffled choices
 """
 
@@ -56,7 +56,7 @@ class Grid:
     chunk: int = 4096
     """Tokens of each haystack that one pass of the prefill reads."""
     batch_tokens: int = 2**20
-    """Haystacks are read at the same time as long as they have no more tokens together; one always is."""
+    """Maximum tokens of the haystacks that are read at the same time; at least one haystack is read."""
 
 
 @frozen(kw_only=True)
@@ -95,7 +95,7 @@ class NeedlePlan:
     def needle_slots(self, length: int) -> list[int]:
         """Return the slots of the needles, first to last: spread evenly from the initial blocks to the window of the question.
 
-        A slot holds one pair. The bounds are those of the widest layer of any arm, so that all arms get the same places.
+        A slot holds one pair. The bounds come from the widest layer of any arm, so that all arms get the same positions.
         """
         slots = self._free_slots(length)
         steps = max(self.grid.depths - 1, 1)
@@ -152,7 +152,7 @@ def load_plan(plan: str, root: Path | None = None, overrides: Sequence[str] = ()
     `overrides` (`table.key=value`) take the place of keys of every stage; those of table `grid` are the grid's.
 
     Raises:
-        OptionError: a line for each thing that is wrong with it.
+        OptionError: with a line for each fault of the plan.
     """
     path = shipped_plans().get(plan, Path(plan))
     if not path.is_file():

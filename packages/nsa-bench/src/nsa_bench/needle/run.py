@@ -1,4 +1,4 @@
-"""The runs of a plan and their evaluation: stage after stage, length after length; what is finished stays. Imports no torch at the top."""
+"""Run and evaluate a plan, stage after stage, length after length; finished parts are kept. Imports no torch at the top."""
 
 import json
 import time
@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 
 
 class Deadline:
-    """The end of the minutes that a call has; None: it has no end."""
+    """The time limit of a call; None: there is no limit."""
 
     def __init__(self, minutes: float | None) -> None:
         """Begin now."""
@@ -23,23 +23,23 @@ class Deadline:
 
     @property
     def minutes(self) -> float | None:
-        """Return the minutes left, 0 at least."""
+        """Return the remaining minutes, at least 0."""
         return None if self._end is None else max(0.0, (self._end - time.monotonic()) / 60)
 
     @property
     def is_over(self) -> bool:
-        """Return True where no time is left."""
+        """Return True if the time is over."""
         return self.minutes == 0
 
 
 def train_and_evaluate(plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minutes: float | None, say: Say) -> bool:
-    """Train the stages of `arms` of a plan that are not finished, then evaluate the grid; return whether all of it is there.
+    """Train the unfinished stages of a plan's `arms`, then evaluate the grid; return whether all results exist.
 
-    After `minutes`, at Ctrl-C and at SIGTERM a stage saves and ends, and an evaluation ends after a length; the next call goes on. An
-    arm whose stage fails is left; its log says why.
+    After `minutes`, at Ctrl-C and at SIGTERM a stage saves and ends, and an evaluation ends after a length; the next call continues. An
+    arm whose stage fails is not trained further; its log says why.
 
     Raises:
-        OptionError: when a run below `out` was begun with another recipe.
+        OptionError: if a run below `out` was begun with another recipe.
     """
     folders = {arm: prepare(arm.stages, out) for arm in arms}
     deadline = Deadline(minutes)
@@ -57,7 +57,7 @@ def train_and_evaluate(plan: NeedlePlan, out: Path, *, arms: Sequence[Arm], minu
 
 
 def read_cells(plan: NeedlePlan, arm: Arm, out: Path) -> Iterator[dict[str, Any]]:
-    """Give the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`."""
+    """Return the finished lengths of an arm, evaluated as `plan` says: tables of `length`, `settings`, `seconds` and `cells`."""
     for length in plan.grid.lengths:
         path = _cells_file(out, arm, length)
         if path.is_file() and (content := load_json(path))["settings"] == _settings(plan, length):
@@ -80,7 +80,7 @@ def _settings(plan: NeedlePlan, length: int) -> dict[str, Any]:
 
 
 def _evaluate(plan: NeedlePlan, arm: Arm, out: Path, deadline: Deadline, say: Say) -> bool:
-    """Evaluate the lengths that have no cells yet; return False where the time was over before."""
+    """Evaluate the lengths that have no cells yet; return False if the time was over before."""
     known = {content["length"] for content in read_cells(plan, arm, out)}
     left = [length for length in plan.grid.lengths if length not in known]
     if not left:

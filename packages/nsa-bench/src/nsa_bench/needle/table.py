@@ -26,12 +26,12 @@ def run_needle(
     png_file: Path | None,
     output: Output,
 ) -> bool:
-    """Train and evaluate what is left of a plan, print the table, write the files; return whether it is finished.
+    """Train and evaluate the unfinished parts of a plan, print the table, write the files; return whether it is finished.
 
-    `arms`: those to train and evaluate, all where none is named. The table and the files have what there is of any arm.
+    `arms`: those to train and evaluate; all if none is named. The table and the files have the results of every arm.
 
     Raises:
-        OptionError: for a plan or options that cannot be, before anything is written.
+        OptionError: if the plan or options are invalid, before anything is written.
     """
     if minutes is not None and not minutes > 0:
         raise OptionError(f"--minutes={minutes:g} leaves no time; use 9, for instance")
@@ -103,13 +103,13 @@ def to_rows(plan: NeedlePlan, arms: Sequence[dict[str, Any]], environment: dict[
 
 
 def chances(plan: NeedlePlan) -> dict[str, float]:
-    """Return the share of right answers by a model that knows nothing, and by one that answers with the value of any pair of the haystack."""
+    """Return the share of right answers of a model that knows nothing, and of one that answers with the value of any pair of the haystack."""
     task, grid = plan.task, plan.grid
     return {"chance": float(task.symbols**-task.tokens), "chance_of_a_pair": 1 / (grid.depths + grid.distractors)}
 
 
 def needle_table(plan: NeedlePlan, arms: Sequence[dict[str, Any]]) -> Table:
-    """Return a line for each arm and mode: right answers of each length over all depths, and those of its worst depth where they differ."""
+    """Return a line for each arm and mode: right answers of each length over all depths, and those of its worst depth if they differ."""
     grid = plan.grid
     table = Table(title=f"{plan.name}: right answers, per cent; {grid.depths} depths x {grid.samples} samples a length")
     table.add_column("arm")

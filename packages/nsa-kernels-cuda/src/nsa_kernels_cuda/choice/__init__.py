@@ -1,1 +1,1 @@
-"""The choice of blocks from their importance (Eq. 10, 11): a warp to a row."""
+"""The choice of blocks from their importance (Eq. 10, 11), with one warp per row."""

@@ -17,17 +17,17 @@ KERNELS = {torch.float32: "choose_float32", torch.bfloat16: "choose_bfloat16", t
 
 WARP_SIZE = 32
 MOST_WARPS = 4
-"""Warps, and so rows, of a CTA where their scores fit."""
+"""Maximum warps, and so rows, of a CTA; fewer if their scores do not fit."""
 SHARED_BYTES = 48 * 1024
-"""Shared memory of a CTA on every GPU, without asking for more."""
+"""Shared memory that a CTA has on every GPU without opting in to more."""
 PIECE = 4 * WARP_SIZE
 """Blocks that a warp reads at a time; rows are staged in whole pieces."""
 MOST_SURVIVORS = 128
-"""Scores that a warp ranks among one another, as in the source."""
+"""Maximum scores that a warp ranks against one another; the source has the same number."""
 LIST_BYTES = MOST_SURVIVORS * 8 + WARP_SIZE * 4
 """Shared memory of a warp's survivors and of its result."""
 MOST_BLOCKS = (SHARED_BYTES - LIST_BYTES) // (4 * PIECE) * PIECE
-"""Blocks of a row, at most: one warp's shared memory holds its scores in float32."""
+"""Maximum blocks of a row: one warp's shared memory holds its scores in float32."""
 
 
 def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, *, geometry: BlockGeometry) -> Tensor:
@@ -36,7 +36,7 @@ def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_head
     Scores are float32, bfloat16 or float16. They are multiplied, and added over the heads of a group in ascending order, in float32.
 
     Raises:
-        InputError: for scores of another dtype or with too many blocks, heads that do not divide, or operands of another shape or device.
+        InputError: if scores have another dtype or too many blocks, heads do not divide, or operands have another shape or device.
     """
     _check(scores, factor, positions, num_kv_heads)
     found: Tensor = _choose(scores, factor, positions, num_kv_heads, list(geometry.as_tuple()))
@@ -79,7 +79,7 @@ def kernel_of(dtype: torch.dtype) -> str:
     """Return the kernel for scores of `dtype`.
 
     Raises:
-        InputError: where there is none.
+        InputError: if there is no kernel for it.
     """
     if dtype not in KERNELS:
         raise InputError(f"scores of {dtype} (the kernels read {', '.join(map(str, KERNELS))}); convert them, or use backend 'sdpa'")

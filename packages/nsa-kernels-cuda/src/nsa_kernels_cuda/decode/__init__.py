@@ -1,1 +1,1 @@
-"""Attention of a step over a cache: one row of each sequence over all that it holds, in one launch."""
+"""Attention of a step over a cache, in one launch: one row of each sequence attends to the whole cache of its sequence."""

@@ -1,4 +1,4 @@
-"""The backend `cuda` of the operation NSA: which decode steps it takes, and should. Routing compiles the kernels that it judges."""
+"""The backend `cuda` of the operation NSA: which decode steps it can and should serve. Routing compiles the kernels to decide."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from nsa_kernels_cuda.decode import op
 from nsa_kernels_cuda.decode.plan import KERNELS, KEYS, NUM_WARPS, WARP_SIZE, WIDTHS, Plan, Sizes, num_blocks_of
 
 ONLY_ON = (9, 0)
-"""The compute capability whose clusters and shared memory the kernels are cut for."""
+"""The compute capability for whose clusters and shared memory the kernels are made."""
 CAPABILITY = Capability(
     device_types=("cuda",),
     min_compute_capability=ONLY_ON,
@@ -22,19 +22,19 @@ CAPABILITY = Capability(
     max_head_dim=WIDTHS[-1],
 )
 IS_PREFERRED = False
-"""True once a step is faster than Triton's. On an H100 it takes 0.83 to 1.16 times as long with 16 heads a group, and 1.4 times with 4."""
+"""True when a step is faster than Triton's. On an H100 it takes 0.83 to 1.16 times as long with 16 heads a group, and 1.4 times with 4."""
 
 
 @frozen(kw_only=True)
 class CudaDecode:
-    """A decode step in one launch, by CUDA C++."""
+    """The backend that computes a decode step in one launch, in CUDA C++."""
 
     name: str = "cuda"
     operation: Operation = Operation.NSA
     capability: Capability = CAPABILITY
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason against the kernels for `request`; compiles them where nothing else stands against them."""
+        """Return every reason against the kernels for `request`; compiles them if there is no other reason."""
         reasons = CAPABILITY.reasons_against(request) + tuple(map(Reason.incapable, _limits(request)))
         if reasons:
             return reasons
@@ -43,11 +43,11 @@ class CudaDecode:
         return (Reason.incapable(unavailable),) if unavailable else ()
 
     def preference(self, request: BranchRequest) -> int:
-        """Return how much it is wanted: above Triton's kernels (100) where it is faster, else between them and the branches."""
+        """Return the priority: above Triton's kernels (100) if it is faster, else between them and the branches."""
         return 110 if IS_PREFERRED else 50
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
-        """Return why every process compiles the kernels anew, where it does."""
+        """Return why every process compiles the kernels again, if it does."""
         note = "" if self.reasons_against(request) else jit.note_on_cache(op.SOURCE, ONLY_ON)
         return (note,) if note else ()
 
@@ -82,7 +82,7 @@ def _limits(request: BranchRequest) -> list[str]:
 
 
 def _why_no_room(kernel: str, request: BranchRequest) -> str:
-    """Return why the GPU of `request` holds no cluster of the plan; empty where it does, and where that GPU is not here."""
+    """Return why the GPU of `request` holds no cluster of the plan; empty if it does, and where that GPU is not here."""
     device, plan = jit.device_here(ONLY_ON, request.device_index), Plan.of(_sizes_of(request))
     assert plan is not None
     if device is None:

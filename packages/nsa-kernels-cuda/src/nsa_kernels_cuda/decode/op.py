@@ -23,7 +23,7 @@ def decode(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, 
     """Return the gated sum and the choice of one row of each sequence; see `nsa_core.backends.base.FusedBackend`. It has no gradient.
 
     Raises:
-        InputError: for operands that the kernels cannot read, which routing does not see.
+        InputError: if the kernels cannot read the operands for a reason that routing does not see.
     """
     _check(queries, cmp, slc, win)
     found: FusedOutput = _op(queries, cmp, slc, win, gates, geometry=geometry, scale=scale)

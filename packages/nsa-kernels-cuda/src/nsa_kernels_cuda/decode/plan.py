@@ -1,4 +1,4 @@
-"""How a step is cut into clusters, and the shared memory that a CTA of them takes. Plain numbers."""
+"""The clusters of a step, and the shared memory of their CTAs, in plain numbers."""
 
 from typing import NamedTuple
 
@@ -10,55 +10,55 @@ from nsa_core.config import BlockGeometry
 from nsa_kernels_cuda.cluster_launch import SHARED_BYTES
 
 KERNELS = {torch.bfloat16: "decode_bfloat16", torch.float16: "decode_float16"}
-"""The kernels for each dtype; their names end in the widest D_v."""
+"""The kernels for each dtype; their names end in the largest D_v."""
 WIDTHS = (128, 256)
-"""D_v up to which a kernel's threads hold outputs."""
+"""Largest D_v whose outputs a kernel's threads hold."""
 NUM_WARPS = 8
 WARP_SIZE = 32
 ROWS = 16
 """Heads of a tile: the rows of a tensor-core product."""
 KEYS = 16
-"""Keys of a tile, and so the most compressed keys from one selection block to the next."""
+"""Keys of a tile, and so the maximum of compressed keys from one selection block to the next."""
 MOST_STAGES = 4
 CLUSTERS = ((4, 16), (16, 8), (32, 4), (64, 2))
-"""CTAs of a cluster for up to so many pairs of a sequence and a KV head, and 1 for more: at most 128 CTAs up to 64 pairs."""
+"""CTAs of a cluster, by the maximum number of pairs of a sequence and a KV head; 1 for more pairs. Up to 64 pairs give at most 128 CTAs."""
 MOST_RANKS = 16
 
 
 class Sizes(NamedTuple):
-    """What the launch of a step depends on."""
+    """The numbers on which the launch of a step depends."""
 
     num_pairs: int
-    """Pairs of a sequence and a KV head."""
+    """Number of pairs of a sequence and a KV head."""
     group_size: int
     """Heads of a group, H / G."""
     head_dim_qk: int
     head_dim_v: int
     num_blocks: int
-    """Selection blocks of a sequence, at most."""
+    """Maximum selection blocks of a sequence."""
     geometry: BlockGeometry
 
     @property
     def log_columns(self) -> int:
-        """Return log2 of the columns of a tile that the compressed keys of one selection block take."""
+        """Return log2 of the number of columns of a tile that the compressed keys of one selection block take."""
         return (self.geometry.selection_block_size // self.geometry.compression_stride - 1).bit_length()
 
 
 @frozen(kw_only=True)
 class Plan:
-    """How a step is launched."""
+    """Sizes of the launch of a step."""
 
     num_ranks: int
     """CTAs of a cluster."""
     num_stages: int
-    """Tiles of each warp's ring."""
+    """Tiles in each warp's ring buffer."""
     num_win_warps: int
     """Warps of a CTA that attend to the window; the others attend to chosen blocks."""
     shared_bytes: int
 
     @classmethod
     def of(cls, sizes: Sizes) -> "Plan | None":
-        """Return the plan for `sizes`; None where shared memory does not hold it. It does not depend on lengths."""
+        """Return the plan for `sizes`; None if it does not fit shared memory. It does not depend on lengths."""
         num_ranks = next((num_ranks for most_pairs, num_ranks in CLUSTERS if sizes.num_pairs <= most_pairs), 1)
         geometry = sizes.geometry
         selected = geometry.num_selected_blocks * geometry.selection_block_size
@@ -75,7 +75,7 @@ class Plan:
 
 
 def num_blocks_of(num_compressed: int, geometry: BlockGeometry) -> int:
-    """Return the selection blocks that scores are held for where sequences have up to `num_compressed` compressed ones."""
+    """Return the number of selection blocks with scores for sequences of up to `num_compressed` compressed blocks."""
     return max(1, num_selection_blocks(max_tokens(num_compressed, geometry), geometry))
 
 

@@ -1,1 +1,1 @@
-"""FlashAttention of other libraries as the backend `flash_attn` of compressed and sliding-window attention."""
+"""The backend `flash_attn`: compressed and sliding-window attention by other libraries' FlashAttention."""

@@ -13,7 +13,7 @@ from nsa_kernels_cuda.flash_attention.op import op_of
 from nsa_kernels_cuda.flash_attention.providers import FLASH_2, PROVIDERS, Provider
 
 ABOVE_TRITON = 110
-"""The preference of a provider that was measured to be faster than Triton's kernels, which stand at 100."""
+"""The preference of a provider that was measured to be faster than Triton's kernels, which have 100."""
 
 
 @frozen(kw_only=True)
@@ -25,7 +25,7 @@ class FlashAttentionBackend:
     name: str
     level: int = 40
     files: Files | None = threshold_files
-    """Gives the tables of minimum lengths, the first preferred; None: every length is taken."""
+    """Returns the tables of minimum lengths, the preferred one first; None: the backend serves every length."""
     # a graph being traced cannot declare an op
     _op: Callable[..., BranchOutput] = field(init=False, eq=False, repr=False)
 
@@ -39,12 +39,12 @@ class FlashAttentionBackend:
         return self.provider.capability
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return the limits of the provider, and of policy: no length was measured, or the call is shorter than the minimum."""
+        """Return the limits of the provider, and policy reasons: no length was measured, or the call is shorter than the minimum."""
         by_length = () if self.files is None else reasons_by_length(request, self.name, self.files())
         return (*self.provider.reasons_against(request), *by_length)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return how much it is wanted: on a GPU more than the reference, and more than Triton's kernels where it was measured to beat them."""
+        """Return the priority: on a GPU above the reference, and above Triton's kernels if it was measured to be faster."""
         if request.device_type != "cuda":
             return -100 + self.level
         return ABOVE_TRITON if self.files is not None and beats_triton(request, self.name, self.files()) else self.level
@@ -60,17 +60,17 @@ class FirstProviderBackend:
 
     operation: Operation
     providers: BackendRegistry
-    """One backend for each installed provider, the first preferred. They take every length."""
+    """One backend for each installed provider, the preferred one first. They serve every length."""
     files: Files = threshold_files
     name: str = "flash_attn"
 
     @property
     def capability(self) -> Capability:
-        """Return what one of the providers can do; a gradient of lse only where all of them take it."""
+        """Return what at least one of the providers can do; a gradient of lse only if all of them support it."""
         return evolve(FLASH_2, lse_gradient=all(each.capability.lse_gradient for each in self.providers.backends))
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return what is against the provider that serves, its minimum length included, or against all of them where none does."""
+        """Return the reasons against the provider that serves, its minimum length included, or against all providers if none serves."""
         serving = self._serving(request)
         if serving is not None:
             limits_of_one = self.providers.named(self.operation, serving).reasons_against(request)
@@ -79,7 +79,7 @@ class FirstProviderBackend:
         return (*(evolve(reason, message=f"{name}: {reason.message}") for name, reason in limits), UNMEASURED)
 
     def preference(self, request: BranchRequest) -> int:
-        """Return how much it is wanted: one more than the provider that serves, which can be named apart."""
+        """Return the priority: one more than that of the provider that serves, which users can also name."""
         if request.device_type != "cuda":
             return -59
         serving = self._serving(request)

@@ -1,4 +1,4 @@
-"""From which length on a provider is taken unasked: by the user's own table of measured lengths, or by the shipped one."""
+"""The minimum length from which `"auto"` may choose a provider, from the user's own table of measured lengths or the shipped one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ Files = Callable[[], tuple[Path, ...]]
 
 
 def threshold_files() -> tuple[Path, ...]:
-    """Return the user's table and the shipped one. For one GPU, shape and direction the first that has an entry decides alone."""
+    """Return the user's table and the shipped one. For a GPU, shape and direction, only the first table with an entry decides."""
     return user_file(), SHIPPED
 
 
@@ -30,7 +30,7 @@ def reasons_by_length(request: BranchRequest, provider: str, files: tuple[Path, 
 
 
 def beats_triton(request: BranchRequest, provider: str, files: tuple[Path, ...]) -> bool:
-    """Return True where `provider` was measured to be faster than Triton's kernels at this length."""
+    """Return True if `provider` was measured to be faster than Triton's kernels at this length."""
     return any(entry.against == "triton" and not _too_short(entry, request.num_keys) for entry in _measured(request, provider, files))
 
 

@@ -1,8 +1,8 @@
 """Compressed and sliding-window attention by a provider's plain causal attention.
 
-Compressed: write t = (l - 1) + d * u + r. The d queries with one u see the same blocks 0 .. u (Eq. 7, 8). So the queries with one r are
-plain causal attention over the blocks: r becomes the batch, u the sequence. Both are strides of q, which is not copied; keys and
-values are expanded over r. The last chunk may lack queries of a large r, whose sequences are one shorter: two calls.
+Compressed: write t = (l - 1) + d * u + r. The d queries with the same u see the same blocks 0 .. u (Eq. 7, 8). So the queries with the same r
+are plain causal attention over the blocks: r becomes the batch, u the sequence. Both are strides of q, which is not copied; keys and
+values are expanded over r. The last chunk may lack queries with a large r, whose sequences are then one shorter: this takes two calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from nsa_kernels_cuda.flash_attention.providers import Provider, ResultGradients
 
 
 class Chunks(NamedTuple):
-    """Queries of `num_rests` neighbouring values of r, `num_blocks` of each."""
+    """Queries of `num_rests` neighbouring values of r, `num_blocks` for each value."""
 
     first_row: int
     num_rests: int
@@ -35,12 +35,12 @@ class Chunks(NamedTuple):
         return rows.as_strided(sizes, (to_row, self.stride * to_row, *to_rest), start)
 
     def expand(self, blocks: Tensor) -> Tensor:
-        """Return `blocks` (C, G, D) that these queries see, once for each r, without a copy."""
+        """Return the `blocks` (C, G, D) that these queries see, once for each r, without a copy."""
         return blocks[: self.num_blocks].unsqueeze(0).expand(self.num_rests, -1, -1, -1)
 
 
 def chunks_of(num_queries: int, geometry: BlockGeometry) -> Iterator[Chunks]:
-    """Yield the calls that serve the queries of a sequence which see a block: those with a query in the last chunk, and the others."""
+    """Yield the calls for the queries of a sequence that see a block: first the values of r with a query in the last chunk, then the others."""
     first, stride = geometry.compression_block_size - 1, geometry.compression_stride
     num_blocks, num_last = divmod(max(num_queries - first, 0), stride)
     if num_last:
@@ -82,7 +82,7 @@ def differentiate_blocks(
 
 @cache
 def op_of(operation: Operation, provider: Provider) -> Callable[..., BranchOutput]:
-    """Return the op of `operation` by `provider`, declared when it is first asked for; imports no library of FlashAttention."""
+    """Return the op of `operation` by `provider`, which is declared at the first call; imports no FlashAttention library."""
     is_window = operation is Operation.WIN
 
     def forward(queries: Queries, keys: Keys, *, geometry: BlockGeometry, scale: float, needs_grad: bool) -> BranchOutput:

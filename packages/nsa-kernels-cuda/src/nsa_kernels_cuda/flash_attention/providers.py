@@ -1,7 +1,7 @@
-"""The libraries that compute causal attention, each behind the same two calls, and what each cannot do.
+"""The libraries that compute causal attention, behind the same two calls, and the limits of each.
 
 Tensors are q (B, S, H, D_k), k (B, S, G, D_k), v (B, S, G, D_v) and lse (B, S, H); the last dimension is contiguous, the others need not
-be. Query t sees keys t - window + 1 .. t, or all up to t where window is None.
+be. Query t sees keys t - window + 1 .. t, or all keys up to t if window is None.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +22,7 @@ FLASH_2 = Capability(
     max_head_dim=256,
     lse_gradient=False,
 )
-"""The abilities of FlashAttention-2, in dense batches: the adapter is written for no other layout."""
+"""The capability of FlashAttention-2 in dense batches, the only layout of the adapter."""
 FLASH_4 = evolve(FLASH_2, min_compute_capability=(9, 0), lse_gradient=True)
 
 
@@ -49,18 +49,18 @@ class Provider(Protocol):
 
     @property
     def name(self) -> str:
-        """Return its name, as in `flash_attn[NAME]`."""
+        """Return the provider's name, as in `flash_attn[NAME]`."""
 
     @property
     def is_installed(self) -> bool:
-        """Return True where its package is installed; imports nothing of it."""
+        """Return True if its package is installed; imports nothing of it."""
 
     @property
     def capability(self) -> Capability:
-        """Return what it can do, as far as a Capability says it."""
+        """Return what the provider can do, as far as a Capability can say it."""
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
-        """Return every reason why it cannot serve `request`, its capability's included."""
+        """Return every reason why the provider cannot serve `request`, reasons by its capability included."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> BranchOutput:
         """Return attention and its lse."""
@@ -68,19 +68,19 @@ class Provider(Protocol):
     def backward(
         self, grads: ResultGradients, q: Tensor, k: Tensor, v: Tensor, result: BranchOutput, *, scale: float, window: int | None
     ) -> Gradients:
-        """Return the gradients for those of out and lse; `grads.lse` is not read without `capability.lse_gradient`."""
+        """Return the gradients of q, k and v, given those of out and lse; `grads.lse` is not read without `capability.lse_gradient`."""
 
 
 @frozen(kw_only=True)
 class FlashAttention2:
-    """flash-attn 2, by the functions below its autograd, as released in 2.8. Not run: it cannot be installed where this was written."""
+    """flash-attn 2, by the functions below its autograd, as released in 2.8. Not tested: it could not be installed on the author's machine."""
 
     name: str = "fa2"
     capability: Capability = FLASH_2
 
     @property
     def is_installed(self) -> bool:
-        """Return True where its package is installed."""
+        """Return True if its package is installed."""
         return _is_installed("flash-attn")
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
@@ -111,7 +111,7 @@ class FlashAttention2:
 
 @frozen(kw_only=True)
 class TorchFlash:
-    """FlashAttention-2 as torch builds it in."""
+    """FlashAttention-2 as built into torch."""
 
     name: str = "torch"
     is_installed: bool = True
@@ -146,14 +146,14 @@ class TorchFlash:
 
 @frozen(kw_only=True)
 class FlashAttention4:
-    """flash-attn 4 (`flash_attn.cute`), by the functions below its autograd, as in 4.0.0b36. Not run through this adapter yet."""
+    """flash-attn 4 (`flash_attn.cute`), by the functions below its autograd, as in 4.0.0b36. This adapter has not run yet."""
 
     name: str = "fa4"
     capability: Capability = FLASH_4
 
     @property
     def is_installed(self) -> bool:
-        """Return True where its package is installed."""
+        """Return True if its package is installed."""
         return _is_installed("flash-attn-4")
 
     def reasons_against(self, request: BranchRequest) -> tuple[Reason, ...]:
@@ -191,7 +191,7 @@ class FlashAttention4:
 
 
 PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), FlashAttention2(), TorchFlash())
-"""`flash_attn` is the first that is installed and serves the call."""
+"""All providers in order; `flash_attn` uses the first one that is installed and serves the call."""
 
 
 def _sides(window: int | None) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""Writing of a step into a cache: its rows of every store, and the compressed blocks that they complete."""
+"""Write a step into a cache: the new rows of every store, and the compressed blocks that they complete."""

@@ -1,8 +1,8 @@
-"""A step's rows into the stores of a cache, and phi of the blocks that they complete (Eq. 7).
+"""Kernels that write a step's rows into the stores of a cache, and phi of the blocks that they complete (Eq. 7).
 
-`append_kernel` writes rows, and blocks of `mean` and `conv`. Of `mlp` it writes the mean of each block, and partial sums of the hidden
+`append_kernel` writes rows, and blocks of `mean` and `conv`. For `mlp` it writes the mean of each block, and partial sums of the hidden
 layer, split over tokens and columns so that all of the GPU reads the weights; `down_kernel` finishes. Nothing waits for the host: grids
-follow from the rows of a step, and programs of blocks that are not complete end at once.
+depend only on the rows of a step, and programs of blocks that are not complete return at once.
 """
 
 import triton
@@ -13,7 +13,7 @@ from nsa_kernels_triton.tiles import INTERPRETING, cast, dot, wide
 
 LARGEST_FP8 = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)
-"""The smallest normal float32: a row of zeros has a scale."""
+"""The smallest normal float32, so that a row of zeros has a scale above 0."""
 
 
 @triton.jit
@@ -219,9 +219,9 @@ def append_kernel(
     WRITTEN: tl.constexpr, SPLIT_TOKENS: tl.constexpr, TOKEN_SPLITS: tl.constexpr, TILES_K: tl.constexpr, TILES_V: tl.constexpr,
     BLOCK_ITEMS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of WRITTEN stores, a, b and c, and the blocks of "raw" that they complete; a store without v has None for it.
+    """Write the rows of WRITTEN stores (a, b and c), and the blocks of "raw" that they complete; a store without v has None for it.
 
-    Grid: a program for each sequence, row and store's k or v; then one for each sequence, block and KV head of k and of v; then, of `mlp`,
+    Grid: a program for each sequence, row and store's k or v; then one for each sequence, block and KV head of k and of v; then, for `mlp`,
     one for each tile of blocks, tile of columns and split of tokens of k and of v.
     """
     if PDL:

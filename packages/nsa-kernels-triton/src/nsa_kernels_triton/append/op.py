@@ -1,4 +1,4 @@
-"""The operation APPEND: which kernels write a step, and how it is cut."""
+"""The operation APPEND: choose the kernels that write a step, and their grids."""
 
 from typing import Any, NamedTuple
 
@@ -14,34 +14,34 @@ from nsa_kernels_triton.append import kernels
 from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
 
 MOST_STORES = 3
-"""Stores whose rows a launch writes."""
+"""Maximum number of stores whose rows one launch writes."""
 TOKEN_SPLITS = 8
-"""Parts that the tokens of a block are cut into for the hidden layer of `mlp`."""
+"""Number of splits of a block's tokens in the hidden layer of `mlp`."""
 BLOCK_ITEMS = 16
-"""Blocks of a tile in the products of `mlp`: the fewest that a product takes."""
+"""Blocks in a tile of the products of `mlp`: the minimum that a matrix product takes."""
 BLOCK_COLUMNS = 32
 MOST_MLP_ROWS = 16
-"""Most rows of a sequence whose blocks the kernels of `mlp` compute: they are cut for few blocks, torch's products are faster for many."""
+"""Maximum rows of a sequence for which the kernels compute `mlp`: they are made for few blocks; for many, torch's products are faster."""
 
 
 Parameters = tuple[Tensor, ...]
-"""The parameters of one compressor: none of `mean`, the taps of `conv`; position, weight and bias of up and of down of `mlp`."""
+"""The parameters of one compressor. `mean`: none; `conv`: the taps; `mlp`: position, then weight and bias of `up` and of `down`."""
 
 
 class Phi(NamedTuple):
-    """What the kernels read of the compressors of keys and values; None for what is not there."""
+    """The parameters that the kernels read from the compressors of keys and values; None if absent."""
 
     k_taps: Tensor | None = None
     v_taps: Tensor | None = None
     k_mlp: Parameters | None = None
     v_mlp: Parameters | None = None
     frequencies: Tensor | None = None
-    """float32 (D_k / 2,): of the rotation of block keys."""
+    """float32 (D_k / 2,): frequencies of the rotation of block keys."""
     factor: float = 1.0
 
 
 def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, count: Tensor, *, geometry: BlockGeometry) -> None:
-    """Write rows 0 .. count[b] - 1 at positions start[b] onwards and the blocks that they complete, in place; int32 (B,) both.
+    """Write rows 0 .. count[b] - 1 from position start[b] on, and the blocks that they complete, in place; start and count are int32 (B,).
 
     One launch writes the rows of three stores and the blocks of phi `mean` and `conv`; `mlp` takes a second one. Where the ring of raw tokens
     has fewer rows than l - 1 and the step together, one launch more writes the rows after the blocks. Another phi or rotation than
@@ -86,7 +86,7 @@ def write_rows(new: NewRows, start: Tensor, count: Tensor) -> None:
 
 
 def phi_of(blocks: NewBlocks) -> Phi | None:
-    """Return what the kernels read of the compressors and the rotation of `blocks`; None where they are not the layer's own, unchanged."""
+    """Return the parameters of the compressors and the rotation of `blocks`; None if these are not the layer's own modules, unchanged."""
     compress_k, compress_v, rotate, new = blocks.compress_k, blocks.compress_v, blocks.rotate, blocks.raw
     has_values = compress_v is not None and new.v is not None
     k, v = _parameters_of(compress_k, new.k), _parameters_of(compress_v, new.k) if has_values else ()
@@ -146,7 +146,7 @@ class _Store(NamedTuple):
 
 
 def sizes_of(store: Keys) -> tuple[int, int, int]:
-    """Return the rows of a sequence or page, the pages, and the entries of a sequence's page table."""
+    """Return the number of rows of a sequence or page, of pages, and of entries in a sequence's page table."""
     pages, rows = store.k.shape[:2]
     return rows, pages, 0 if store.page_table is None else store.page_table.shape[1]
 

@@ -25,7 +25,7 @@ from nsa_kernels_triton.tiles import (
 )
 
 LARGEST_SHARE = tl.constexpr(2.0**100)
-"""Limit of sums of weights that extreme scores may make infinite: many of them have a finite sum."""
+"""Limit for sums of weights, which extreme scores may make infinite: the sum of many such limits is still finite."""
 
 
 @CachedLaunch
@@ -43,12 +43,12 @@ def scores_kernel(
 ):  # fmt: skip
     """Write the importance of the free candidates of one tile of queries; grid (tiles * columns * G,).
 
-    Where scores are extreme (`tiles.EXTREME`), a head's largest weights may be any number from 1 on, so that their blocks come first.
+    If scores are extreme (`tiles.EXTREME`), a head's largest weights may be any number from 1 on, so that their blocks rank first.
 
-    The buffer is (row - first_row, G, num_blocks), for rows of q first_row .. last_row - 1 (over all sequences); the shares that reach
-    over lie `next_scores` elements behind. A group's heads are HEADS rows, the next power of two, so that their sum is a reshape.
-    Where a tile is too small for all of them, or for a block's strides, a launch takes HEADS from FIRST_HEAD on and PADDED_STRIDES from
-    FIRST_STRIDE on, and all but the first add to what is there.
+    The buffer is (row - first_row, G, num_blocks), for rows of q first_row .. last_row - 1 (over all sequences). The shares in the next
+    block are `next_scores` elements behind. A group's heads are HEADS rows, the next power of two, so that their sum is a reshape.
+    If a tile is too small for all heads, or for a block's strides, a launch takes HEADS from FIRST_HEAD on and PADDED_STRIDES from
+    FIRST_STRIDE on, and all launches except the first add to the values there.
     """
     HG: tl.constexpr = H // G
     BLOCK_ROWS: tl.constexpr = BLOCK_QUERIES * HEADS
@@ -151,8 +151,8 @@ def choose_kernel(
 ):  # fmt: skip
     """Write the ascending choice of one row of q and one group, -1 after the last; grid (rows * G,).
 
-    A chosen block becomes a bit of a word for 32 blocks, from which every slot takes its own: a scan over all blocks and a store for each
-    would be most of the work.
+    A chosen block becomes a bit in a word for 32 blocks, and every slot looks up its own block there: a scan over all blocks with a store
+    for each would be most of the work.
     """
     row = first_row + (tl.program_id(0) // G).to(tl.int64)
     group = tl.program_id(0) % G
@@ -181,7 +181,7 @@ def choose_kernel(
 
 @triton.jit
 def chosen_words(scores, is_free, wanted, BLOCK_BLOCKS: tl.constexpr):
-    """Return the `wanted` free blocks of the highest scores as bits of words for 32 blocks, and how many are chosen up to each word's end.
+    """Return the `wanted` free blocks with the highest scores as bits of words for 32 blocks, and how many are chosen up to each word's end.
 
     The lowest of their scores is found bit by bit: scores are sums of exponentials, and the bits of floats >= 0, read as
     integers, have the order of the floats. Equal scores go to the lower block, NaN is highest. At least `wanted` blocks are free.

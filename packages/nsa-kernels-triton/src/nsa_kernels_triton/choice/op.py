@@ -23,7 +23,7 @@ from nsa_kernels_triton.streams import on_its_device
 from nsa_kernels_triton.tile_table import parts_of
 
 SCORE_BYTES = 512 * 2**20
-"""Importance of one chunk of queries, at most. With half as much, selection of 131,072 tokens took 3 % longer on an H200 (H = 64, G = 4)."""
+"""Maximum bytes of one chunk's importance. With half as much, selection of 131,072 tokens took 3 % longer on an H200 (H = 64, G = 4)."""
 
 
 @on_its_device
@@ -32,7 +32,7 @@ def _select(queries: Queries, cmp: Keys, lse: Tensor, *, geometry: BlockGeometry
 
 
 select_blocks = attention_op("nsa_triton::select", _select, operation=Operation.SELECT)
-"""Choice of blocks: int32 block_indices `(B, S, G, n)`, ascending, -1 after the last (Eq. 9-11)."""
+"""Choose blocks: int32 block_indices `(B, S, G, n)`, ascending, -1 after the last (Eq. 9-11)."""
 
 
 def choose(scores: Tensor, factor: Tensor | None, positions: Tensor, num_kv_heads: int, *, geometry: BlockGeometry) -> Tensor:
@@ -89,7 +89,7 @@ def select(queries: Queries, cmp: Keys, lse: Tensor, geometry: BlockGeometry, sc
 
 
 def other_choice(q: Tensor, num_groups: int, num_blocks: int, geometry: BlockGeometry) -> BranchBackend | None:
-    """Return the backend of CHOOSE that is preferred to the kernel here; None where it is this one, and in the interpreter."""
+    """Return the backend of CHOOSE that is preferred to the kernel here; None if that is this backend, and in the interpreter."""
     if not q.is_cuda:
         return None
     registry = default_registry()
@@ -157,7 +157,7 @@ def _strides(geometry: BlockGeometry) -> int:
 
 
 SEARCHED_BLOCKS = 128
-"""Fewest blocks that a search covers, where there are as many: it is compiled for every power of two from here on."""
+"""Minimum of blocks that a search covers, if there are as many: it is compiled for every power of two from here on."""
 
 
 def _searched(first: int, last: int, num_queries: int, num_blocks: int, geometry: BlockGeometry, positions: Tensor | None) -> int:

@@ -1,20 +1,21 @@
-"""Eq. 5 for a few rows of each sequence over stores: three launches, each cut so that the whole GPU reads.
+"""Kernels of Eq. 5 for a few rows of each sequence over stores: three launches, each split so that the whole GPU reads.
 
-1. `split_kernel` cuts the compressed keys and the window into splits. Each gives a partial output with its maximum and sum; those of the compressed
-   branch give each head's weights summed by block as well, relative to the maximum when they were computed.
-2. `choose_kernel` normalises these sums, adds up a group's heads and chooses blocks, once for each row and KV head. Further programs of it
-   merge the partial outputs of the compressed and the window branch meanwhile, and add both up, times their gates.
-3. `attend_kernel` cuts the chosen blocks into splits. The last split of a row to finish merges their partial outputs and adds the result,
+1. `split_kernel` divides the compressed keys and the window into splits. Each split writes a partial output with its maximum and sum. Splits of the
+   compressed branch also write each head's weights summed by block, relative to the maximum when they were computed.
+2. `choose_kernel` normalises these sums, adds up a group's heads and chooses blocks, once for each row and KV head. Meanwhile its other programs
+   merge the partial outputs of the compressed branch and of the window, and add both branches, times their gates.
+3. `attend_kernel` divides the chosen blocks into splits. The last split of a row to finish merges their partial outputs and adds the result,
    times its gate, to the sum of the other two branches.
 
-A tile of keys lies in SLICES parts, one for each warp: every warp has a softmax of its own, and warps meet when a split ends.
+A tile of keys has SLICES parts, one for each warp: every warp has its own softmax, and warps exchange data only when a split ends.
 
-The number of splits does not depend on lengths, so that one CUDA graph serves all of them. Keys lie in rows, pages or a ring, also as FP8 numbers
-with a scale for each token and KV head. Nothing behind a sequence's last token is read, and nothing outside the stores, wherever a row stands.
+The number of splits does not depend on lengths, so that one CUDA graph serves all of them. Keys are in rows, pages or a ring, also as FP8 numbers
+with a scale for each token and KV head. The kernels read nothing after a sequence's last token, and nothing outside the stores, whatever a row's
+position is.
 
-With PDL (programmatic dependent launch), programs of a launch start when the last ones of the launch before end, and those of `attend_kernel`
-while `choose_kernel` runs. They read what that launch writes behind `gdc_wait` alone, and every program passes it, so that a launch ends after
-the one before. `split_kernel` does not let the next launch start sooner: programs that wait take places of those that read.
+With PDL (programmatic dependent launch), programs of a launch start when the last programs of the launch before end, and those of
+`attend_kernel` while `choose_kernel` runs. They read the results of that launch only after `gdc_wait`, and every program calls it, so that a launch
+ends after the one before. `split_kernel` does not let the next launch start earlier: programs that wait would occupy slots of those that read.
 """
 
 import triton
@@ -201,11 +202,11 @@ def split_kernel(
 ):  # fmt: skip
     """Write the partial results of one split of the compressed keys, or of one query's window.
 
-    Grid (N * G, splits, tiles): tiles of rows for the compressed keys, queries times tiles of heads for windows; the larger number. The
-    splits of the window begin at number WIN_FROM: at CMP_SPLITS they have programs of their own, at 0 a program takes one of each kind.
+    Grid (N * G, splits, tiles): the larger of the tiles of rows for the compressed keys and the queries times tiles of heads for windows. The
+    splits of the window begin at number WIN_FROM: if it is CMP_SPLITS they have programs of their own, if it is 0 a program takes one of each kind.
     A sequence's rows are its queries times a group's heads. Weights summed by block go to `blocks_ptr`, float32 (rows of q * H, 2,
-    num_blocks): first what a block gets of its own strides, then what reaches into it from the block before. The maximum that they are
-    relative to when they are written goes to `tops_ptr`, (rows of q * H, num_tops), for every SLICE_BLOCKS blocks.
+    num_blocks): first the share from a block's own strides, then the share from the block before. For every SLICE_BLOCKS blocks, the maximum
+    to which they are relative goes to `tops_ptr`, (rows of q * H, num_tops).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -413,10 +414,10 @@ def attend_kernel(
     HEAD_TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE_KEYS: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend to SLOTS of the blocks that one query chose; the last of its programs writes the output. Grid (N * G, queries * HEAD_TILES, SPLITS).
+    """Attend to SLOTS blocks that one query chose; the last program of a query writes the output. Grid (N * G, queries * HEAD_TILES, SPLITS).
 
     Their partial outputs have the slots from FIRST_SLOT on; the slot before holds the sum of the other branches.
-    A row that does not count has its output already. The order in which partial outputs are added is fixed, whichever program is last.
+    A row that does not count already has its output. The order in which partial outputs are added is fixed, whichever program is last.
     """
     HG: tl.constexpr = H // G
     sequence, group = tl.program_id(0) // G, tl.program_id(0) % G
@@ -475,7 +476,7 @@ def _gated(
     outs_ptr, maxima_ptr, sums_ptr, gate_ptr, heads, exists, num_heads_of_rows,
     FIRST: tl.constexpr, SPLITS: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return the output of one branch, from splits FIRST .. FIRST + SPLITS - 1, times its gate (heads, WIDTH); 0 where a row sees none of it.
+    """Return the output of one branch, from splits FIRST .. FIRST + SPLITS - 1, times its gate (heads, WIDTH); 0 if a row sees none of it.
 
     Splits come one after another: no sum goes over threads. They are read where every multiprocessor's writes meet.
     """

@@ -1,4 +1,4 @@
-"""The whole operation for a step over a cache: how it is cut, and the three launches."""
+"""The whole operation for a step over a cache: its splits and grids, and the three launches."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,17 +18,17 @@ from nsa_kernels_triton.streams import on_its_device
 from nsa_kernels_triton.tile_table import padded, parts_of
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Programs of a launch that are aimed at: as many as shared memory holds tiles for, all at once."""
+"""Target number of a launch's programs per multiprocessor: as many as shared memory holds tiles for, all at once."""
 MOST_SPLITS = 32
-"""Splits of the compressed keys, at most: the next launch merges them."""
+"""Maximum splits of the compressed keys: the next launch merges them."""
 LEAST_ALONE = 8
-"""Programs of a tile of rows from which on some of them take the window alone. Where there are fewer, each takes a share of both."""
+"""If a tile of rows has at least so many programs, some of them take the window alone; otherwise each takes a share of both."""
 WINDOW_SHARE = 5
-"""One in so many programs takes a split of the window, where some do that alone."""
+"""One in so many programs takes a split of the window alone, if some do."""
 MOST_SLC_SPLITS = 16
-"""Splits of the chosen blocks: the last one merges them, one after another."""
+"""Maximum splits of the chosen blocks: the last one merges them, one after another."""
 LEAST_TILES = 2
-"""Fewest tiles of chosen blocks that a program takes where programs abound: each adds a partial output."""
+"""Minimum tiles of chosen blocks per program if there are many programs: each program adds a partial output."""
 SLICES = 4
 """Parts of a tile of keys, one for each warp."""
 SLICE_KEYS = 16
@@ -36,16 +36,16 @@ SLICE_KEYS = 16
 BLOCK_ROWS = 16
 """Rows (queries times heads) of a tile: the smallest M of a tensor-core product, so that the accumulators of a step take the fewest registers."""
 MOST_IN_FLIGHT = 3
-"""Tiles of a program that arrive at a time, at most."""
+"""Maximum number of a program's tiles in flight."""
 CHOICE_WARPS = 8
 SUMMED_WEIGHTS = 8192
-"""Numbers of a kind that a program of `choose_kernel` holds at a time to add up a group's heads, or splits."""
+"""Numbers of one kind that a program of `choose_kernel` holds at a time, to add up a group's heads or splits."""
 LEAST_MERGED_HEADS = 2
-"""Fewest heads of a program that merges splits."""
+"""Minimum heads of a program that merges splits."""
 
 
 class Splits(NamedTuple):
-    """The parts that the keys of each branch are cut into."""
+    """The number of splits of each branch's keys."""
 
     cmp: int
     win: int
@@ -55,7 +55,7 @@ class Splits(NamedTuple):
 
     @classmethod
     def of(cls, num_multiprocessors: int, num_tiles: int, num_rows: int, geometry: BlockGeometry) -> "Splits":
-        """Return the splits of a step of `num_tiles` tiles of rows of the compressed branch, and `num_rows` of the others.
+        """Return the splits of a step with `num_tiles` tiles of rows in the compressed branch, and `num_rows` in the others.
 
         Both are numbers of sequences, KV heads and rows, not of keys. All programs of a launch run at once, so that none waits for another.
         """
@@ -74,7 +74,7 @@ class Splits(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """The numbers that decide how a step is cut. Two steps of equal sizes differ in their tensors alone."""
+    """The numbers that decide a step's splits and grids. Two steps with equal sizes differ only in their tensors."""
 
     capability: tuple[int, int] | None
     num_multiprocessors: int
@@ -114,16 +114,16 @@ class StepSizes(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a launch cuts keys."""
+    """The tiles of keys of a launch."""
 
     slices: int
     """Parts of a tile, one for each warp."""
     stages: int
-    """Stages of the loop over tiles: one more than arrive at a time. Rows of pages are looked up as long before a tile arrives."""
+    """Stages of the loop over tiles: one more than are in flight. With pages, rows are looked up as many stages earlier as are in flight."""
 
     @classmethod
     def of(cls, sizes: StepSizes, keys: tuple[torch.dtype, bool], slice_keys: int, most: int) -> "Tiles":
-        """Return tiles of `most` parts of `slice_keys`, or of fewer, and as many in flight as leave room for two programs on a multiprocessor.
+        """Return tiles of at most `most` parts of `slice_keys`, with as many in flight as leave room for two programs on a multiprocessor.
 
         `keys`: the dtype of their store, and whether it has pages.
         """
@@ -145,12 +145,12 @@ class Extent(NamedTuple):
     """The size of a store of keys and values."""
 
     rows: int
-    """Rows of a page, or of a sequence where there are none."""
+    """Rows of a page, or of a sequence without pages."""
     pages: int
     table_width: int
     """Entries of a sequence's page table."""
     end: int
-    """The position behind the last that the store can hold of a sequence, counted from `Keys.first`; a ring holds any."""
+    """One more than the last position of a sequence that the store can hold, counted from `Keys.first`; a ring holds any position."""
 
     @classmethod
     def of(cls, keys: Keys) -> "Extent":
@@ -170,16 +170,16 @@ class Launch(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a step is cut: the sizes of what its launches share, and the launches."""
+    """A step's launches, and the sizes of the buffers that they share."""
 
     num_slots: int
-    """Partial outputs of a row and head."""
+    """Number of partial outputs of a row and head."""
     head_tiles: int
     num_blocks: int
-    """Selection blocks that sums have room for."""
+    """Number of selection blocks for which sums have room."""
     num_tops: int
     num_positions: int
-    """Compressed keys that may be read."""
+    """Number of compressed keys that may be read."""
     split: Launch
     choose: Launch
     attend: Launch
@@ -187,7 +187,7 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def cut_of(sizes: StepSizes) -> Cut:
-    """Return how a step of `sizes` is cut; kept, since the steps of a cache are of one size."""
+    """Return the launches of a step of `sizes`; the result is cached, because the steps of a cache have the same size."""
     geometry, num_groups, head_dim_v = sizes.geometry, sizes.num_groups, sizes.head_dim_v
     batch, length, num_heads, head_dim_qk = sizes.shape
     num_rows, group_size = batch * length, num_heads // num_groups
@@ -298,4 +298,4 @@ def _contiguous(keys: Keys) -> Keys:
 
 
 decode = attention_op("nsa_triton::decode", _decode, operation=Operation.NSA)
-"""The gated sum of the three branches `(B, S, H, D_v)` (Eq. 5), and the choice, for a few rows of each sequence over stores; no gradient."""
+"""Gated sum of the three branches `(B, S, H, D_v)` (Eq. 5), and the choice, for a few rows of each sequence over stores; no gradient."""

@@ -1,4 +1,4 @@
-"""The whole operation. Nothing of size (B, S, H, D) is made but the branches' outputs and the gated sum."""
+"""The whole operation (Eq. 5). It allocates no tensor of size (B, S, H, D) except the branches' outputs and the gated sum."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from nsa_kernels_triton.streams import on_its_device
 
 
 class SavedBranches(NamedTuple):
-    """Outputs, exact where `exact_out` is, and lse of the three branches, which the backward pass reads in addition to the choice."""
+    """Outputs (float32 if `exact_out` is given) and lse of the three branches, which the backward pass reads in addition to the choice."""
 
     out_cmp: Tensor
     lse_cmp: Tensor
@@ -31,7 +31,7 @@ class SavedBranches(NamedTuple):
 
     @classmethod
     def like(cls, queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, geometry: BlockGeometry) -> "SavedBranches":
-        """Return them, uninitialised."""
+        """Return uninitialised buffers for them."""
         q = queries.q
 
         def out() -> Tensor:
@@ -97,4 +97,4 @@ def _differentiate(
 
 
 nsa_attention = attention_op("nsa_triton::nsa", _attend, _differentiate, operation=Operation.NSA, saves=SavedBranches.like)
-"""The gated sum of the three branches `(B, S, H, D_v)` (Eq. 5), and the choice."""
+"""Gated sum of the three branches `(B, S, H, D_v)` (Eq. 5), and the choice."""

@@ -1,1 +1,1 @@
-"""Kernels for compute capability 9.0, in Gluon: some warps load, others compute, and matrix products run asynchronously."""
+"""Warp-specialised kernels for compute capability 9.0, in Gluon: producer warps load, consumer warps compute, products run asynchronously."""

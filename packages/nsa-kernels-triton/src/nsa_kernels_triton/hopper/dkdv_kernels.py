@@ -257,7 +257,7 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Write dK and dV as `interval.kernels.dkdv_kernel` does; grid (tiles * splits * columns * G,).
 
-    A tile's keys are divided between two consumer warpgroups, which read the same rows. EXTREME: as `launch._launch_both` says.
+    A tile's keys are divided between two consumer warpgroups, which read the same rows. EXTREME: see `launch._launch_both`.
     """
     HG: gl.constexpr = H // G
     HALF: gl.constexpr = KEYS // 2

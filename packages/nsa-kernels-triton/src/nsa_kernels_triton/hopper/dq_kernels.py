@@ -270,9 +270,9 @@ def dq_kernel(
     GATED: gl.constexpr, ADD: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, EXTREME: gl.constexpr, LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write dQ as `interval.kernels.dq_kernel` does where lse has no gradient; a program takes every num_programs-th of the tiles.
+    """Write dQ as `interval.kernels.dq_kernel` does, for an lse without gradient; a program takes every num_programs-th tile.
 
-    Three parts are for heads whose columns come in one part each. EXTREME: as `launch._launch_both` says.
+    Three parts are for heads whose columns have one part each. EXTREME: see `launch._launch_both`.
     """
     PART: gl.constexpr = ROWS // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty

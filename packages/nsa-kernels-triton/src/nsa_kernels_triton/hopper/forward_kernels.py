@@ -30,7 +30,7 @@ from nsa_kernels_triton.hopper.tiles import (
 from nsa_kernels_triton.tiles import EXTREME
 
 SAFE_SUM = gl.constexpr(2.0**64)
-"""Sums of weights up to this leave room for values of as much, in float32."""
+"""Up to this limit of a sum of weights, float32 also has room for values of this size."""
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def tile_of(
 ):  # fmt: skip
     """Return the group and rows of tile number `item`, and the keys start .. end - 1 that any of them sees.
 
-    `sequences` are the kernel's arguments from cu_seqlens_ptr to search_steps but for num_items. The longest rows come first. Every row
+    `sequences` are the kernel's arguments from cu_seqlens_ptr to search_steps without num_items. The longest rows come first. Every row
     sees the keys middle .. tail + KEYS - 2; a tile beyond the last sequence has no rows.
     """
     (
@@ -130,7 +130,7 @@ def _tiles_of_second_pass(passed, overflows_ptr, num_items, PARTS: gl.constexpr)
 
 @gluon.jit
 def _any_overflow(overflows_ptr, num_items, PARTS: gl.constexpr):
-    """Return 1 where one of the program's tiles is to be done again, else 0."""
+    """Return 1 if one of the program's tiles is to be done again, else 0."""
     BLOCK: gl.constexpr = 128
     found = 0
     for first in range(gl.program_id(0), num_items, BLOCK * gl.num_programs(0)):
@@ -467,15 +467,15 @@ def forward_kernel(
     OPTIMISTIC: gl.constexpr, SHARED: gl.constexpr, NUM_INITIAL: gl.constexpr, NUM_LOCAL: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write out and lse as `interval.kernels.forward_kernel` does, or of SHARED blocks; a program takes every num_programs-th of the tiles.
+    """Write out and lse as `interval.kernels.forward_kernel` does, or those of SHARED blocks; a program takes every num_programs-th tile.
 
     A tile's rows are divided among PARTS consumer warpgroups, which read the same keys; the next tile's rows and keys arrive while
     they finish.
 
-    Softmax by running maxima spends a third of its instructions on the maxima and on rescaling by new ones. OPTIMISTIC: a row
-    keeps the maximum of its first keys, which serves as long as no later score is far above it. Outputs are right where a sum of
+    Softmax with running maxima spends a third of its instructions on the maxima and on rescaling. OPTIMISTIC: a row
+    keeps the maximum of its first keys, which is correct as long as no later score is far above it. Outputs are right if a sum of
     weights stays below `SAFE_SUM` and no score is EXTREME. int32 (PARTS, num_items) at `overflows_ptr` is 1 for every part of a tile
-    with a row that is wrong. After its last tile a program computes such tiles again, by running maxima, and writes those of their
+    with a wrong row. After its last tile a program computes such tiles again, with running maxima, and writes only their
     rows whose lse is +inf, so that a row never depends on the others.
 
     SHARED: tiles of keys are selection blocks. Rows at positions below `early` see all of those that they chose: the bits of int64

@@ -13,7 +13,7 @@ from nsa_kernels_triton.pipelines import PipelineConfig, pipeline_parts
 REGISTERS = {2: 128, 3: 80}
 """Registers of a thread when a program starts, by the number of programs of eight warps that fill a multiprocessor."""
 REGISTERS_OF_ONE = {2: 168, 3: 128, 4: 96}
-"""The same where one program fills it, by its number of parts: a consumer warpgroup for each, and one producer warpgroup."""
+"""The same if one program fills it, by its number of parts: a consumer warpgroup for each, and one producer warpgroup."""
 UNBOUNDED = 2**30
 """A window that begins with its sequence."""
 WIDEST_TWICE = 64
@@ -136,7 +136,7 @@ def scores(
     constants: dict[str, Any],
     pipeline: PipelineConfig,
 ) -> None:
-    """Write the importance of the rows from the first to before the last one of `rows`, which lie in `tiling`'s tiles from `first_tile` on.
+    """Write the importance of rows[0] .. rows[1] - 1, which are in `tiling`'s tiles from `first_tile` on.
 
     `constants` are those of the portable kernel.
     """

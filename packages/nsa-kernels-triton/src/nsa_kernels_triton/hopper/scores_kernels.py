@@ -1,6 +1,6 @@
 """Importance of blocks for compute capability 9.0: a producer warpgroup, four consumer warpgroups with rows of q in registers.
 
-Exponentials take as long as the products: many warps, few registers each, so that some multiply while others sum. Sums need
+Exponentials take as long as the products. So there are many warps with few registers each, and some multiply while others sum. Sums need
 few exchanges: a thread of a product's result holds all strides of a block.
 """
 
@@ -316,7 +316,7 @@ def scores_kernel(
     HEADS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write importance (rows, G, num_blocks) as a whole, HEADS being 16; a program takes every num_programs-th of the tiles of rows.
+    """Write the whole importance (rows, G, num_blocks), with HEADS = 16; a program takes every num_programs-th tile of rows.
 
     A tile's rows are divided among four consumer warpgroups, which read the same keys.
     """

@@ -1,9 +1,9 @@
 """Forward and backward of attention over chosen blocks for compute capability 9.0: producer warps gather rows while consumer warps compute.
 
 A program has one producer and one consumer warpgroup; two or three programs share a multiprocessor. The producer warps gather
-the rows of q, backward also of dO, of an item (`selected.index_kernels`) into a ring buffer of tiles. Backward, the consumer warps
-hold the block's dK and dV, and everything is transposed, (keys, rows), so that weights come out of one product as the next
-one's first operand. Forward, the columns of v are shuffled as they are loaded, so that a thread stores results of 16 bytes.
+an item's rows of q (in the backward pass also of dO) into a ring buffer of tiles; `selected.index_kernels` describes items. In the backward pass
+the consumer warps hold the block's dK and dV, and everything is transposed, (keys, rows), so that the weights of one product are the
+first operand of the next. In the forward pass the columns of v are permuted as they are loaded, so that a thread stores results of 16 bytes.
 """
 
 from triton.experimental import gluon
@@ -84,7 +84,7 @@ def gather(
     H: gl.constexpr, HG: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring buffer with the tiles of an item. Rows beyond the last are zeros. FENCED: fence before a tile is announced."""
+    """Fill the ring buffer with the tiles of an item. Rows beyond the last are zeros. FENCED: fence before a tile is signalled."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     LANES: gl.constexpr = K1 // 8
     OF_TILE: gl.constexpr = gl.SliceLayout(1, tile_of(K1, LANES))
@@ -200,7 +200,7 @@ def store_parts(
     G: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, SLOTS_TOTAL: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Write the columns FIRST .. FIRST + WIDTH - 1, as far as there are any, of a tile's partial results to (rows, G, slots, H/G, D)."""
+    """Write the existing columns among FIRST .. FIRST + WIDTH - 1 of a tile's partial results to (rows, G, slots, H/G, D)."""
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     entry = entry_smem.load(gl.SliceLayout(1, TILE))
     rows = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, TILE))
@@ -239,9 +239,9 @@ def backward_kernel(
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys, where K2 is 0; grid (bound on items,).
+    """Write partial dQ (rows, G, slots, H/G, D_k), and dK, dV of one item's keys, for K2 = 0; grid (bound on items,).
 
-    EXTREME: as `launch._launch_both` says.
+    EXTREME: see `launch._launch_both`.
     """
     HG: gl.constexpr = H // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty

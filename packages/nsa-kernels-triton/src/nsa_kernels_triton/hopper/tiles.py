@@ -32,7 +32,7 @@ def rounded(dscores, lowering, dtype: gl.constexpr):
 
 @gluon.jit
 def mask_of(exists, columns, NUM_COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
-    """Return which elements of a tile of WIDTH columns exist: those of rows that do, before column NUM_COLUMNS."""
+    """Return which elements of a tile of WIDTH columns exist: those of existing rows, before column NUM_COLUMNS."""
     mask = exists[:, None]
     if WIDTH > NUM_COLUMNS:
         mask = mask & (columns < NUM_COLUMNS)[None, :]
@@ -44,7 +44,7 @@ def load_tile(
     ptr, smem, row, last_row,
     H: gl.constexpr, HG: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the columns FIRST .. FIRST + WIDTH - 1 of the rows row .. row + ROWS - 1, HG of every H, D wide.
+    """Start to copy columns FIRST .. FIRST + WIDTH - 1 of rows row .. row + ROWS - 1, which are HG of every H heads and D wide.
 
     Rows from `last_row` on and columns from D on are zeros.
     """
@@ -108,7 +108,7 @@ def load_keys(
     G: gl.constexpr, D_K: gl.constexpr, K1: gl.constexpr, K2: gl.constexpr, D_V: gl.constexpr, V1: gl.constexpr,
     V2: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fetch the keys key .. key + KEYS - 1 and their values as tile `loaded` of the ring buffers; those from `end` on are zeros."""
+    """Fetch keys key .. key + KEYS - 1 and their values as tile `loaded` of the ring buffers; keys from `end` on are zeros."""
     stage = loaded % STAGES
     phase = ((loaded // STAGES) & 1) ^ 1
     mbarrier.wait(k_empty.index(stage), phase)
@@ -127,8 +127,8 @@ def load_keys(
 def hand_over(full, PENDING: gl.constexpr):
     """Commit a stage to the consumer warps: all copies but the last PENDING groups have landed.
 
-    Products read through another proxy than the copies write through. The fence between the two, which compiles to a barrier for
-    all memory operations of a thread, is here and not before every product, because the consumer warps also store results.
+    Products read through another proxy than the copies write through. The fence between the two compiles to a barrier for all memory
+    operations of a thread. It is here and not before every product, because the consumer warps also store results.
     """
     async_copy.wait_group(PENDING)
     # a thread waits for its own copies, and one arrives for all
@@ -139,7 +139,7 @@ def hand_over(full, PENDING: gl.constexpr):
 
 @gluon.jit
 def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
-    """Start a tile's products of queries and keys, or of dO and values, in the registers of `scores`; operands have one part or two."""
+    """Start a tile's products of queries and keys, or of dO and values, into the registers of `scores`; operands have one part or two."""
     scores = warpgroup_mma(left1, right1.permute((1, 0)), scores, use_acc=False, is_async=True)
     if K2 > 0:
         scores = warpgroup_mma(left2, right2.permute((1, 0)), scores, is_async=True)
@@ -148,7 +148,7 @@ def start_scores(left1, left2, right1, right2, scores, K2: gl.constexpr):
 
 @gluon.jit
 def start_next(tile, end_tile, k1, k2, q1_smem, q2_smem, full, scores, K2: gl.constexpr, STAGES: gl.constexpr, FENCED: gl.constexpr):
-    """Start the products of keys with a tile of rows; beyond the last, with an old stage, and discarded. FENCED: a fence precedes `full`."""
+    """Start the products of keys with a tile of rows; beyond the last tile, those of an old stage are discarded. FENCED: a fence precedes `full`."""
     stage = tile % STAGES
     mbarrier.wait(full.index(stage), (tile // STAGES) & 1, pred=tile < end_tile)
     if not FENCED:
@@ -176,14 +176,14 @@ def reciprocal(x):
 
 @gluon.jit
 def power_near_one(x):
-    """Return 2^x for |x| <= 1/4, to 2e-6 of it, by float32 products: the unit of `gl.exp2` is what such kernels wait for."""
+    """Return 2^x for |x| <= 1/4, with a relative error of 2e-6, by float32 products: such kernels wait for the unit of `gl.exp2`."""
     # the Taylor series: ln 2 to the powers 1 .. 4 over their factorials
     return 1 + x * (0.69314718 + x * (0.24022651 + x * (0.055504109 + x * 0.0096181291)))
 
 
 @gluon.constexpr_function
 def layout_of(x):
-    """Return the layout of x, where reshaping made it."""
+    """Return the layout of x, which a reshape made."""
     return x.type.layout
 
 

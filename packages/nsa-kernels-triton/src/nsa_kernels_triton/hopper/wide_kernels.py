@@ -1,7 +1,7 @@
 """Backward of attention over chosen blocks for compute capability 9.0 and wide heads: a producer warpgroup, two consumer warpgroups.
 
-One consumer warpgroup holds dV and makes the first columns of partial dQ, the other dK and the rest of them. Both compute
-weights and their gradients rather than exchange them: neither ever waits for the other.
+One consumer warpgroup holds dV and computes the first columns of partial dQ; the other holds dK and computes the remaining columns. Both compute
+weights and their gradients rather than exchange them, so neither waits for the other.
 """
 
 from triton.experimental import gluon
@@ -127,9 +127,9 @@ def backward_kernel(
     SLOTS_TOTAL: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, EXTREME: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr, PART_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Write the results of `selected_kernels.backward_kernel` where a head of q has two parts; grid (bound on items,).
+    """Write the results of `selected_kernels.backward_kernel` for heads of q with two parts; grid (bound on items,).
 
-    EXTREME: as `launch._launch_both` says.
+    EXTREME: see `launch._launch_both`.
     """
     HG: gl.constexpr = H // G
     dtype: gl.constexpr = q_ptr.dtype.element_ty

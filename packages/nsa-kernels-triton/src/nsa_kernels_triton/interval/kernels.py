@@ -1,7 +1,7 @@
 """Forward, dQ and dK/dV of attention over an interval of keys (Eq. 7, 8 and the sliding window).
 
-A row is one (query, head of the group): R = query * HG + head. So a tile of rows shares its group's keys whatever HG is,
-and its keys are those of its first to its last query: masked at both ends, unmasked between.
+A row is one (query, head of the group): R = query * HG + head. So the rows of a tile share their group's keys whatever HG is. The keys of a
+tile are those of its first to its last query; both ends are masked, the middle is not.
 """
 
 import triton
@@ -235,7 +235,7 @@ def dq_kernel(
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write dQ of one tile of rows; grid as in the forward.
+    """Write dQ of one tile of rows; the grid is that of the forward pass.
 
     GATE >= 0: the branch's output was scaled by gates[..., GATE]. ADD: dQ is added to the values there.
     """
@@ -392,9 +392,9 @@ def dkdv_kernel(
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     PACKED: tl.constexpr, CACHED: tl.constexpr, EXACT: tl.constexpr, GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV that the queries of one split give to one tile of keys; grid (tiles * splits * columns * G,).
+    """Write the parts of dK and dV of one tile of keys that come from the queries of one split; grid (tiles * splits * columns * G,).
 
-    Splits are cut from the sequence's start, `split_queries` each; split s writes row s * num_key_rows + key row, so that
+    Splits begin at the sequence's start and have `split_queries` queries each. Split s writes row s * num_key_rows + key row, so that
     their sum has one order. A split without a query writes zeros.
     """
     HG: tl.constexpr = H // G
@@ -577,7 +577,7 @@ def _store_delta(
 
 @triton.jit
 def note_largest(extreme_ptr, numbers):
-    """Raise the int32 at a pointer to the bits of the largest of `numbers`, which are at least 0; infinities and NaN do not count."""
+    """Raise the int32 at a pointer to the bits of the largest of `numbers` (all at least 0); infinities and NaN do not count."""
     bits = tl.where(numbers < float("inf"), numbers, 0.0).to(tl.int32, bitcast=True)
     largest = tl.max(bits, 0)
     # most programs need not write

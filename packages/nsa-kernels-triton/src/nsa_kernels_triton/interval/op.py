@@ -1,4 +1,4 @@
-"""Attention over an interval of keys, and the compressed and sliding operations made of it."""
+"""Attention over an interval of keys, and the two operations that use it: compressed and sliding-window attention."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,9 +20,9 @@ from nsa_kernels_triton.streams import fork_stream, join_stream, on_its_device
 from nsa_kernels_triton.tile_table import parts_of
 
 PROGRAMS_WANTED = 2048
-"""Programs that balance dK/dV over a large GPU; half of them where one has a multiprocessor to itself."""
+"""Number of programs that balances dK/dV over a large GPU; half as many if each has a multiprocessor to itself."""
 MAX_SPLITS = 16
-"""Partial dK/dV buffers at most, float32 each."""
+"""Maximum number of partial dK/dV buffers, float32 each."""
 MIN_SPLIT_QUERIES = 256
 
 
@@ -115,7 +115,7 @@ def _sizes(is_window: bool, geometry: BlockGeometry, sequences: Sequences) -> di
 def forward(
     q: Tensor, k: Tensor, v: Tensor, is_window: bool, geometry: BlockGeometry, scale: float, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 where the backward pass wants it (else None)."""
+    """Return out `(B, S, H, D_v)`, lse `(B, S, H)` float32, and out in float32 if the backward pass needs it (else None)."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = q.new_empty(*q.shape[:3], v.shape[3])
     exact = exact_out(q, v)
@@ -139,7 +139,7 @@ def attend_into(
     sequences: Sequences,
     limit: int | None = None,
 ) -> None:
-    """Write out, lse and the exact out; `limit`: of at least the first so many queries of each sequence."""
+    """Write out, lse and the exact out; with `limit`, of at least the first `limit` queries of each sequence."""
     if scale < 0:
         # the kernel scales a maximum, which a negative factor would make the least
         q, scale = -q, -scale
@@ -208,9 +208,9 @@ def _backward_constants(x: Operands) -> dict[str, Any]:
 
 
 def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv. dQ is added to `dq`, if that is given. dk and dv are made on the second stream: `join_stream` before they are used.
+    """Return dq, dk, dv. dQ is added to `dq`, if given. dk and dv are computed on the second stream: call `join_stream` before their use.
 
-    Where `x.is_empty`, nothing is launched.
+    If `x.is_empty`, nothing is launched.
     """
     if x.is_empty:
         return torch.zeros_like(x.q) if dq is None else dq, torch.zeros_like(x.k), torch.zeros_like(x.v)
@@ -222,9 +222,9 @@ def backward(x: Operands, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Ten
 
 
 def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int) -> None:
-    """Add to dq, and write to dk and dv, float32, the gradients from the first `limit` queries of each sequence, in a window as wide as that.
+    """Add to dq, and write to float32 dk and dv, the gradients of the first `limit` queries of each sequence, whose window has `limit` tokens.
 
-    Tiles of rows end at `limit`: it is a multiple of the first of `tile_sizes`. Later keys are left alone.
+    Tiles of rows end at `limit`, which is a multiple of the first of `tile_sizes`. Later keys are not changed.
     """
     _launch_dq(x, dq, adds=True, limit=limit)
     tiles = kernel_for("interval_dkdv", x.q, x.v, x.k, x.dout)
@@ -232,7 +232,7 @@ def backward_into(dq: Tensor, dk: Tensor, dv: Tensor, x: Operands, *, limit: int
 
 
 def tile_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Return the fewest queries whose rows fill tiles of the dQ kernel, and the keys of a tile of dK and dV."""
+    """Return the minimum of queries whose rows fill whole tiles of the dQ kernel, and the keys in a tile of dK and dV."""
     rows = kernel_for("interval_dq", q, v, k).block_rows
     return queries_of_whole_tiles(rows, q.shape[2] // k.shape[2]), kernel_for("interval_dkdv", q, v, k).block_keys
 
@@ -282,7 +282,7 @@ def _dkdv(x: Operands) -> tuple[Tensor, Tensor]:
 
 
 ADDED = 1024
-"""Numbers of a program that adds splits."""
+"""How many numbers a program that adds splits handles."""
 
 
 def add_splits(dk_parts: Tensor, dv_parts: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -8,15 +8,15 @@ from nsa_kernels_triton.launch import cdiv, has_pdl, next_power_of_2
 from nsa_kernels_triton.rotation import kernels
 
 MOST_TENSORS = 4
-"""Tensors of heads that a launch rotates."""
+"""Maximum number of tensors of heads that one launch rotates."""
 BLOCK_HEADS = 4
-"""Heads of a program: enough programs for a step of one token, and few cosines computed twice."""
+"""Heads per program: gives enough programs for a step of one token, and computes few cosines twice."""
 
 
 def rotate(heads: tuple[Tensor, ...], start: Tensor, rope: RotaryEmbedding) -> tuple[Tensor, ...]:
     """Return each of `heads` rotated; see `nsa_core.backends.base.RotateBackend`.
 
-    A rotation of another class, or of another width, takes the reference, which reads `rope.tables`.
+    A rotation of another class, or of another width, uses the reference, which reads `rope.tables`.
     """
     if type(rope) is not RotaryEmbedding or rope.dim != heads[0].shape[3]:
         return rotate_step(heads, start, rope)

@@ -1,1 +1,1 @@
-"""Attention over chosen blocks, keys first: a block stays on the chip while the queries that chose it pass by (Eq. 12)."""
+"""Attention over chosen blocks (Eq. 12), KV-major: a block stays in shared memory while the kernel loops over the queries that chose it."""

@@ -1,4 +1,4 @@
-"""The queries of every block, for one chunk of query rows at a time."""
+"""Lists of the queries that chose each block, for one chunk of query rows at a time."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,37 +11,37 @@ from nsa_kernels_triton.launch import Sequences, cdiv, next_power_of_2
 from nsa_kernels_triton.selected import index_kernels
 
 CHUNK_BYTES = 3 * 2**29
-"""Partial results of one chunk of queries, at most.
+"""Maximum bytes of the partial results of one chunk of queries.
 
-A chunk has a power of two of rows: at n = 16 and H = 64, heads of 96 and 192 columns take all of it, those of 64 and 128 1 GiB.
+The rows of a chunk are a power of two: at n = 16 and H = 64, heads of 96 and 192 columns take all of it, those of 64 and 128 1 GiB.
 """
 MAX_CHUNK_ROWS = 8192
 WORD_ROWS: int = index_kernels.WORD_ROWS.value
 MIN_CHUNK_ROWS = WORD_ROWS
 COUNTED_WORDS = 1024
-"""Words of a program that counts their bits."""
+"""Words per program that counts their bits."""
 CUT_ITEMS = 1024
-"""Items, at most, of a program that cuts lists into them."""
+"""Maximum items per program that divides lists into items."""
 LISTED_BYTES = 2**25
-"""Bytes, at most, of the tables and lists that one launch makes for several chunks."""
+"""Maximum bytes of the tables and lists that one launch makes for several chunks."""
 FORWARD_ITEM_ROWS = 2048
-"""Rows (queries times heads of a group) of one work item: a block that every query chose is cut into many.
+"""Rows (queries times heads of a group) of one work item: a block that every query chose has many items.
 
-Small ones end a launch evenly.
+With small items a launch ends evenly.
 """
 BACKWARD_ITEM_ROWS = 4096
-"""The same backward, where every item but the first of a list has dK and dV of its own to be added."""
+"""The same for the backward pass, in which every item except the first of a list has its own dK and dV, which must be added."""
 
 
 class Pieces(NamedTuple):
-    """How a selection block is cut so that a piece fits a tile of keys."""
+    """The pieces of a selection block, each of which fits a tile of keys."""
 
     block_size: int
     per_block: int
     size: int
     """Keys of a piece; a block's last one may be shorter."""
     keys: int
-    """The tile: the next power of two, at least 16."""
+    """Keys of the tile: the next power of two, at least 16."""
 
 
 def pieces_of(geometry: BlockGeometry, block_keys: int) -> Pieces:
@@ -61,20 +61,20 @@ class Index(NamedTuple):
     """int32 (num_pieces,): the first key row of each piece that a row may have chosen."""
     pieces: Pieces
     num_pieces: int
-    """Pieces of all sequences."""
+    """Number of pieces of all sequences."""
     num_groups: int
     slots: int
-    """Pieces that a query may choose."""
+    """Number of pieces that a query may choose."""
     chunk_rows: int
     """Rows of q in a chunk, a power of two."""
     item_queries: int
     first_position: int
-    """Position of the first query whose lists are made; earlier queries are attended to in another way."""
+    """Position of the first query that the lists hold; another kernel serves earlier queries."""
     is_cached: bool
     sequence_rows: int
-    """Rows of each sequence, where all have as many and start with their first token; 0 elsewhere."""
+    """Rows of each sequence, if all have the same number and start with their first token; else 0."""
     left_out: tuple[int, int]
-    """Blocks at the start of a sequence, and up to a query's own, that are attended to in another way."""
+    """Numbers of blocks at the start of a sequence, and up to a query's own, that another kernel attends to."""
     bits: Tensor | None
     """int64 (B * S, G): the bits of the blocks that each query before the first position chose."""
 
@@ -114,16 +114,16 @@ class Chunk(NamedTuple):
     first_row: int
     last_row: int
     num_pieces: int
-    """Pieces that have a list: those that some row may see."""
+    """Number of pieces with a list: those that some row may see."""
     ends: Tensor
     """int32 (3, lists), running totals: entries, items, items beyond the first of their list."""
     entries: Tensor
     items: Tensor
     """int32 (bound, 4)"""
     num_items: Tensor
-    """int32 (1,): how many of them exist."""
+    """int32 (1,): number of existing items."""
     present: Tensor
-    """int8 (rows, G, slots): 1 where the partial result of a slot is written, for rows before `last_row`."""
+    """int8 (rows, G, slots): 1 if the partial result of a slot is written, for rows before `last_row`."""
 
 
 def index_of(
@@ -140,8 +140,8 @@ def index_of(
 ) -> Index:
     """Return the index, from `first_position` on, of a pass whose partial results take `row_bytes` per (query, head, slot).
 
-    A work item has at most `item_rows` rows. Where blocks are left out, the queries before `first_position` choose blocks below 64
-    alone, and none twice.
+    A work item has at most `item_rows` rows. If blocks are left out, the queries before `first_position` choose only blocks below 64,
+    and none twice.
     """
     batch, num_queries, num_groups, num_selected = block_indices.shape
     pieces = pieces_of(geometry, block_keys)
@@ -175,7 +175,7 @@ def index_of(
 
 
 def chunks(index: Index, geometry: BlockGeometry) -> Iterator[Chunk]:
-    """Yield the lists of each chunk of rows, in order; the lists of several are made at once."""
+    """Yield the lists of each chunk of rows, in order; the lists of several chunks are built at once."""
     # marks, ranks, counts and ends of the lists; entries, and a byte for each in `present`
     list_bytes = 4 * index.num_groups * index.num_pieces * (2 * index.words + 6) + 5 * index.num_entries
     rows = index.chunk_rows * max(1, LISTED_BYTES // list_bytes)

@@ -1,8 +1,8 @@
-"""From the choice of every query to the queries of every block: a table of bits, their ranks, and lists in ascending order.
+"""Invert the choice: list the queries of every block in ascending order, by a table of bits and their ranks.
 
 A *piece* is a block of the choice, or one of PIECES parts of a large one. Pieces of all sequences share one numbering
 of `num_pieces`; list group * num_pieces + piece holds the queries that chose it, so that a group's queries stay in the
-cache. Lists cover one chunk of query rows; a launch makes those of several chunks, of WORDS * WORD_ROWS rows each, one behind
+cache. Lists cover one chunk of query rows. A launch builds the lists of several chunks, of WORDS * WORD_ROWS rows each, one after
 the other in every tensor.
 """
 
@@ -13,7 +13,7 @@ from nsa_kernels_triton.cached_launch import CachedLaunch
 from nsa_kernels_triton.tiles import count_bits, find_sequence, program_position
 
 WORD_ROWS = tl.constexpr(32)
-"""Queries whose choice of one piece is a word of bits."""
+"""Number of queries whose choice of one piece is a word of bits."""
 
 
 @CachedLaunch
@@ -27,7 +27,7 @@ def describe_rows_kernel(
 ):  # fmt: skip
     """Write int32 (3, rows) of the rows of q: each one's position (-1: does not count), its token's key row, its sequence's first piece.
 
-    Without a cache every token has a row, and that of a piece's first token writes the piece's first key row.
+    Without a cache every token has a row, and the row of a piece's first token writes the piece's first key row.
     With `bits_ptr`, int64 (rows, G), the bits of the blocks that a row before `first_position` chose as well, all below 64 and none
     of them twice; grid (cdiv(rows, BLOCK) * G,), without it (cdiv(rows, BLOCK),).
     """

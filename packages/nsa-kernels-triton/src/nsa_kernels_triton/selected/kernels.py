@@ -1,6 +1,6 @@
 """Forward and backward over the lists of `index_kernels`: one program per work item, partial results per (query, slot), merged.
 
-The rows of an item are its queries times the heads of their group. Nothing is added atomically, and every sum has one order.
+The rows of an item are its queries times the heads of their group. No sum uses atomics, and every sum has one order.
 """
 
 import triton
@@ -129,7 +129,7 @@ def merge_kernel(
     H: tl.constexpr, G: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, SLOTS_TOTAL: tl.constexpr, COMBINE: tl.constexpr,
     SHARED: tl.constexpr, KEEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial outputs of (query, head) rows by their lse. COMBINE: write Eq. 5's gated sum of the branches as well.
+    """Merge the partial outputs of (query, head) rows by their lse. COMBINE: also write Eq. 5's gated sum of the branches.
 
     SHARED: `out_ptr` and `lse_ptr` hold one more partial output of every row. Otherwise they hold the final outputs of the rows whose
     position is below `first_position`; without `out_ptr` there are none. KEEPS: merged outputs are stored there.

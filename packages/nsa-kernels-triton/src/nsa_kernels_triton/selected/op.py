@@ -53,7 +53,7 @@ selected_attention = attention_op("nsa_triton::slc", _attend, differentiate, ope
 
 
 class Others(NamedTuple):
-    """The other branches' outputs, where all of Eq. 5 is computed in one."""
+    """The other branches' outputs, if all of Eq. 5 is computed in one."""
 
     cmp: Tensor
     win: Tensor
@@ -87,14 +87,14 @@ def _lists(chunk: Chunk) -> tuple[Tensor, ...]:
 
 
 PROGRAMS_WANTED = 512
-"""Tiles of early keys that keep a GPU busy: their dK and dV are not split by queries."""
+"""Number of tiles of early keys that keeps a GPU busy: their dK and dV are not split by queries."""
 
 
 def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequences: Sequences) -> int:
-    """Return how many queries at the start of each sequence are attended to densely: those that choose all of their blocks.
+    """Return how many queries at the start of each sequence use dense attention: those that choose all of their blocks.
 
-    Each of them sees a window that reaches its sequence's first token. 0 with a cache, whose queries stand anywhere, and where
-    too few sequences begin for it to pay.
+    Each of them sees a window that reaches its sequence's first token. The result is 0 with a cache, whose queries have any position, and
+    if too few sequences begin for it to pay.
     """
     if sequences.is_cached:
         return 0
@@ -105,21 +105,21 @@ def early_queries(q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, sequ
 
 
 EARLY_BLOCKS = 48
-"""Queries before the end of the first so many blocks attend to them by tiles of neighbours. At most 64: the bits of one word.
+"""Queries in the first EARLY_BLOCKS blocks attend to them by tiles of neighbours. At most 64: the bits of one word.
 
 Measured at n = 16.
 """
 
 
 def _shared_kernel(q: Tensor, k: Tensor, v: Tensor, **facts: int) -> PipelineConfig | None:
-    """Return the kernel by which neighbouring queries attend to the blocks that all of them chose; None where none serves."""
+    """Return the kernel by which neighbouring queries attend to the blocks that all of them chose; None if none serves."""
     found = config_of(kernel_request("shared_forward", q, v, k, **facts))
     assert not isinstance(found, Tiles)
     return found
 
 
 MERGED = 4096
-"""Elements of a merging tile: 16 KiB of float32."""
+"""Elements of a tile of the merge: 16 KiB of float32."""
 
 
 def _merge_rows(width: int) -> int:
@@ -208,13 +208,13 @@ def forward(
 
 
 PARTIAL_KEYS = 16
-"""Keys of a program that adds split-K partials: eight of them at a time fit its registers."""
+"""Keys per program that adds split-K partials: eight of them at a time fit its registers."""
 PARTIAL_LISTS = 8
-"""Lists of such a program; most of them have one item."""
+"""Lists per such program; most of them have one item."""
 
 
 def backward_kernel(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, geometry: BlockGeometry) -> Config:
-    """Return which kernel serves `backward`."""
+    """Return the configuration of the kernel that serves `backward`."""
     return kernel_for("selected_backward", q, v, k, dout, selection_block_size=geometry.selection_block_size)
 
 

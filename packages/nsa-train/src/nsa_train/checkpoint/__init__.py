@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent: safetensors and JSON, no pickle.
+"""Checkpoints that are complete or absent: safetensors and JSON, no pickle.
 
 `step-N/` holds weights, optimizer state, generators, configuration and everything else that the next step depends on,
 with a manifest of sizes and SHA-256 sums. A run calls `capture`, `CheckpointWriter.save`, `resume_point` and `restore`, on
-all ranks; whoever reads one checkpoint calls `open_checkpoint` and `load_model`.
+all ranks. A program that reads one checkpoint calls `open_checkpoint` and `load_model`.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""One process writes to a directory of checkpoints: two would fill the same files."""
+"""Locks a directory of checkpoints for one process: two processes would write the same files."""
 
 import fcntl
 import os
@@ -13,19 +13,19 @@ from nsa_train.checkpoint.publish import make_root
 from nsa_train.errors import ClaimedError
 
 TRIES, PAUSE_S = 5, 0.02
-"""How often a claim is tried: a call of `claimed_by_another` holds the directory for a moment."""
+"""Number of attempts at a claim, and the pause between them: a call of `claimed_by_another` holds the directory for a moment."""
 HOLDER = ".holder"
-"""The file that names the process which has claimed the directory. A process that is killed leaves the file, without the claim."""
+"""The file that names the process with the claim. A process that is killed leaves the file, but not the claim."""
 
 
 def claim(root: Path) -> int:
-    """Make `root`, claim it for this process, and return the descriptor that holds the claim; `release` ends it.
+    """Create `root`, claim it for this process, and return the descriptor that holds the claim; `release` ends it.
 
-    Where the file system knows no locks on directories, as some network ones, nothing is claimed.
+    If the file system has no locks on directories, as some network ones, nothing is claimed.
 
     Raises:
-        ClaimedError: when another process has it.
-        OSError: when it cannot be made or opened.
+        ClaimedError: if another process has the claim.
+        OSError: if `root` cannot be created or opened.
     """
     make_root(root)
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
@@ -46,7 +46,7 @@ def release(root: Path, descriptor: int) -> None:
 
 
 def claimed_by_another(root: Path) -> str | None:
-    """Return why `root` cannot be claimed: another process has it. None where none has, or where that cannot be seen."""
+    """Return why `root` cannot be claimed: another process has the claim. None if no process has it, or if the file system cannot tell."""
     try:
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -73,7 +73,7 @@ def _sign(root: Path) -> None:
 
 
 def _holder(root: Path) -> tuple[str, str]:
-    """Return the process id and host that have claimed `root`; empty where the file cannot be read."""
+    """Return the process id and host that have claimed `root`; empty if the file cannot be read."""
     with suppress(OSError):
         # opening a pipe that somebody put there would wait
         descriptor = os.open(root / HOLDER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -87,7 +87,7 @@ def _holder(root: Path) -> tuple[str, str]:
 
 
 def _can_lock(descriptor: int, kind: int) -> bool:
-    """Lock the directory if nobody has it, and return whether that is so; True where it knows no locks."""
+    """Lock the directory if nobody has it, and return whether that is so; True if it knows no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The findings of `nsa-train ckpt ls` and `ckpt verify`, as lines and as JSON."""
+"""The results of `nsa-train ckpt ls` and `ckpt verify`, as lines and as JSON."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,23 +9,23 @@ from nsa_train.errors import CheckpointError, ConfigError
 
 
 class Verified(NamedTuple):
-    """A checkpoint after every byte of it was read."""
+    """The result of reading every byte of a checkpoint."""
 
     path: Path
     size_bytes: int | None
-    """None where it is damaged"""
+    """None if it is damaged"""
     problem: str = ""
-    """Names the damaged file and its fault; empty where the checkpoint is whole"""
+    """Names the damaged file and its fault; empty if the checkpoint is whole"""
 
     def __str__(self) -> str:
         return self.problem or f"{self.path.name}  {_mib(self.size_bytes or 0)} MiB verified"
 
 
 def listing(path: Path) -> list[Listed]:
-    """Return the checkpoints of the run at `path`, its directory or its checkpoints'; manifests alone are read.
+    """Return the checkpoints of a run; `path` is its directory or its `checkpoints`. Only manifests are read.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: if there is none.
     """
     found = list_checkpoints(locate_root(path))
     if not found:
@@ -34,10 +34,10 @@ def listing(path: Path) -> list[Listed]:
 
 
 def verification(path: Path) -> list[Verified]:
-    """Return the checkpoints at `path` (one, or all of a run); every byte was read.
+    """Read every byte of the checkpoints at `path` (one, or all of a run) and return the results.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: if there is none.
     """
     folders = [path] if not step_folders(locate_root(path)) and path.is_dir() else list(step_folders(locate_root(path)).values())
     found = []
@@ -85,7 +85,7 @@ def verified_object(entry: Verified) -> dict[str, Any]:
 
 
 def lost_latest(path: Path) -> str:
-    """Return what to say where `latest` of the run at `path` names a checkpoint that is gone; empty where it does not."""
+    """Return a message if `latest` of the run at `path` names a checkpoint that no longer exists; else empty."""
     root = locate_root(path)
     latest = latest_folder(root)
     if latest is None or latest.is_dir():

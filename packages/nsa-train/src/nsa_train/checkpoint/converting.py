@@ -1,4 +1,4 @@
-"""`nsa-train convert`: a dense checkpoint of Transformers as a folder that a run begins with. Needs nsa-train[hf]."""
+"""`nsa-train convert`: convert a dense checkpoint of Transformers to a folder from which a run can begin. Needs nsa-train[hf]."""
 
 import json
 import shlex
@@ -20,9 +20,9 @@ from nsa_train.settings.recipe import parse_value, to_toml
 RECIPE = "recipe.toml"
 TOKENIZER = "tokenizer.json"
 SPARE_BYTES = 64 * 2**20
-"""Bytes of the folder's other files, at most: tokenizer, headers and index."""
+"""Maximum bytes of the folder's other files: tokenizer, headers and index."""
 TRAINING = {"steps": 1000, "batch_size": 8, "lr": 2e-5, "warmup_steps": 50, "save_every": 500, "precision": "bf16"}
-"""Keys of `train` to begin with; the recipe is there to be changed."""
+"""Initial keys of `train` in the recipe; users are expected to change them."""
 LONGEST_ROW = 4096
 
 
@@ -38,11 +38,11 @@ def convert(
 ) -> list[str]:
     """Write the dense checkpoint in `source` to `out` as a model of NSA, and return lines about it.
 
-    `nsa`: `key=value` each. `layers`: the pattern, as of `--set model.layers`. Values are TOML or JSON. `say` takes lines of progress.
+    `nsa`: a list of `key=value`. `layers`: the pattern, as for `--set model.layers`. Values are TOML or JSON. `say` gets lines of progress.
 
     Raises:
-        ConfigError: where `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
-        CheckpointError: where files are damaged, or tensors are missing, extra or of another shape; nothing that loads is left behind.
+        ConfigError: if `out` exists, nsa-transformers is not installed, or the checkpoint or an option is refused.
+        CheckpointError: if files are damaged, or tensors are missing, extra or of another shape; nothing that loads is left behind.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"--out={str(out)!r} exists already (a conversion never overwrites); use another name")
@@ -69,10 +69,10 @@ def convert(
 
 
 def recipe_of(config: Any, source: Path, out: Path) -> RunConfig:
-    """Return a recipe whose model is that of an `NSAModelConfig`, for text in the tokenizer of `source`, which is copied to `out`.
+    """Return a recipe with the model of an `NSAModelConfig`, for text in the tokenizer of `source`, which is copied to `out`.
 
     Raises:
-        ConfigError: where nsa-train has no such model.
+        ConfigError: if nsa-train has no such model.
     """
     data: dict[str, Any] = {"source": "text"}
     if _is_usable(source / TOKENIZER, config):

@@ -1,4 +1,4 @@
-"""Folders that Transformers loads through nsa-transformers: what is in them, for runs. Needs nsa-train[hf]."""
+"""Read folders that Transformers loads through nsa-transformers: their configuration and weights. Needs nsa-train[hf]."""
 
 import json
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ HF_CONFIG = "config.json"
 MODEL_TYPE = "nsa_core"
 LONGEST = 2**31 - 1
 NAMED = 3
-"""Most tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 
 
 def is_folder(path: Path) -> bool:
-    """Return True where `path` holds a config.json: it is no run and no checkpoint."""
+    """Return True if `path` holds a config.json, so that it is neither a run nor a checkpoint."""
     return (path / HF_CONFIG).is_file()
 
 
@@ -29,8 +29,8 @@ def folder_config(folder: Path) -> Any:
     """Return the `NSAModelConfig` of `folder`.
 
     Raises:
-        ConfigError: where nsa-transformers is not installed, or config.json describes no model of it.
-        InputError: where it names another architecture.
+        ConfigError: if nsa-transformers is not installed, or config.json describes none of its models.
+        InputError: if it names another architecture.
     """
     require_installed(f"the model at {str(folder)!r}")
     from huggingface_hub.errors import StrictDataclassError
@@ -75,15 +75,15 @@ def model_tables(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def ends_with(config: Any, separator: int) -> bool:
-    """Return False where the model of an `NSAModelConfig` ends its texts with other ids than `separator`."""
+    """Return False if the model of an `NSAModelConfig` ends its texts with other ids than `separator`."""
     ends = config.eos_token_id
     return ends is None or separator in (ends if isinstance(ends, list | tuple) else [ends])
 
 
 def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[Path]:
-    """Return the files of the weights in `folder`, which are those of `config`'s decoder; their headers alone are read.
+    """Return the files of the weights in `folder`, which are those of `config`'s decoder; only their headers are read.
 
-    `of`: what describes the decoder, for the message.
+    `of`: the source of the decoder's description, for the message.
 
     Raises:
         CheckpointError: naming those that are missing, extra or of another shape.
@@ -134,7 +134,7 @@ def _fits(form: Form, wanted: Tensor | None) -> bool:
 
 
 def require_installed(what: str) -> None:
-    """Raise ConfigError where nsa-transformers is not installed; `what` needs it."""
+    """Raise ConfigError if nsa-transformers is not installed; `what` needs it."""
     try:
         import nsa_transformers  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Weights for others: one safetensors file, or a folder in Hugging Face's layout."""
+"""Export weights for other programs: one safetensors file, or a folder in Hugging Face's layout."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +19,15 @@ def export(
     *,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write the weights of the checkpoint at `path`, once verified, to `out`, and return `out`; what was passed over is said.
+    """Verify the checkpoint at `path`, write its weights to `out`, and return `out`; skipped checkpoints are reported.
 
     "safetensors": one file. "hf": a folder that Transformers loads through nsa-transformers. Both have the decoder's names. "llama": a folder
     of a dense model that Transformers loads by its own class, of Llama, Qwen2 or Qwen3. Weights are float32.
 
     Raises:
-        ConfigError: when `format` is unknown, `out` exists, or the model has a part that `format` lacks.
-        CheckpointError: when the checkpoint is damaged, or its weights are not those that its config.toml describes.
-        OSError: when the disk refuses; nothing half-written is left.
+        ConfigError: if `format` is unknown, `out` exists, or the model has a part that `format` lacks.
+        CheckpointError: if the checkpoint is damaged, or its weights are not those that its config.toml describes.
+        OSError: if the disk refuses the write; nothing half-written is left.
     """
     if format not in FORMATS:
         raise ConfigError(f"--format={format!r} is not one of {', '.join(FORMATS)}; use --format hf")

@@ -1,4 +1,4 @@
-"""Checkpoints of nsa-train as folders that Hugging Face Transformers loads through nsa-transformers, and back. Needs nsa-train[hf]."""
+"""Convert checkpoints of nsa-train to folders that Hugging Face Transformers loads through nsa-transformers, and back. Needs nsa-train[hf]."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,13 +39,13 @@ OF_MODEL = ("model.", "nsa.")
 
 
 def write_folder(out: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor], format: str) -> Path:  # noqa: A002 - the option's name
-    """Write config.json, weights and tokenizer to the folder `out`, which is made, and return it.
+    """Write config.json, weights and tokenizer to the new folder `out`, and return it.
 
     "hf": for nsa-transformers, with the module for `trust_remote_code`. "llama": for Transformers' own classes.
 
     Raises:
-        ConfigError: where nsa-transformers is not installed, or the model has a part that the format lacks; nothing is written.
-        DataError: where the tokenizer cannot be had.
+        ConfigError: if nsa-transformers is not installed, or the model has a part that the format lacks; nothing is written.
+        DataError: if the tokenizer is not available.
     """
     require_installed(f"--format {format}")
     from nsa_transformers.configuration import generation_config
@@ -66,7 +66,7 @@ def write_folder(out: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor], 
 
 
 def hugging_face_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> Any:
-    """Return the `NSAModelConfig` of a checkpoint: Hugging Face's names where it has one, table `nsa` of the recipe under "nsa"."""
+    """Return the `NSAModelConfig` of a checkpoint: sizes under Hugging Face's names, table `nsa` of the recipe under "nsa"."""
     from nsa_transformers import NSAForCausalLM, NSAModelConfig
     from nsa_transformers.configuration import nsa_table
 
@@ -107,7 +107,7 @@ def hugging_face_tokenizer(data: DataTable, *, max_length: int) -> Any:
     """Return the tokenizer of `data` for Transformers: the same ids for the same text.
 
     Raises:
-        DataError: where its file cannot be had.
+        DataError: if its file is not available.
     """
     from nsa_transformers.tokenizer import byte_tokenizer, id_tokenizer, json_tokenizer, merges_tokenizer
 
@@ -125,12 +125,12 @@ def hugging_face_tokenizer(data: DataTable, *, max_length: int) -> Any:
 
 
 def import_run(source: Path, out: Path, recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Write to `out` a run that has taken no step yet and whose weights are those of the folder `source`; return its configuration.
+    """Write to `out` a run without steps that has the weights of the folder `source`; return its configuration.
 
-    Data and training are those of `recipe` with `overrides`; the model is that of config.json.
+    Data and training come from `recipe` with `overrides`; the model comes from config.json.
 
     Raises:
-        ConfigError: where `out` exists, nsa-transformers is not installed, an override is one of the model, or `source` describes none.
+        ConfigError: if `out` exists, nsa-transformers is not installed, an override changes the model, or `source` describes no model.
         CheckpointError: naming the tensors that are missing, extra, of another shape, integers or not finite, or a file that is damaged.
     """
     if out.exists():
@@ -149,7 +149,7 @@ def imported_config(source: Path, recipe: str, overrides: Sequence[str]) -> RunC
     """Return the configuration of `recipe` with the model of the folder `source`.
 
     Raises:
-        ConfigError: where an override is one of the model, config.json describes none, or its ids are those of another tokenizer.
+        ConfigError: if an override changes the model, config.json describes no model, or its ids are those of another tokenizer.
     """
     if theirs := [line for line in overrides if line.startswith(OF_MODEL)]:
         raise ConfigError(f"--set {theirs[0]} is a key of the model (an import takes those from {source / HF_CONFIG}); leave it out")

@@ -1,4 +1,4 @@
-"""The weights that `train.init_from` names: of a run, of one of its checkpoints, or of a folder that Transformers loads."""
+"""Initial weights from `train.init_from`: a run, one of its checkpoints, or a folder that Transformers loads."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,19 +23,19 @@ LEARNED_WITH = (
     *("model.n_heads", "model.n_kv_heads", "model.head_dim_qk", "model.norm_eps"),
     *("nsa.rope_theta", "nsa.rope_scaling", "nsa.qk_norm_eps", "nsa.gate", "nsa.gate_temperature", "nsa.compressed_rope"),
 )
-"""Keys that change no shape, and without which the weights compute something else."""
+"""Keys that change no shape but change what the weights compute."""
 THIS_RECIPE = "this recipe"
 
 
 class InitialWeights(NamedTuple):
-    """Weights that fit a run, verified and not read yet."""
+    """Verified weights that fit a run and are not read yet."""
 
     path: Path
     """The checkpoint or folder that holds them."""
     step: int | None
-    """Training steps behind them; None where the folder does not say."""
+    """Number of training steps that made them; None if the folder does not say."""
     notes: list[str]
-    """What differs between their model and the run's, a line each."""
+    """Differences between their model and the run's, one line each."""
     read: Callable[[], dict[str, Tensor]]
     """Returns name -> weight, float32."""
 
@@ -44,7 +44,7 @@ def initial_weights(config: RunConfig) -> InitialWeights:
     """Return the weights that `train.init_from` names, which fit the decoder of `config`; nothing is allocated.
 
     Raises:
-        ConfigError: when there are none, they are damaged, or they are those of another decoder.
+        ConfigError: if there are none, they are damaged, or they are those of another decoder.
     """
     path = Path(config.train.init_from or "")
     try:
@@ -54,7 +54,7 @@ def initial_weights(config: RunConfig) -> InitialWeights:
 
 
 def initialize(model: nn.Module, config: RunConfig) -> None:
-    """Give `model` the weights that `train.init_from` names. A collective; rank 0 alone reads the files.
+    """Load the weights that `train.init_from` names into `model`. A collective; only rank 0 reads the files.
 
     Raises:
         ConfigError: on all ranks, as `initial_weights`.
@@ -99,7 +99,7 @@ def _differing(learned: Mapping[str, Mapping[str, Any]], config: RunConfig) -> l
 
 
 def _sparse_kv(tables: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return `nsa.kv` of tables of a recipe; None where all layers are dense."""
+    """Return `nsa.kv` of tables of a recipe; None if all layers are dense."""
     model = tables["model"]
     entries = model.get("layers") or [model["attention"]]
     kinds = [entry.get("attention", "nsa") if isinstance(entry, Mapping) else entry for entry in entries]
@@ -107,7 +107,7 @@ def _sparse_kv(tables: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def _require_sharing(saved: str | None, config: RunConfig) -> None:
-    """Raise ConfigError where NSA layers share K and V in `config` and not in the saved model, or the other way round."""
+    """Raise ConfigError if NSA layers share K and V in `config` and not in the saved model, or the other way round."""
     now = _sparse_kv(unstructure(config))
     if None not in (saved, now) and saved != now:
         raise ConfigError(f"its weights are those of nsa.kv={toml_value(saved)} ({NO_CONVERSION}); use --set nsa.kv={toml_value(saved)}")

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's files and of the places where checkpoints stand."""
+"""Names of a checkpoint's files, and locations of checkpoints."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ def step_folders(root: Path) -> dict[int, Path]:
 
 
 def latest_folder(root: Path) -> Path | None:
-    """Return the step directory in `root` that the link `latest` names, whether or not it is there; None without a link."""
+    """Return the step directory in `root` that the link `latest` names, whether or not it exists; None without a link."""
     link = root / LATEST
     if not link.is_symlink():
         return None
@@ -51,7 +51,7 @@ def locate_root(path: Path) -> Path:
 
 
 def root_without_latest(path: Path) -> Path | None:
-    """Return the directory of checkpoints that `path` is or holds, where there are some and `latest` names none of them."""
+    """Return the directory of checkpoints that `path` is or holds, if it has checkpoints and `latest` names none of them."""
     root = locate_root(path)
     return root if step_folders(root) and not (root / LATEST).is_dir() else None
 
@@ -60,7 +60,7 @@ def locate_folder(path: Path) -> Path:
     """Return the one checkpoint that `path` names: a step-N directory, a `latest` link, or a run's directory.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: if there is none.
     """
     for candidate in (path, path / LATEST, path / "checkpoints" / LATEST):
         if candidate.is_dir() and ((candidate / MANIFEST).exists() or _STEP.fullmatch(candidate.resolve().name)):

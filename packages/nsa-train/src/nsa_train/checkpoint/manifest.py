@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: size and SHA-256 of every file, and of itself.
 
-It is compared byte for byte with the one spelling that its content has, so that no damage to it goes unseen.
+It is compared byte for byte with the only valid spelling of its content, so that every damage is detected.
 """
 
 import hashlib
@@ -18,12 +18,12 @@ from nsa_train.files import MOST_MANIFEST, MOST_RECIPE, MOST_STATE, IrregularFil
 from nsa_train.settings.structuring import listed_problems, short
 
 MOST = {CONFIG: MOST_RECIPE, STATE: MOST_STATE}
-"""Largest size in bytes of the files that are read into memory; a run writes none that is larger."""
+"""Maximum size in bytes of the files that are read into memory; a run writes no larger file."""
 OTHERS = "take another step-* of this run (`nsa-train ckpt verify` names the whole ones)"
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Describe the files in `folder`, a checkpoint after `step` that is otherwise complete."""
+    """Write the manifest of `folder`, a checkpoint after `step` whose other files are complete."""
     content = {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -34,10 +34,10 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of `folder`, itself verified: schema_version, step, created, files.
+    """Verify the manifest of `folder` and return it: schema_version, step, created, files.
 
     Raises:
-        CheckpointError: when it is missing, damaged, or of another schema version.
+        CheckpointError: if it is missing, damaged, or of another schema version.
     """
     path = folder / MANIFEST
     try:
@@ -67,7 +67,7 @@ class Verified(NamedTuple):
 
     manifest: dict[str, Any]
     contents: dict[str, bytes]
-    """File name -> bytes of config.toml and state.json, so that the verified bytes are those that are used."""
+    """File name -> bytes of config.toml and state.json, so that later code uses the verified bytes."""
 
 
 def verify_files(folder: Path) -> Verified:

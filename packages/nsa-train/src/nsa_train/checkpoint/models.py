@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer: of a run, of one of its checkpoints, or of a folder that Hugging Face Transformers loads."""
+"""Open a trained model with its tokenizer: from a run, one of its checkpoints, or a folder that Hugging Face Transformers loads."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from nsa_train.settings.config import RunConfig
 
 
 class OpenedModel(NamedTuple):
-    """A model to look at; it is not trained further."""
+    """A model for inspection; it is not trained further."""
 
     decoder: Decoder
     """In evaluation mode, float32, on the CPU. Call `hidden` and `logits`: `forward` differs between runs and folders."""
@@ -32,7 +32,7 @@ class OpenedModel(NamedTuple):
     path: Path
     """The checkpoint or folder that was read."""
     step: int | None
-    """Training steps behind the weights; None where the folder does not say."""
+    """Number of training steps that made the weights; None if the folder does not say."""
     config: RunConfig | None
     """The recipe of the run; None for a folder of Hugging Face Transformers, which has none."""
 
@@ -40,12 +40,12 @@ class OpenedModel(NamedTuple):
 def open_model(path: Path, *, say: Callable[[str], None] = lambda line: None, with_weights: bool = True) -> OpenedModel:
     """Return the model at `path`: a run, a checkpoint, or a folder with config.json of `ckpt export --format hf` or `convert`.
 
-    Operations take the machine's own choice of backends, whatever the run named. A line about each checkpoint that was passed over is said.
-    Without `with_weights` the decoder is on the meta device, to look at its layers and shapes: weights are neither read nor drawn.
+    Operations use this machine's choice of backends, whatever the run named. `say` gets a line about each checkpoint that was skipped.
+    Without `with_weights` the decoder is on the meta device, for its layers and shapes: weights are neither read nor drawn.
 
     Raises:
-        ConfigError: where there is none, or the folder needs nsa-transformers, which is not installed.
-        CheckpointError: where files are damaged, or the weights are not those of the configuration beside them.
+        ConfigError: if there is none, or the folder needs nsa-transformers, which is not installed.
+        CheckpointError: if files are damaged, or the weights do not fit the configuration in the same folder.
     """
     if is_folder(path):
         return _open_folder(path, with_weights=with_weights)
@@ -88,7 +88,7 @@ def _open_folder(folder: Path, *, with_weights: bool) -> OpenedModel:
 
 
 class FolderTokenizer:
-    """The tokenizer.json beside a model, with the interface of `Tokenizer`."""
+    """The tokenizer.json in a model's folder, with the interface of `Tokenizer`."""
 
     def __init__(self, tokenizer: Any, config: Any) -> None:
         """Take what `AutoTokenizer` gave, and the model's configuration, whose ids win."""

@@ -1,7 +1,7 @@
-"""Putting a checkpoint on disk so that a reader, or a crash at any point, sees a whole one or none.
+"""Put a checkpoint on disk atomically: a reader, or a crash at any point, sees a complete checkpoint or none.
 
-Written aside, flushed, renamed into place; then the link `latest` is replaced. Files that a killed process left aside are
-removed by the next writer.
+The files are written in a temporary directory, flushed, and renamed into place; then the link `latest` is replaced. The next writer removes
+temporary files that a killed process left.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ _AT_FDCWD = -100
 def publish(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
     """Let `fill` write the files of a checkpoint, make it `root`/step-N and `root`/latest, and return its path.
 
-    A checkpoint of that step that is there already is replaced in one move.
+    An existing checkpoint of that step is replaced in one move.
 
     Raises:
-        OSError: when the disk refuses; what was there before is still there, and nothing half-written is.
+        OSError: if the disk refuses the write; existing checkpoints stay, and no partial file remains.
     """
     target, aside = root / step_name(step), root / f"{ASIDE}{step_name(step)}"
     make_root(root)
@@ -48,9 +48,9 @@ def publish(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
 
 
 def prune(root: Path, *, current: int, keep_last: int) -> None:
-    """Leave the `keep_last` (0: all) newest checkpoints that lead up to step `current`, itself included.
+    """Keep the `keep_last` (0: all) newest checkpoints up to step `current`, itself included, and delete the others.
 
-    Those of later steps belong to a run that was resumed from before them, and go first.
+    Checkpoints of later steps belong to a branch that a resume left, and are deleted first.
     """
     if not keep_last:
         return
@@ -62,7 +62,7 @@ def prune(root: Path, *, current: int, keep_last: int) -> None:
 
 
 def clear_debris(root: Path) -> None:
-    """Remove what a killed writer left in `root`."""
+    """Remove files that a killed writer left in `root`."""
     if not root.is_dir():
         return
     for path in root.iterdir():
@@ -71,7 +71,7 @@ def clear_debris(root: Path) -> None:
 
 
 def make_root(root: Path) -> None:
-    """Make the directory `root`, and see to it that a crash does not take it away."""
+    """Create the directory `root`, and make it durable, so that a crash does not remove it."""
     if not root.is_dir():
         root.mkdir(parents=True)
         _flush(root.parent)
@@ -92,7 +92,7 @@ def _move(aside: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system cannot."""
+    """Swap two names in one step; False if the system cannot."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -121,7 +121,7 @@ def point_latest(root: Path, name: str) -> None:
 
 
 def whole(out: Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` make a file or folder aside, then give it the name `out`."""
+    """Let `write` make a file or folder under a temporary name, then rename it to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""From a verified checkpoint back to a run: weights, optimizer, schedule, scaler and generators, at any world size."""
+"""Restore a run from a verified checkpoint: weights, optimizer, schedule, scaler and generators, at any world size."""
 
 import json
 from collections.abc import Mapping
@@ -25,21 +25,21 @@ from nsa_train.settings.structuring import listed_problems
 OF_WEIGHTS = ("model", "nsa", "data.tokenizer")
 """Tables and keys without which the weights would not fit."""
 FREE = ("nsa.backends", "model.max_position")
-"""Keys of those tables that change no weight: where an operation runs, and the length that an export states."""
+"""Keys of those tables that change no weight: the backends of operations, and the length that an export states."""
 OF_ROWS = ("data.source", "data.packing", "data.shuffle_seed", "train.batch_size", "train.seq_len")
-"""Keys that fix the rows, in which the checkpoint has a position; whether the files are the same shows when they are read."""
+"""Keys that fix the rows, in which the checkpoint has a position; only reading shows whether the files are the same."""
 NO_CONVERSION = "one K and V for all branches are other weights than a K and V for each"
 
 
 def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything) -> Checkpoint | None:
-    """Return the checkpoint to resume from, on every rank the same; rank 0 alone looks and verifies. A collective.
+    """Return the checkpoint to resume from, the same on every rank; only rank 0 searches and verifies. A collective.
 
-    Without `step` it is `latest_valid`, None where nothing was saved yet. With `step` it is that one or an error. A checkpoint
-    that `judge`, such as `require_run`, refuses with a CheckpointError counts as damaged.
+    Without `step` it is `latest_valid`, None if nothing was saved yet. With `step` it is the checkpoint of that step, or an error. A
+    checkpoint that `judge`, such as `require_run`, refuses with a CheckpointError counts as damaged.
 
     Raises:
-        CheckpointError: on all ranks, when it (without `step`: every one) is damaged.
-        ConfigError: on all ranks, when there is none after `step`.
+        CheckpointError: on all ranks, if it (without `step`: every one) is damaged.
+        ConfigError: on all ranks, if there is none after `step`.
     """
     world = here()
     found = world.on_main(lambda: latest_valid(root, judge=judge) if step is None else valid_at(root, step, judge=judge))
@@ -51,7 +51,7 @@ def resume_point(root: Path, *, step: int | None = None, judge: Judge = anything
 
 
 def require_run(checkpoint: Checkpoint) -> None:
-    """Check that a run can go on from a checkpoint: its files fit one another, and its state has a position and all counters.
+    """Check that a run can resume from a checkpoint: its files fit one another, and its state has a position and all counters.
 
     Raises:
         CheckpointError: naming the file and the fault in it.
@@ -90,7 +90,7 @@ def require_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Let `config` pass if a run under it can go on from `checkpoint`.
+    """Check that a run with `config` can resume from `checkpoint`.
 
     Raises:
         ConfigError: a line for each key that describes another model, or other rows of data.
@@ -107,14 +107,14 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def restore(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
-    """Give `model`, `optimizer`, `scaler` and this process's generators the state that `checkpoint` holds. A collective.
+    """Load the state of `checkpoint` into `model`, `optimizer`, `scaler` and this process's generators. A collective.
 
-    They may be plain, under DDP or sharded by FSDP2, at any world size: rank 0 alone reads the files, and the weights are
-    bit-equal. A rank that the checkpoint does not know draws from freshly seeded generators. The data position is
-    `checkpoint.state["data"]`, the guards' counts are `checkpoint.state["counters"]`: the trainer passes those on.
+    They may be plain, under DDP or sharded by FSDP2, at any world size: only rank 0 reads the files, and the weights are
+    bit-equal. A rank that the checkpoint does not know gets freshly seeded generators. The data position is
+    `checkpoint.state["data"]`, the guards' counts are `checkpoint.state["counters"]`; the trainer restores both.
 
     Raises:
-        CheckpointError: on all ranks, when the files do not fit `model`.
+        CheckpointError: on all ranks, if the files do not fit `model`.
     """
     load_model_tensors(model, checkpoint.path / MODEL)
     load_optimizer_tensors(model, optimizer, checkpoint.path / OPTIMIZER)
@@ -130,7 +130,7 @@ def load_model(checkpoint: Checkpoint) -> Decoder:
     """Return the decoder of a verified checkpoint, on the CPU, in evaluation mode.
 
     Raises:
-        CheckpointError: when its weights do not fit the decoder that its config.toml describes.
+        CheckpointError: if its weights do not fit the decoder that its config.toml describes.
     """
     # before anything is allocated: a stranger may have chosen the sizes
     require_weights(checkpoint)

@@ -1,4 +1,4 @@
-"""Every random generator that a training step may draw from, as tensors: Python's, numpy's, torch's CPU's and CUDA's."""
+"""The state of every random generator that a training step may use, as tensors: Python, numpy, torch on the CPU and on CUDA."""
 
 import hashlib
 import random
@@ -25,7 +25,7 @@ _PYTHON_VERSION = 3
 
 
 def seed_rng(seed: int) -> None:
-    """Start every generator of this process from `seed`, so that two runs draw the same from the first step on."""
+    """Seed every generator of this process with `seed`, so that two runs draw the same numbers from the first step on."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -35,7 +35,7 @@ def seed_rng(seed: int) -> None:
 
 
 def capture_rng() -> dict[str, Tensor]:
-    """Return the state of this process's generators; numpy's only where something imported it."""
+    """Return the state of this process's generators; numpy's only if numpy was imported."""
     version, words, gauss = random.getstate()
     state = {
         "torch_cpu": torch.get_rng_state(),
@@ -53,12 +53,12 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def to_json(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return `state` as JSON holds it: name -> dtype and numbers."""
+    """Return `state` as plain values for JSON: name -> dtype and numbers."""
     return {name: [str(value.dtype).removeprefix("torch."), value.tolist()] for name, value in state.items()}
 
 
 def from_json(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors that `to_json` spelled."""
+    """Return the tensors that `to_json` converted."""
     return {name: torch.tensor(values, dtype=getattr(torch, dtype)) for name, (dtype, values) in state.items()}
 
 
@@ -98,10 +98,10 @@ def _is_twister(words: Sequence[int]) -> bool:
 
 
 def restore_rng(state: Mapping[str, Tensor]) -> None:
-    """Put this process's generators where `state`, from `capture_rng`, was taken; those absent from it are left alone.
+    """Set this process's generators to `state`, from `capture_rng`; generators absent from it are not changed.
 
     Raises:
-        ValueError: when `state` is not such a state; no generator is changed then.
+        ValueError: if `state` is not such a state; no generator is changed then.
     """
     require_rng(state)
     torch.set_rng_state(state["torch_cpu"])
@@ -118,6 +118,6 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
 
 
 def seed_fresh_rng(*, step: int, rank: int, state_of_rank_0: Mapping[str, Tensor]) -> None:
-    """Seed the generators of a rank that the checkpoint does not know: repeatable, and unlike every other rank's."""
+    """Seed the generators of a rank that the checkpoint does not know: repeatably, and differently from every other rank."""
     source = bytes(state_of_rank_0["torch_cpu"].tolist()) + f" {step} {rank}".encode()
     seed_rng(int.from_bytes(hashlib.sha256(source).digest()[:4], "big"))

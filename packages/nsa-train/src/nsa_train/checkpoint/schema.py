@@ -13,19 +13,19 @@ from nsa_train.settings.rules import MOST_ROWS, MOST_STEPS, integer, is_number, 
 from nsa_train.settings.structuring import anything, count, is_count, list_of, problems_of, ruled, short, text_like
 
 SCHEMA_VERSION = 3
-"""Version of all files together. Version 1 had weights and moments alone; 2 had no count of the steps with watched gradients."""
+"""Version of all files together. Version 1 had only weights and moments; 2 had no count of the steps with watched gradients."""
 MOST_BYTES = 2**63 - 1
 NUM_GROUPS = 2
 """Parameter groups of a run's optimizer: parameters with weight decay, and the others."""
 MOST_GROUPS = 1024
-"""Parameter groups of any optimizer."""
+"""Maximum number of parameter groups of any optimizer."""
 MOST_RATE = 1e6
 MOST_LOSS = 1e300
 MOST_LISTED = 1000
-"""Most skipped steps, and most losses, in the state of a guard; it needs 128."""
+"""Maximum number of skipped steps, and of losses, in the state of a guard; it needs 128."""
 MOST_PARAMETERS = 2**20
 MOST_NAME = 1024
-"""Characters of a parameter's name."""
+"""Maximum number of characters in a parameter's name."""
 
 
 def _is_date(value: object) -> bool:
@@ -118,7 +118,7 @@ class _Patience:
 
 
 COUNTERS: dict[str, type] = {"guard": _Guard, "watch": _Watch, "patience": _Patience}
-"""Counters that every run saves; another program that saves a state may add others."""
+"""Counters that every run saves; another program may add others."""
 
 
 def manifest_problems(content: object) -> list[str]:
@@ -155,6 +155,6 @@ def state_problems(content: object, config: RunConfig) -> list[str]:
 
 
 def unresumable(content: Mapping[str, Any]) -> list[str]:
-    """Return the problems that keep a run from going on from a sound state: missing parts."""
+    """Return the problems that keep a run from resuming from a sound state: missing parts."""
     found = [] if content["data"] else ["data={} is not a position in the data of a run"]
     return found + [f"counters.{name} is missing" for name in COUNTERS if name not in content["counters"]]

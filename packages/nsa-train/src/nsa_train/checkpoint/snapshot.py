@@ -1,4 +1,4 @@
-"""The state of a run, copied to host memory at a step boundary, so that it can be written while training goes on."""
+"""Copy the state of a run to host memory at a step boundary, so that it can be written while training continues."""
 
 import json
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ class Snapshot:
     """The generators of all ranks."""
     config: str
     state: dict[str, Any]
-    """JSON-able: data, schedule, scaler, routes, counters, world_size."""
+    """Plain values for JSON: data, schedule, scaler, routes, counters, world_size."""
 
     def write_to(self, folder: Path) -> None:
-        """Write the files of the checkpoint, its manifest excepted.
+        """Write the files of the checkpoint, except its manifest.
 
         Raises:
-            CheckpointError: when a file would be larger than the limit for reading it again.
-            OSError: when the disk refuses.
+            CheckpointError: if a file would exceed the size limit for reading.
+            OSError: if the disk refuses the write.
         """
         for name, text in ((CONFIG, self.config), (STATE, json.dumps(self.state))):
             content = text.encode()
@@ -63,8 +63,8 @@ def capture(
     """Return a copy of everything that the next step depends on. A collective, called between two steps.
 
     `model` may be wrapped by DDP, FSDP2 or torch.compile; `scaler` is a GradScaler; `data` is the merged position of all
-    ranks (`merge_states(world.gather(stream.state_dict()))`); `counters` is whatever else is JSON-able, the guards' counts
-    for example.
+    ranks (`merge_states(world.gather(stream.state_dict()))`); `counters` holds other plain values, for example the guards'
+    counts.
     """
     state = {
         "world_size": here().world_size,

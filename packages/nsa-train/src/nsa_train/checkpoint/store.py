@@ -1,4 +1,4 @@
-"""Finding checkpoints and opening them: every byte is verified before any is used."""
+"""Find and open checkpoints; every byte is verified before any is used."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ class Checkpoint:
     state: dict[str, Any] = field(factory=dict)
     """The content of state.json: world_size, schedule, scaler, data, routes, counters."""
     refused: tuple[str, ...] = ()
-    """The checkpoints that were passed over to find this one, such as damaged ones, a line each."""
+    """The checkpoints that were skipped to find this one, such as damaged ones, one line each."""
 
 
 Judge = Callable[[Checkpoint], None]
@@ -46,7 +46,7 @@ Judge = Callable[[Checkpoint], None]
 
 @frozen(kw_only=True)
 class Listed:
-    """A line of `nsa-train ckpt ls`; its files were not read."""
+    """A checkpoint in the list of `nsa-train ckpt ls`; only its manifest was read."""
 
     path: Path
     step: int
@@ -54,17 +54,17 @@ class Listed:
     created: str = ""
     size_bytes: int = 0
     problem: str = ""
-    """Why its manifest is refused; empty: it is not."""
+    """Why its manifest is refused; empty if it is accepted."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the verified checkpoint at `path`: a step-N directory, a `latest` link, or a run's directory.
 
-    Where a run's `latest` is gone, or what it names, it is the newest whole one, as for a resume; `refused` then says so.
+    If a run's `latest`, or the checkpoint that it names, is missing, the newest whole checkpoint is used, as for a resume; `refused` then says so.
 
     Raises:
-        ConfigError: when there is none.
-        CheckpointError: when it is damaged; the message names file, expected and found.
+        ConfigError: if there is none.
+        CheckpointError: if it is damaged; the message names file, expected and found.
     """
     root = root_without_latest(path)
     if root is not None and (found := latest_valid(root)):
@@ -84,13 +84,13 @@ def anything(checkpoint: Checkpoint) -> None:
 
 
 def latest_valid(root: Path, *, judge: Judge = anything) -> Checkpoint | None:
-    """Return the checkpoint to go on from: what `root`/latest names, or where that is damaged the newest whole one before it.
+    """Return the checkpoint to resume from: the one that `root`/latest names, or if that is damaged the newest whole one before it.
 
-    Checkpoints of later steps than `latest` (of a run that was resumed from before them) come last. A checkpoint that
+    Checkpoints of later steps than `latest` (of a branch that a resume left) come last. A checkpoint that
     `judge` refuses with a CheckpointError counts as damaged. None: `root` holds no checkpoint at all.
 
     Raises:
-        CheckpointError: when there are some and all are damaged.
+        CheckpointError: if there are checkpoints and all are damaged.
     """
     refused: list[str] = []
     for folder in _newest_first(root):
@@ -108,8 +108,8 @@ def valid_at(root: Path, step: int, *, judge: Judge = anything) -> Checkpoint:
     """Return the checkpoint of `root` after `step`; `judge` as in `latest_valid`.
 
     Raises:
-        ConfigError: when there is none; the message names those that exist.
-        CheckpointError: when it is damaged.
+        ConfigError: if there is none; the message names those that exist.
+        CheckpointError: if it is damaged.
     """
     folders = step_folders(root)
     if step not in folders:
@@ -126,10 +126,10 @@ def list_checkpoints(root: Path) -> list[Listed]:
 
 
 def verify(path: Path) -> int:
-    """Return the bytes of the checkpoint at `path`, all of which were read and found good.
+    """Verify every byte of the checkpoint at `path`, and return the number of bytes.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: if there is none.
         CheckpointError: naming the first damaged file, what was expected and what found.
     """
     found = open_checkpoint(path).path

@@ -1,4 +1,4 @@
-"""A frozen model whose attention is the target of the selection loss: `train.selection_teacher`."""
+"""The teacher of `train.selection_teacher`: a frozen model whose attention is the target of the selection loss."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +20,12 @@ from nsa_train.settings.data_table import IDS
 
 
 class Teacher:
-    """A model that sets, before each training pass of a student, what its layers' selection losses compare with.
+    """A model that computes, before each training pass of a student, the targets of its layers' selection losses.
 
-    Its layer i teaches layer i of the student: the mass of its attention over all keys, summed per selection block of the student and per
-    group of the student's heads, at the sampled queries. A dense layer's attention is its own; that of an NSA layer is taken over its
-    selected branch's keys. It computes on the student's device under the caller's autocast, records no gradient, and belongs to no module:
-    neither optimizer nor checkpoint nor count of parameters knows it. Its FLOPs are no part of MFU; its time is part of the step's.
+    Layer i of the teacher teaches layer i of the student. The target is the mass of the teacher's attention over all keys, summed per selection
+    block of the student and per group of the student's heads, at the sampled queries. A dense layer uses its own attention; an NSA layer uses
+    attention over its selected branch's keys. The teacher computes on the student's device under the caller's autocast, records no gradient, and
+    belongs to no module, so that optimizer, checkpoint and parameter counts exclude it. MFU excludes its FLOPs; its time is part of the step's.
     """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
@@ -40,9 +40,9 @@ class Teacher:
 
     @torch.no_grad()
     def set_targets(self, student: Decoder, input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> None:
-        """Give each NSA layer of `student` the mass of its next pass, over `input_ids` `(1, total)` packed by `cu_seqlens`.
+        """Set the target masses of each NSA layer of `student` for its next pass over `input_ids` `(1, total)`, packed by `cu_seqlens`.
 
-        One layer's masses, `(rows, G, N)` float32, stay; scores exist for a few rows at a time.
+        Each layer keeps its masses, `(rows, G, N)` float32; scores exist for a few rows at a time.
         """
         blocks: Any = list(zip(self.decoder.blocks, student.blocks, strict=True))
         x = self.decoder.embedding(input_ids)
@@ -67,7 +67,7 @@ def open_teacher(config: RunConfig, *, with_weights: bool = True, say: Callable[
     """Return the model that `train.selection_teacher` of `config` names; `with_weights` and `say` as for `open_model`.
 
     Raises:
-        ConfigError: where there is none, it is damaged, or it cannot teach the model of `config`; all reasons at once.
+        ConfigError: if there is none, it is damaged, or it cannot teach the model of `config`; all reasons at once.
     """
     path = config.train.selection_teacher or ""
     try:

@@ -1,4 +1,4 @@
-"""Weights and optimizer state as whole tensors under names that no wrapper changes, and back into sharded or plain ones."""
+"""Convert weights and optimizer state to whole tensors, under names that no wrapper changes, and back into sharded or plain ones."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The moments that AdamW keeps for each parameter, in addition to the count of its steps."""
 NAMED = 3
-"""Most tensors that a message names; the others are counted."""
+"""Maximum number of tensors that a message names; the others are counted."""
 
 
 class Form(NamedTuple):
@@ -58,7 +58,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of `tensors` in host memory, whole ones, on rank 0; nothing on the others. A collective."""
+    """Return whole copies of `tensors` in host memory on rank 0, nothing on the other ranks. A collective."""
     held, is_main = {}, here().is_main
     for name, value in tensors.items():
         whole = value.full_tensor().detach() if is_sharded(value) else value.detach()
@@ -71,7 +71,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file.
 
     Raises:
-        CheckpointError: when it is none.
+        CheckpointError: if it is not such a file.
     """
     try:
         return safetensors.torch.load_file(path)
@@ -80,10 +80,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_forms(path: Path) -> dict[str, Form]:
-    """Return name -> dtype and shape of the tensors of a safetensors file; its header alone is read.
+    """Return name -> dtype and shape of the tensors of a safetensors file; only its header is read.
 
     Raises:
-        CheckpointError: when it is none.
+        CheckpointError: if it is not such a file.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -98,7 +98,7 @@ def require_forms(
 ) -> None:
     """Check that a safetensors file has the tensors `expected`, by name, shape and dtype; only its header is read.
 
-    `of`: what expects them, for the message.
+    `of`: the source of the expectation, for the message.
 
     Raises:
         CheckpointError: naming the first few tensors that differ, and the number of the others.
@@ -138,7 +138,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) ->
     """Write `tensors` as the safetensors file `path`.
 
     Raises:
-        OSError: when the disk refuses.
+        OSError: if the disk refuses the write.
     """
     path.touch()
     mode = path.stat().st_mode
@@ -153,19 +153,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) ->
 
 
 def load_model_tensors(model: nn.Module, path: Path) -> None:
-    """Fill the weights of `model` with those of `path`, which rank 0 alone reads. A collective.
+    """Load the weights of `path` into `model`; only rank 0 reads them. A collective.
 
     Raises:
-        CheckpointError: on all ranks, when names, shapes or dtypes differ; the weights are then untouched.
+        CheckpointError: on all ranks, if names, shapes or dtypes differ; the weights are then untouched.
     """
     fill_weights(model, lambda targets: read_weights(path, targets))
 
 
 def fill_weights(model: nn.Module, read: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
-    """Fill the weights of `model` with what `read` returns, given them by name; rank 0 alone calls it. A collective.
+    """Load the result of `read`, which gets the weights by name, into `model`; only rank 0 calls `read`. A collective.
 
     Raises:
-        TrainError: on all ranks, where `read` raises one; the weights are then untouched.
+        TrainError: on all ranks, if `read` raises one; the weights are then untouched.
     """
     targets = model_tensors(model)
     world = here()
@@ -177,10 +177,10 @@ def fill_weights(model: nn.Module, read: Callable[[Mapping[str, Tensor]], Mappin
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Give `optimizer`, built for `model`, the state that `path` holds, which rank 0 alone reads. A collective.
+    """Load the state in `path` into `optimizer`, built for `model`; only rank 0 reads the file. A collective.
 
     Raises:
-        CheckpointError: on all ranks, when it holds state of parameters that `model` has not.
+        CheckpointError: on all ranks, if it holds state of parameters that `model` has not.
     """
     parameters, world = _parameters(model), here()
     found = world.on_main(lambda: _read_moments(path, parameters)) or {}
@@ -199,7 +199,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, p
 
 
 def read_weights(path: Path, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of `path`, which are those that `targets` has by name, shape and dtype.
+    """Return the tensors of `path`, after comparing names, shapes and dtypes with `targets`.
 
     Raises:
         CheckpointError: naming those that differ.

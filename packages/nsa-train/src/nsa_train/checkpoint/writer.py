@@ -1,4 +1,4 @@
-"""The one who saves: rank 0 writes, in the background if asked, and every rank learns whether it went well."""
+"""Save checkpoints: rank 0 writes, in the background if requested, and every rank learns whether the write succeeded."""
 
 import shutil
 import weakref
@@ -20,8 +20,8 @@ from nsa_train.parallel.world import here
 class CheckpointWriter:
     """Writes the checkpoints of one run to `root`. A context manager; every rank has one, and all call its methods.
 
-    With `is_async`, `save` returns once the snapshot is handed over: what it became is known at the next `save`, `wait`
-    or `close`. One checkpoint is written at a time; a save first waits for the one before.
+    With `is_async`, `save` returns once the snapshot is handed over; the next `save`, `wait` or `close` reports the
+    result. One checkpoint is written at a time; a save first waits for the previous one.
     """
 
     def __init__(self, root: Path, *, keep_last: int = 0, is_async: bool = False) -> None:
@@ -52,7 +52,7 @@ class CheckpointWriter:
         """Write `snapshot` as `root`/step-N, move `root`/latest to it and return its path. A collective.
 
         Raises:
-            TrainError: on all ranks, when this write (the one before, with `is_async`) failed; the checkpoint before
+            TrainError: on all ranks, if this write (the one before, with `is_async`) failed; the checkpoint before
                 is still there and nothing half-written is.
         """
         self.wait()
@@ -63,10 +63,10 @@ class CheckpointWriter:
         return path
 
     def go_on_from(self, step: int) -> None:
-        """Make `root`/step-N `latest`: what is later belongs to another branch from now on. A collective.
+        """Make `root`/step-N `latest`: later checkpoints belong to another branch from now on. A collective.
 
         Raises:
-            TrainError: on all ranks, when the disk refuses.
+            TrainError: on all ranks, if the disk refuses.
         """
         self._start(f"{self.root / LATEST} was not replaced", lambda: point_latest(self.root, step_name(step)))
         self.wait()
@@ -75,7 +75,7 @@ class CheckpointWriter:
         """Return once nothing is being written. A collective.
 
         Raises:
-            TrainError: on all ranks, when the write that was under way failed.
+            TrainError: on all ranks, if the write in progress failed.
         """
         if not self._pending:
             return

@@ -1,1 +1,1 @@
-"""From files to packed batches: sources -> tokenizer -> lanes -> packing -> pipeline."""
+"""The data pipeline, from files to packed batches: sources -> tokenizer -> lanes -> packing -> pipeline."""

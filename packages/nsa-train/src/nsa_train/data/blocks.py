@@ -1,4 +1,4 @@
-"""Blocks of documents to blocks of tokens: batched tokenizing, what is held out of a streamed corpus, synthetic ids."""
+"""Convert blocks of documents to blocks of tokens: batched tokenizing, the held-out part of a streamed corpus, synthetic ids."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from nsa_train.settings.data_table import DataTable
 
 BATCH_DOCUMENTS = 32
 BATCH_BYTES = 2**18
-"""Documents of one call to the tokenizer: as many, or the first ones that hold so many bytes."""
+"""Maximum number of documents, and of their bytes, in one call of the tokenizer."""
 SCAN_DOCUMENTS = 20_000
-"""Most documents of a streamed corpus that are read in search of those held out; more in proportion where more tokens are wanted."""
+"""Maximum documents of a streamed corpus that are read to find the held-out ones; proportionally more if more tokens are requested."""
 
 
 class TextTokenBlocks:
@@ -31,7 +31,7 @@ class TextTokenBlocks:
         return len(self._blocks)
 
     def entries(self, block: int, start: int, epoch: int) -> Iterator[Entry]:
-        """Yield the records of `block` from number `start` on, alike in every epoch."""
+        """Yield the records of `block` from number `start` on, the same in every epoch."""
         waiting: list[tuple[int, bytes | Bad | None]] = []
         size = 0
         for index, record in enumerate(self._blocks.read(block, start), start):
@@ -65,12 +65,12 @@ class HeldOut(NamedTuple):
 
 
 def scan_held_out(parts: Sequence[Blocks], data: DataTable, *, tokens: int, most_tokens: int) -> HeldOut:
-    """Read the parts by turns, in a seeded order of blocks, until enough is held out to fill `tokens`, or `most_tokens` if these are more.
+    """Read the parts in turn, in a seeded order of blocks, until enough is held out to fill `tokens`, or `most_tokens` if these are more.
 
-    The limit comes from what is read for `tokens` alone.
+    The limit depends only on the documents that are read for `tokens`.
 
     Raises:
-        DataError: at a bad record that is not to be skipped, or when no two different documents are found.
+        DataError: at a bad record that must not be skipped, or if no two different documents are found.
     """
     share = limit_of([0, 2**32])
     within: dict[bytes, None] = {}

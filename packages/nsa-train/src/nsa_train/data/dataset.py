@@ -1,7 +1,7 @@
-"""A recipe's data, opened: which rows or blocks the lanes walk, and what is held out.
+"""Open a recipe's data: the rows or blocks that the lanes read, and the held-out part.
 
-Local files that fit in `data.in_memory_mib` are read whole, bad records found, tokenized, and their rows shuffled. Larger
-ones, and what is streamed, stay where they are: lanes read their blocks, shuffled, and pack the documents themselves.
+Local files that fit in `data.in_memory_mib` are read whole, checked for bad records and tokenized, and their rows are shuffled. Larger
+files and streamed corpora stay in place: lanes read their blocks, shuffled, and pack the documents themselves.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ from nsa_train.settings.data_table import IDS, DataTable
 FILE_BLOCKS: dict[str, Callable[[list[Path], Reading], Blocks]] = {"text": TextBlocks, "jsonl": JsonlBlocks, "parquet": ParquetBlocks}
 """Kind of local files -> their blocks."""
 OPENINGS = 3
-"""Held-out documents of which samples show how the model goes on."""
+"""Number of held-out documents whose openings the model continues in samples."""
 OPENING_BYTES = 32
-"""Most bytes of each that it is given."""
+"""Maximum bytes of each opening."""
 
 FIXED_BATCHES = 16
-"""Validation batches of a streamed corpus from which its split comes, whatever `train.eval_batches` is: a resume may change that key."""
+"""Number of validation batches that define the split of a streamed corpus, whatever `train.eval_batches` is: a resume may change that key."""
 HASHED_BYTES = 2**30
-"""A corpus of local files of at most so many bytes is read whole for the hashes of its blocks. In a larger one, each block is hashed when
+"""Maximum bytes of a corpus of local files that is read whole for the hashes of its blocks. In a larger one, each block is hashed when
 it is first read. JSONL is read whole to count its lines, and is hashed then, whatever its size."""
 
 
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 @frozen(kw_only=True, eq=False)
 class Dataset:
-    """The data of a run. Build it with `open_dataset`; streams of it share what was read."""
+    """The data of a run. Build it with `open_dataset`; its streams share the data that were read."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -79,7 +79,7 @@ class Dataset:
     sizes: dict[str, int] = field(factory=dict)
     """The known sizes: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
-    """The settings and content that a position depends on: it fits no other data"""
+    """The settings and content on which a position depends: a position fits no other data"""
     walk: Walk | None = None
     """The order in which the blocks of local files are opened, where these are streamed"""
 
@@ -106,10 +106,10 @@ class Dataset:
 
 
 def open_dataset(config: RunConfig) -> Dataset:
-    """Return the data of `config`, opened: files found, what fits in memory read, the validation split drawn.
+    """Open the data of `config` and return them: find the files, read what fits in memory, and draw the validation split.
 
     Raises:
-        DataError: naming what is missing, unreadable or too small, or what was being read after `data.timeout_s`.
+        DataError: naming data that are missing, unreadable or too small, or the shard that was being read after `data.timeout_s`.
     """
     reading = Reading()
     return within(config.data.timeout_s, lambda: _opened(config, reading), reading)

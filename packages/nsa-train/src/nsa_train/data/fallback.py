@@ -1,4 +1,4 @@
-"""`--synthetic-on-fail`: random ids where the data cannot be had, said wherever the run is named."""
+"""`--synthetic-on-fail`: use random ids if the data are not available, and say so wherever the run is named."""
 
 import atexit
 import shutil
@@ -28,14 +28,14 @@ class Start(NamedTuple):
     overrides: list[str]
     out: Path
     note: str = ""
-    """The line that says what was switched; empty where nothing was"""
+    """The message about the switch; empty if nothing was switched"""
 
 
 def or_synthetic(start: Start, *, resuming: bool = False) -> Start:
-    """Return `start` unchanged where its data opens; else with synthetic data, a recipe that says so, and its directory renamed.
+    """Return `start` unchanged if its data opens; else with synthetic data, a recipe that says so, and its directory renamed.
 
     Raises:
-        DataError: where the data are lost of a run that goes on (`resuming`), unless it began with synthetic data.
+        DataError: if a resumed run (`resuming`) lost its data, unless it began with synthetic data.
     """
     try:
         open_dataset(start.config)

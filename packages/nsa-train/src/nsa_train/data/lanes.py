@@ -1,10 +1,10 @@
 """Lanes: row i of every micro-batch comes from lane i, whatever the number of ranks and workers.
 
-A lane is a position in an order that the seed fixes, and nothing else: ranks and workers only share the lanes out. Its
-state is a few numbers, so that a run goes on exactly where it was, also with another number of either.
+A lane is only a position in an order that the seed fixes: ranks and workers share the lanes among themselves. Its
+state is a few numbers, so that a run continues exactly where it was, also with another number of ranks or workers.
 
-`RowLane` takes rows of a corpus in memory, of which any can be computed at once. `BlockLane` reads blocks of documents,
-one block after another, and packs them itself: for a corpus that is streamed.
+`RowLane` takes rows of a corpus in memory, in which any row can be computed at once. `BlockLane` is for a streamed corpus: it reads
+blocks of documents, one after another, and packs them itself.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ class Lane(Protocol):
         """Return the next row."""
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the next row, and what was consumed up to it, as JSON holds it."""
+        """Return the position of the next row, and the data consumed up to it, as plain values for JSON."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on at `state`."""
+        """Continue at `state`."""
 
 
 class RowSequence(Protocol):
@@ -41,7 +41,7 @@ class RowSequence(Protocol):
         """Return row `number` >= 0."""
 
     def epoch(self, number: int) -> int:
-        """Return how many times the corpus was used up before row `number`."""
+        """Return how many full passes over the corpus come before row `number`."""
 
 
 class Consumed:
@@ -60,11 +60,11 @@ class Consumed:
         self.documents += row.ended
 
     def state(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
+        """Return it as plain values for JSON."""
         return {"hash": self.digest, "first_tokens": self.first, "documents": self.documents, "bad_records": self.bad_records}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self.digest, self.first = state["hash"], list(state["first_tokens"])
         self.documents, self.bad_records = state["documents"], state["bad_records"]
 
@@ -91,13 +91,13 @@ class RowLane:
         return {"row": self._taken, "epoch": epoch, **self._consumed.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on at `state`."""
+        """Continue at `state`."""
         self._taken = state["row"]
         self._consumed.load(state)
 
 
 class Entry(NamedTuple):
-    """A record of a block: its ids with the separator; None where it is held out, or bad."""
+    """A record of a block: its ids with the separator; None if it is held out, or bad."""
 
     number: int
     ids: Ids | None
@@ -111,7 +111,7 @@ class TokenBlocks(Protocol):
         """Return the number of blocks."""
 
     def entries(self, block: int, start: int, epoch: int) -> Iterator[Entry]:
-        """Yield the records of `block` from number `start` on; `epoch`: how often all blocks were read before."""
+        """Yield the records of `block` from number `start` on; `epoch`: how many passes over all blocks came before."""
 
 
 class BlockSequence:
@@ -137,7 +137,7 @@ class BlockSequence:
         return part, self._orders[part].at(turn)
 
     def is_first_loss(self, located: tuple[int, EpochItem], record: int) -> bool:
-        """Return whether `record` of the block at `located` was not lost to any lane of this process before."""
+        """Return whether this is the first loss of `record` of the block at `located` for any lane of this process."""
         part, (_, block) = located
         is_first = self._losses.get((part, block), -1) < record
         if is_first:
@@ -145,7 +145,7 @@ class BlockSequence:
         return is_first
 
     def epoch(self, number: int) -> int:
-        """Return how often the part whose turn it is was used up before block `number`."""
+        """Return how many full passes over the part whose turn it is come before block `number`."""
         part, turn = self._turns.at(number)
         return turn // self._orders[part].count
 
@@ -166,7 +166,7 @@ class BlockLane:
         """Return the next row.
 
         Raises:
-            DataError: at a record that cannot be read, unless the policy is to skip it, or where nothing is left to read.
+            DataError: at a record that cannot be read, unless the policy is to skip it, or if nothing is left to read.
         """
         input_ids, labels = np.empty(self._seq_len, np.int32), np.full(self._seq_len, IGNORED, np.int32)
         at, lengths, ended = 0, list[int](), 0
@@ -193,7 +193,7 @@ class BlockLane:
         return {**position, **self._consumed.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on at `state`."""
+        """Continue at `state`."""
         self._block, self._record, self._offset = state["block"], state["record"], state["offset"]
         self._entries = self._document = None
         self._consumed.load(state)

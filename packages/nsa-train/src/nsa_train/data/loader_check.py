@@ -1,4 +1,4 @@
-"""`nsa-train loader-check`: the pipeline alone, without a model: how soon, how fast, and what comes."""
+"""`nsa-train loader-check`: run the data pipeline without a model, and report its delay, its speed and its first tokens."""
 
 import statistics
 import time
@@ -15,12 +15,12 @@ from nsa_train.settings.config import RunConfig
 
 MEASURED_BATCHES = 200
 MEASURED_S = 5.0
-"""Batches, and seconds, that are timed after the first batch: the smaller of the two."""
+"""Batches and seconds that are timed after the first batch; the limit that is reached first ends the check."""
 SHOWN_TOKENS = 64
 
 
 class LoaderFigures(NamedTuple):
-    """The findings of a check."""
+    """The results of a check."""
 
     first_batch_s: float
     shape: tuple[int, ...]
@@ -35,10 +35,10 @@ class LoaderFigures(NamedTuple):
     stream: dict[str, float | int | str]
     """The figures of the stream"""
     dropped: str = ""
-    """A sentence on the file names that were left out; empty where none was"""
+    """A sentence about the file names that were left out; empty if none was"""
 
     def lines(self) -> Iterator[str]:
-        """Give the figures, a line each."""
+        """Return the figures, one line each."""
         yield f"first batch   {self.first_batch_s:.2f} s"
         yield f"shape         {self.shape} in {self.sequences} sequences"
         yield f"tokens/s      {self.tokens_per_s:,.0f}"

@@ -1,4 +1,4 @@
-"""The blocks that a run has read: its position holds their hashes, and a resume reads the blocks again to compare them."""
+"""Hashes of the blocks that a run has read: its position holds them, and a resume reads the blocks again to compare them."""
 
 import base64
 import binascii
@@ -19,10 +19,10 @@ KEY = "block_hashes"
 CHUNK = 1024
 """Number of blocks whose hashes are one text of a state: only texts that changed are encoded again."""
 VERIFIED_BYTES = 2**34
-"""Most bytes that each rank of a resume reads again before its first step; other blocks are compared when they are read."""
+"""Maximum bytes that each rank of a resume reads again before its first step; other blocks are compared when they are read."""
 
 Texts = list[list[str]]
-"""A list of texts for each corpus, one text for every `CHUNK` blocks: base64 of little-endian uint32, empty where no block has a hash"""
+"""A list of texts for each corpus, one text for every `CHUNK` blocks: base64 of little-endian uint32, empty if no block has a hash"""
 
 
 class Walk(NamedTuple):
@@ -38,7 +38,7 @@ class Walk(NamedTuple):
 
 
 class OpenedBlocks:
-    """The hashes of all blocks read so far: when the data was opened, by `lanes` up to a position, and by the run before a resume."""
+    """The hashes of all blocks read so far: at the opening of the data, by `lanes` up to a position, and by the run before a resume."""
 
     def __init__(self, walk: Walk, lanes: range, reading: Reading, timeout_s: float) -> None:
         """`timeout_s`: the longest wait for a block that is read again."""
@@ -55,12 +55,12 @@ class OpenedBlocks:
         return [list(texts) for texts in self._texts]
 
     def load(self, texts: Any, positions: dict[str, Any]) -> None:
-        """Go on at `positions` with the hashes `texts` of the run so far, None where it has none.
+        """Continue at `positions` with the hashes `texts` of the run so far, None if it has none.
 
         Blocks that this process has read, or will read, are compared with them; a share of the others is read at once to compare it.
 
         Raises:
-            DataError: naming file and block where a block holds other bytes.
+            DataError: naming file and block, if a block holds other bytes.
         """
         known = _hashes_of(texts, [len(files) for files in self._walk.files])
         for files, expected in zip(self._walk.files, known, strict=True):
@@ -124,7 +124,7 @@ def merge_hashes(parts: Sequence[Texts]) -> Texts:
     """Return the hashes of all `parts` together.
 
     Raises:
-        DataError: when two parts disagree about a block.
+        DataError: if two parts disagree about a block.
     """
     return [[_joined(texts) for texts in zip_longest(*corpora)] for corpora in zip_longest(*parts)]
 

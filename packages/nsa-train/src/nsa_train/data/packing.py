@@ -1,9 +1,9 @@
-"""Documents to rows of `seq_len` tokens, rows to one packed batch.
+"""Pack documents into rows of `seq_len` tokens, and rows into one batch.
 
-All documents, each followed by the separator, form one stream, which is cut every `seq_len` tokens: a long document goes
-on in the next row, nothing is truncated, and only the last row is padded. Where a document ends inside a row, the row
+All documents, each followed by the separator, form one stream, which is cut every `seq_len` tokens: a long document continues
+in the next row, nothing is truncated, and only the last row is padded. If a document ends inside a row, the row
 holds several sequences, and `cu_seqlens` keeps attention inside each. The label of a token is the next token of its
-document, also where that one is in the next row; a separator and padding have none.
+document, even if that token is in the next row; a separator and padding have no label.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     lengths: list[int]
     """Tokens of each sequence in the row; they sum to T. Padding counts as a sequence of its own."""
     ended: int = 0
-    """Documents that end in this row."""
+    """Number of documents that end in this row."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -48,7 +48,7 @@ class Batch:
     labels: Tensor
     """(1, total) int64, IGNORED where there is none"""
     loss_mask: Tensor
-    """(1, total) bool: True where there is a label"""
+    """(1, total) bool: True if there is a label"""
     lengths: Tensor
     """(N,) int32"""
     cu_seqlens: Tensor
@@ -56,7 +56,7 @@ class Batch:
     max_seqlen: int
     """Host bound of `lengths`: T"""
     longest: int
-    """Tokens of the longest sequence of this batch up to its last label, known on the host; what is behind it trains nothing"""
+    """Tokens of the longest sequence of this batch up to its last label, known on the host; tokens after it train nothing"""
     num_targets: int
     """Labels that are not IGNORED, known on the host"""
 
@@ -112,7 +112,7 @@ class PackedRows:
 
 
 class DrawnRows:
-    """Rows that are not kept: `draw` makes each from its number when it is asked for. They replace `PackedRows` in a validation split."""
+    """Rows that are not stored: `draw` makes each from its number on request. They replace `PackedRows` in a validation split."""
 
     def __init__(self, draw: Callable[[int], Row], *, count: int, seq_len: int, pad: int) -> None:
         self.at, self._count = draw, count
@@ -130,7 +130,7 @@ class DrawnRows:
         return self.at(number)
 
     def epoch(self, number: int) -> int:
-        """Return 0: no row comes twice."""
+        """Return 0, because no row is repeated."""
         return 0
 
 

@@ -1,6 +1,6 @@
-"""The pipeline of one rank, of torchdata's nodes: groups of lanes, each read ahead by a thread, then one batch of their rows.
+"""The pipeline of one rank, made of torchdata's nodes: a thread prefetches each group of lanes, then one batch joins their rows.
 
-A node's state is the position of the first batch that was not given out yet; what was read ahead does not count.
+A node's state is the position of the first batch that was not returned yet; prefetched items do not count.
 """
 
 import queue
@@ -26,7 +26,7 @@ class LaneGroup(BaseNode[list[Row]]):
         self._lanes = lanes
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Go on at `initial_state`, which must name each lane; without one, lanes stay where they are."""
+        """Continue at `initial_state`, which must name each lane; without one, lanes stay where they are."""
         super().reset(initial_state)
         for number, lane in self._lanes.items():
             if initial_state is not None:
@@ -50,7 +50,7 @@ class _Ready(NamedTuple):
 
 
 class ReadAhead(BaseNode[list[Row]]):
-    """The items of `source`, made ready by a thread, at most `ahead` of them. The thread ends with `stop`."""
+    """Prefetch the items of `source` in a thread, at most `ahead` of them. The thread ends with `stop`."""
 
     def __init__(self, source: LaneGroup, *, ahead: int, timeout_s: float, reading: Reading) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ReadAhead(BaseNode[list[Row]]):
         self._waited_since: float | None = None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Drop what was read ahead and start over at `initial_state`."""
+        """Drop the prefetched items and start again at `initial_state`."""
         super().reset(initial_state)
         self.stop()
         self._source.reset(initial_state)
@@ -73,7 +73,7 @@ class ReadAhead(BaseNode[list[Row]]):
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether the next item is there, or overdue, waiting for it at most so long."""
+        """Wait for the next item for at most a limit; return whether it is present or overdue."""
         if self._next is None:
             self._waited_since = self._waited_since or time.monotonic()
             try:
@@ -91,7 +91,7 @@ class ReadAhead(BaseNode[list[Row]]):
         """Wait for the next item.
 
         Raises:
-            DataError: when none comes within the time limit; the shard that is being read is named.
+            DataError: if none comes within the time limit; the shard that is being read is named.
         """
         # starts the thread
         self.state_dict()
@@ -112,11 +112,11 @@ class ReadAhead(BaseNode[list[Row]]):
         return rows
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state after the last item that was given out."""
+        """Return the state after the last item that was returned."""
         return self._state
 
     def stop(self) -> None:
-        """End the thread; one that hangs in a read is left behind, and ends with the process."""
+        """End the thread; a thread that hangs in a read is abandoned, and ends with the process."""
         self._stop.set()
         # room for what the thread still holds
         while not self._queue.empty():
@@ -151,7 +151,7 @@ class Batches(BaseNode[Batch]):
         self._groups = groups
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Go on at `initial_state`."""
+        """Continue at `initial_state`."""
         super().reset(initial_state)
         for group in self._groups:
             group.reset(initial_state)

@@ -12,9 +12,9 @@ from nsa_train.settings.structuring import anything, count, is_count, list_of, p
 
 VERSION = 1
 NUM_FIRST_TOKENS = 32
-"""Tokens of a lane's first row that are recorded."""
+"""Number of tokens of a lane's first row that are recorded."""
 MOST_BATCHES = MOST_STEPS * MOST_ACCUMULATED
-"""Micro-batches of a run, and so rows, blocks, records and documents of a lane; int64 holds their product with the lanes."""
+"""Maximum micro-batches of a run, and so rows, blocks, records and documents of a lane; int64 holds their product with the lanes."""
 _HASH = r"[0-9a-f]{64}"
 
 
@@ -94,7 +94,7 @@ def position_problems(values: Any, path: str, config: RunConfig) -> list[str]:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of `config` that a position depends on, as its fingerprint has them."""
+    """Return the settings of `config` on which a position depends, in the form of its fingerprint."""
     data, train = config.data, config.train
     return {
         "source": data.source,
@@ -108,6 +108,6 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def consumed_hash(lanes: Mapping[str, Any]) -> str:
-    """Return one hash of the tokens that `lanes` gave out, 16 hexadecimal digits: equal for equal tokens in equal order."""
+    """Return one hash of the tokens that `lanes` returned, 16 hexadecimal digits: equal for equal tokens in equal order."""
     text = " ".join(f"{number}:{lanes[number]['hash']}" for number in sorted(lanes, key=int))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

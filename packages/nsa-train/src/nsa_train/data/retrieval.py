@@ -1,12 +1,12 @@
-"""Associative recall on plain ids: key-value pairs hidden in noise, and keys asked for at the end. `data.source = "needle"`.
+"""Associative recall on plain ids: key-value pairs are hidden in noise, and the end asks for some of them. `data.source = "needle"`.
 
 Ids 0 .. symbols - 1 spell keys, symbols .. 2 symbols - 1 values, 2 symbols .. 3 symbols - 1 are noise. A row of `length` ids:
 
     noise, key value, noise, key value, noise, ...  |  noise, key value, key value, ...
     haystack: `pairs` pairs at random slots            tail: `queries` of them once more, in a random order
 
-Labels exist for the values in the tail alone, so that the loss is that of recall: log(symbols) nats a token where nothing is
-known of the pairs. Keys and values are drawn anew for every row. Pairs that are not asked for are distractors.
+Only the values in the tail have labels, so that the loss measures recall: it is log(symbols) nats per token without knowledge
+of the pairs. Keys and values are new in every row. Pairs that no query asks for are distractors.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Retrieval:
     pairs: int
     """Pairs in the haystack."""
     queries: int
-    """Pairs that are asked for; at most `pairs`."""
+    """Number of pairs that the tail asks for; at most `pairs`."""
     symbols: int
     """Ids of each alphabet."""
     tokens: int
@@ -49,16 +49,16 @@ class Retrieval:
 
     @property
     def tail(self) -> int:
-        """Ids behind the haystack: twice what the queries take, so that their slots vary."""
+        """Number of ids after the haystack: twice those of the queries, so that their slots vary."""
         return 2 * self.queries * self.pair_ids
 
     @property
     def slots(self) -> int:
-        """Places of the haystack that can hold a pair."""
+        """Number of slots of the haystack, each of which can hold a pair."""
         return (self.length - self.tail) // self.pair_ids
 
     def draw(self, random: np.random.Generator, slots: Sequence[int] | NDArray[np.int64] | None = None) -> Row:
-        """Return a row of `length` ids and labels, int32; `slots`: where the pairs stand, the first `queries` of which are asked for."""
+        """Return a row of `length` ids and labels, int32; `slots`: positions of the pairs; the tail asks for the first `queries` of them."""
         symbols, tokens, size = self.symbols, self.tokens, self.pair_ids
         ids = random.integers(2 * symbols, 3 * symbols, self.length, np.int32)
         labels = np.full(self.length, IGNORED, np.int32)

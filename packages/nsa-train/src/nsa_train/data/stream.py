@@ -1,4 +1,4 @@
-"""The data as the trainer takes them: a rank's batches, their position, and the rows that every evaluation reads."""
+"""The data in the form that the trainer needs: a rank's batches, their position, and the rows that every evaluation reads."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -18,21 +18,21 @@ from nsa_train.settings.rules import undivided_rows
 def open_training_stream(
     config: RunConfig, *, rank: int = 0, world_size: int = 1, dataset: Dataset | None = None, announce: Callable[[str], None] | None = None
 ) -> "TrainingStream":
-    """Return the endless training batches of `rank`; `dataset`: what `open_dataset` returned, if it is at hand.
+    """Return the endless training batches of `rank`; `dataset`: the result of `open_dataset`, if it is available.
 
     `announce` gets a line every `data.progress_every` documents.
 
     Raises:
-        ConfigError: when the ranks cannot share the rows of a micro-batch.
+        ConfigError: if the ranks cannot share the rows of a micro-batch.
         DataError: naming the file that cannot be read.
     """
     return TrainingStream(dataset or open_dataset(config), lanes_of(config, rank, world_size), announce)
 
 
 def open_validation(config: RunConfig, *, rank: int = 0, world_size: int = 1, dataset: Dataset | None = None) -> list[Batch]:
-    """Return this rank's part of the validation batches: equal ones at every call, none empty but for a tiny split.
+    """Return this rank's part of the validation batches: the same at every call, and empty only for a tiny split.
 
-    All ranks get as many batches; together they are at most `train.eval_batches` of `batch_size` rows.
+    All ranks get the same number of batches; together they are at most `train.eval_batches` of `batch_size` rows.
     """
     lanes = lanes_of(config, rank, world_size)
     return (dataset or open_dataset(config)).validation_batches(lanes, most=config.train.eval_batches)
@@ -42,7 +42,7 @@ def lanes_of(config: RunConfig, rank: int, world_size: int) -> range:
     """Return the rows of a micro-batch that `rank` serves.
 
     Raises:
-        ConfigError: when `world_size` does not divide `train.batch_size`.
+        ConfigError: if `world_size` does not divide `train.batch_size`.
     """
     rows = config.train.batch_size
     if problems := undivided_rows(rows, [world_size]):
@@ -94,9 +94,9 @@ class TrainingStream:
         return batch
 
     def ready(self, seconds: float) -> bool:
-        """Return whether the next batch can be had without waiting, waiting for it at most `seconds`.
+        """Wait for the next batch for at most `seconds`; return whether it is available without a further wait.
 
-        A loop of short waits stays open to signals. True without workers, and where an error awaits, that of an overdue batch too.
+        A loop of short waits can still react to signals. True without workers, and if an error is pending, also that of an overdue batch.
         """
         # starts the threads
         self._batches.state_dict()
@@ -115,12 +115,12 @@ class TrainingStream:
         return state_of({**self._dataset.fingerprint, **opened}, self._taken, lanes)
 
     def load_state_dict(self, merged: dict[str, Any]) -> None:
-        """Go on at a state that `merge_states` made, at any number of ranks and workers.
+        """Continue at a state that `merge_states` made, with any number of ranks and workers.
 
         Streamed local files are compared with the blocks that the run has read.
 
         Raises:
-            DataError: when it is of other data, rows or order; the message names a file that changed.
+            DataError: if it is of other data, rows or order; the message names a file that changed.
         """
         check_state(merged, self._dataset.fingerprint, self._dataset.config.train.batch_size)
         if self._opened:
@@ -130,7 +130,7 @@ class TrainingStream:
         self._announced = self._documents()
 
     def figures(self) -> dict[str, float | int | str]:
-        """Return the figures of what this rank's lanes consumed; `merge_states` has the run's."""
+        """Return the figures of the data that this rank's lanes consumed; `merge_states` has those of the run."""
         lanes = self._batches.state_dict()
         # every rank reads a corpus in memory whole: its bad records are counted with the first row
         in_memory = self._dataset.bad_records if "0" in lanes else 0
@@ -156,7 +156,7 @@ class TrainingStream:
 
 
 def state_of(fingerprint: dict[str, Any], batches: int, lanes: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of one rank: what is read, micro-batches given out, and the position of each of its lanes."""
+    """Return the state of one rank: the data that it reads, the number of micro-batches returned, and the position of each of its lanes."""
     return {"version": VERSION, "fingerprint": fingerprint, "batches": batches, "lanes": lanes, "consumed_hash": consumed_hash(lanes)}
 
 
@@ -164,7 +164,7 @@ def merge_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the state of all ranks, from the `state_dict` of each, in any order.
 
     Raises:
-        DataError: when the parts are not of one moment of one run.
+        DataError: if the parts are not from the same moment of the same run.
     """
     lanes = {number: state for part in parts for number, state in part["lanes"].items()}
     # the hashes of opened blocks add up; everything else is the same on all ranks
@@ -182,10 +182,10 @@ def merge_states(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_state(merged: dict[str, Any], fingerprint: dict[str, Any], lanes: int) -> None:
-    """Let a state pass that belongs to this data.
+    """Check that a state belongs to this data.
 
     Raises:
-        DataError: naming what differs.
+        DataError: naming the difference.
     """
     if merged.get("version") != VERSION:
         raise DataError(f"data: the checkpoint's position has version={merged.get('version')} (this one reads {VERSION}); use that version")

@@ -1,8 +1,8 @@
-"""Text to token ids and back. `byte`: one id per byte, so any file is readable and nothing is downloaded. `gpt2`: byte-pair encoding.
+"""Convert text to token ids and back. `byte`: one id per byte, so any file is readable and nothing is downloaded. `gpt2`: byte-pair encoding.
 
 Ids of the byte tokenizer: 0 .. 255 are the bytes, 256 ends a document, 257 fills the last row of an epoch. The byte-pair encoding
-comes from `tokenizers` (a tokenizer.json) or `tiktoken` (vocab.bpe and encoder.json, or its cache). It is lossless both ways: what a
-document spells out as `<|endoftext|>` is encoded as ordinary text, never as the separator.
+comes from `tokenizers` (a tokenizer.json) or `tiktoken` (vocab.bpe and encoder.json, or its cache). It is lossless both ways: the text
+`<|endoftext|>` in a document is encoded as ordinary text, never as the separator.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,17 +24,17 @@ PAD = 257
 """Fills rows; never a target."""
 
 GPT2_VOCAB_SIZE = 50_258
-"""GPT-2's 50,257 ids, of which 50,256 is <|endoftext|>, the separator; and 50,257, the pad."""
+"""GPT-2's 50,257 ids, among which 50,256 is <|endoftext|>, the separator; plus 50,257, the pad."""
 
 END_OF_TEXT = "<|endoftext|>"
 Ids = NDArray[np.int32]
 """(num_tokens,) int32"""
 PROBE = "The 3 quick foxes,\n\tnaïve & très-vite: 0.25 == x[12];".encode()
-"""Text that tokenizers of one size split differently."""
+"""Text that different tokenizers of the same size split differently."""
 
 
 class Tokenizer(Protocol):
-    """The interface that data and sampling need of a tokenizer."""
+    """The interface of a tokenizer that data and sampling use."""
 
     vocab_size: int
     separator: int
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 def reads_alike(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers give the same ids to a text of words, numbers, accents and white space."""
+    """Return whether two tokenizers return the same ids for a text of words, numbers, accents and white space."""
     return torch.equal(one.encode(PROBE), other.encode(PROBE))
 
 
@@ -79,7 +79,7 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
     """Return the tokenizer that `data` names.
 
     Raises:
-        DataError: when its file is missing or will not do, or its package is not installed.
+        DataError: if its file is missing or invalid, or its package is not installed.
     """
     if data.tokenizer == "byte":
         return ByteTokenizer()
@@ -88,9 +88,9 @@ def build_tokenizer(data: DataTable) -> Tokenizer:
 
 
 def num_ids_of(data: DataTable) -> int:
-    """Return how many ids the tokenizer of `data` has, separator and pad included; reads its file where it has one of its own.
+    """Return how many ids the tokenizer of `data` has, separator and pad included; reads its file if it has its own.
 
-    GPT-2's where that file is missing: opening the data reports it, with all else that is missing.
+    If that file is missing, the result is GPT-2's number: opening the data reports the file, with everything else that is missing.
     """
     if data.tokenizer == "byte":
         return ByteTokenizer.vocab_size
@@ -100,7 +100,7 @@ def num_ids_of(data: DataTable) -> int:
 
 
 class BytePairTokenizer:
-    """Byte-pair encoding with a separator among its ids, and one id more, the pad."""
+    """Byte-pair encoding with a separator among its ids, and one more id, the pad."""
 
     def __init__(
         self, encode: Callable[[list[str]], list[list[int]]], decode: Callable[[list[int]], str], *, separator: int, num_ids: int
@@ -128,7 +128,7 @@ def open_bpe(path: str | None) -> BytePairTokenizer:
     """Return the tokenizer of a local file, or GPT-2's from tiktoken's cache or download.
 
     Raises:
-        DataError: when there is none; the message says which file would do.
+        DataError: if there is none; the message names a file that would work.
     """
     if path is None:
         return _downloaded()
@@ -139,7 +139,7 @@ def open_bpe(path: str | None) -> BytePairTokenizer:
 
 
 def unopened_gpt2() -> BytePairTokenizer:
-    """Return a tokenizer with GPT-2's ids and no text: for synthetic ids, which need their range alone."""
+    """Return a tokenizer with GPT-2's ids and no text: for synthetic ids, which need only their range."""
     return BytePairTokenizer(
         lambda texts: [list(text.encode()) for text in texts],
         lambda ids: " ".join(map(str, ids)),

@@ -1,4 +1,4 @@
-"""Block recall: the share of dense attention that lies in the chosen blocks."""
+"""Block recall: the share of dense attention in the chosen blocks."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -42,9 +42,9 @@ class ChoiceNote(LayerTelemetry):
 def block_recall(subject: Subject, twin: OpenedModel | None) -> Iterator[Figure]:
     """Yield the recall of each layer and KV head, by mode.
 
-    Dense attention is the softmax over all keys before and at a query, averaged over the heads of a group: of the layer's own queries and
-    the keys of its selected branch or, with a `twin`, of the same layer of the twin. The mean is one over queries that had to choose; where
-    none has more candidates than n, over all queries.
+    Dense attention is the softmax over all keys before and at a query, averaged over the heads of a group. It is computed from the layer's own
+    queries and the keys of its selected branch or, with a `twin`, from the same layer of the twin. The mean is over queries that had to choose;
+    if no query has more candidates than n, it is over all queries.
     """
     dense = twin.decoder.to(subject.device) if twin else None
     for mode in (mode for mode in subject.modes if mode is not Mode.CLOSED):
@@ -86,7 +86,7 @@ def layer_recalls(subject: Subject, dense: Decoder | None, ids: Tensor) -> dict[
 
 
 def attention_inputs(decoder: Decoder, ids: Tensor) -> dict[int, Tensor]:
-    """Return what the attention of each layer reads, `(1, S, hidden)`, in a pass over `ids` `(S,)`, by the layer's number."""
+    """Return the inputs of each layer's attention, `(1, S, hidden)`, in a pass over `ids` `(S,)`, by the layer's number."""
     found: dict[int, Tensor] = {}
 
     def note(index: int, layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -101,20 +101,20 @@ def attention_inputs(decoder: Decoder, ids: Tensor) -> dict[int, Tensor]:
 
 
 def rows_to_compare(num_tokens: int, geometry: BlockGeometry) -> Tensor:
-    """Return int64 `(m,)`: the queries of a sequence that have more candidates than n blocks, or all where none has."""
+    """Return int64 `(m,)`: the queries of a sequence that have more candidates than n blocks, or all queries if none has."""
     position = torch.arange(num_tokens)
     had_to = position // geometry.selection_block_size >= geometry.num_selected_blocks
     return position[had_to] if had_to.any() else position
 
 
 def recall_of(block_indices: Tensor, mass: Tensor) -> Tensor:
-    """Return `(m, G)`: the mass `(m, G, N)` that lies in the chosen blocks `(m, G, n)`; -1 stands for none."""
+    """Return `(m, G)`: the part of the mass `(m, G, N)` in the chosen blocks `(m, G, n)`; -1 stands for no block."""
     chosen = block_indices.long()
     return mass.gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(2)
 
 
 def twin_problems(subject: Subject, twin: OpenedModel) -> list[str]:
-    """Return why `twin` has no attention that the layers of the model could be compared with."""
+    """Return why the attention of `twin` cannot be compared with the layers of the model."""
     own, other = subject.decoder, twin.decoder
     if len(own.blocks) != len(other.blocks):
         return [f"it has {len(other.blocks)} layers, the model {len(own.blocks)}"]

@@ -1,4 +1,4 @@
-"""From the paths of `nsa-train eval` to its files."""
+"""Run `nsa-train eval`, from its paths to its files."""
 
 from collections.abc import Callable
 from pathlib import Path

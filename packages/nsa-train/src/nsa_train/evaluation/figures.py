@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Figure(NamedTuple):
-    """One figure, and what it is of; a coordinate that its task does not have is None."""
+    """One figure with its coordinates; a coordinate that its task does not have is None."""
 
     task: str
     mode: str | None
@@ -12,11 +12,11 @@ class Figure(NamedTuple):
     """"loss" (nats per token), "right" (a share), "recall" (a share of attention mass), ..."""
     value: float
     samples: int
-    """Tokens, answers or queries that `value` is the mean of."""
+    """Number of tokens, answers or queries in the mean `value`."""
     length: int | None = None
     """Tokens of a sequence, question and answer included."""
     depth: float | None = None
-    """Where a pass key lies: 0 is the first position, 1 the last."""
+    """Relative position of a pass key: 0 is the first position, 1 the last."""
     first: int | None = None
     """The first position of a bucket, counted from 0."""
     last: int | None = None

@@ -1,4 +1,4 @@
-"""The modes of an evaluation: the selected branch of a trained model as it is, closed, or with another choice of blocks."""
+"""The modes of an evaluation: the selected branch of a trained model is unchanged, closed, or reads a random choice of blocks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from nsa_train.model.choosing import ServingBackend
 
 
 class RandomChoice(ServingBackend):
-    """A backend of SELECT: forced blocks as always, the others drawn evenly among the candidates, whatever their scores are."""
+    """A backend of SELECT that keeps the forced blocks and draws the others uniformly among the candidates, whatever their scores are."""
 
     name = "random"
 
@@ -35,7 +35,7 @@ class RandomChoice(ServingBackend):
 
 
 def close_selected(gate: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
-    """Return the logits `(B, S, H, 3)` of a gate with that of the selected branch at -inf: its gate is 0. A forward hook of `GateMLP`."""
+    """Return the gate logits `(B, S, H, 3)` with the selected branch at -inf, so that its gate is 0. A forward hook of `GateMLP`."""
     closed = logits.clone()
     closed[..., BRANCHES.index("slc")] = -torch.inf
     return closed
@@ -43,7 +43,7 @@ def close_selected(gate: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
 
 @contextmanager
 def limited_to(mode: Mode, layers: Sequence[NativeSparseAttention], registry: BackendRegistry) -> Iterator[None]:
-    """Let `layers` compute as `mode` says in the block; `registry` is one of `registry_of`, whose choice is random."""
+    """In the block, let `layers` compute in `mode`; `registry` comes from `registry_of` and chooses randomly."""
     before = [layer.registry for layer in layers]
     hooks = [layer.gate.register_forward_hook(close_selected) for layer in layers if mode is Mode.CLOSED]
     try:

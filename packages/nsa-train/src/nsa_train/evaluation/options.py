@@ -1,4 +1,4 @@
-"""The options of `nsa-train eval`, judged before a model is opened. Imports no torch."""
+"""The options of `nsa-train eval`, which are checked before a model is opened. Imports no torch."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -11,18 +11,18 @@ from nsa_train.settings.config import listed
 from nsa_train.settings.rules import MOST_SEED
 
 MOST_LENGTH = 2**24
-"""Tokens of the longest sequence that can be asked for."""
+"""Maximum tokens of a sequence in the options."""
 MOST_COUNT = 100_000
-"""Samples of a cell, depths, and pairs."""
+"""Maximum number of samples of a cell, of depths, and of pairs."""
 
 
 class Mode(StrEnum):
-    """How the selected branch serves the rows that are evaluated."""
+    """How the selected branch computes for the rows that are evaluated."""
 
     TRAINED = "trained"
     """The model as it is."""
     CLOSED = "closed"
-    """The selected branch's gates are 0; a softmax gate over cmp and slc keeps slc in the first l - 1 rows, where nothing else is there."""
+    """The selected branch's gates are 0; a softmax gate over cmp and slc keeps slc in the first l - 1 rows, which have no other branch."""
     SHUFFLED = "shuffled"
     """The free blocks are drawn at random among those that are not forced; the forced ones stay."""
 
@@ -39,26 +39,26 @@ class TaskName(StrEnum):
 
 @frozen(kw_only=True)
 class EvalOptions:
-    """The sizes of an evaluation; `of` judges them."""
+    """The sizes of an evaluation; `of` checks them."""
 
     tasks: tuple[TaskName, ...] = ()
-    """Empty: those that the model can do."""
+    """The tasks; empty: all that the model can do."""
     modes: tuple[Mode, ...] = ()
-    """Empty: all that the model has."""
+    """The modes; empty: all that the model has."""
     texts: tuple[Path, ...] = ()
-    """Documents of loss-by-position and block-recall, one a file; empty: the held-out rows of the run."""
+    """Documents of loss-by-position and block-recall, one per file; empty: the held-out rows of the run."""
     lengths: tuple[int, ...] = ()
     """Tokens of a sequence of passkey, mqar and copy; empty: half of the model's positions, and all of them."""
     depths: int = 5
     """Depths of passkey, spread evenly over a sequence."""
     samples: int = 20
-    """Sequences of each cell; also the most held-out sequences of block-recall."""
+    """Number of sequences of each cell; also the maximum number of held-out sequences of block-recall."""
     symbols: int | None = None
     """Ids of each alphabet of passkey and mqar on plain ids; None: those that the run was trained on."""
     pairs: int | None = None
     """Pairs of a sequence of mqar; None: those that the run was trained on, else 8."""
     seed: int = 1
-    """Of sequences and shuffled choices; no training row is drawn from it."""
+    """Seed of sequences and shuffled choices; no training row is drawn from it."""
 
     @classmethod
     def of(
@@ -67,7 +67,7 @@ class EvalOptions:
         """Return the options of a command line; `tasks` and `lengths` are separated by commas.
 
         Raises:
-            ConfigError: a line for each that breaks its rule.
+            ConfigError: with a line for each option that breaks its rule.
         """
         problems = [
             *_unknown("--tasks", _split(tasks), TaskName),

@@ -22,7 +22,7 @@ class Bucket(NamedTuple):
     loss: float
     """Mean, in nats."""
     right: float
-    """Share whose label is the likeliest token."""
+    """Share of tokens whose label is the most likely token."""
 
 
 def loss_by_position(logits_of: Callable[[Batch], Tensor], batches: Iterable[Batch], *, longest: int, device: torch.device) -> list[Bucket]:

@@ -1,6 +1,6 @@
-"""Recall of what stood earlier in a sequence: a pass key, pairs of keys and values, a copied span.
+"""Recall of earlier content of a sequence: a pass key, pairs of keys and values, a copied span.
 
-Each sequence is computed by itself, and a mode holds for all its tokens.
+Each sequence is computed by itself, and a mode applies to all its tokens.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ ANSWER = b" %d"
 LEAST_KEY, MOST_KEY = 1000, 10_000
 """Pass keys have four digits."""
 COPIED = 4
-"""A copied span takes this part of a sequence: one over it."""
+"""A copied span takes one over this of a sequence."""
 
 
 class Asked(NamedTuple):
@@ -49,7 +49,7 @@ def passkey(subject: Subject) -> Iterator[Figure]:
 
 
 def _is_answered(subject: Subject, asked: Asked, mode: Mode, name: str) -> bool:
-    """Return True where the likeliest tokens after the question, each fed back in turn, are the answer."""
+    """Return True if the likeliest tokens after the question, each fed back in turn, are the answer."""
     caches = subject.decoder.new_caches(1, len(asked.ids) + len(asked.answer))
     given, found = asked.ids, list[Tensor]()
     with subject.in_mode(mode, name):
@@ -95,9 +95,9 @@ def least_passkey(subject: Subject) -> int:
 
 
 def mqar(subject: Subject) -> Iterator[Figure]:
-    """Yield the share of pairs whose value the model knows in every token, by length and mode: all pairs are asked for.
+    """Yield the share of pairs whose value the model knows in every token, by length and mode; a sequence asks for all of its pairs.
 
-    `guessed` is the share that is right by elimination: by drawing among the values that were not asked for yet.
+    `guessed` is the share that is right by elimination: by drawing among the values that no question has used yet.
     """
     samples = subject.options.samples
     for length in subject.lengths:
@@ -136,7 +136,7 @@ def least_mqar(subject: Subject) -> int:
 def copy(subject: Subject) -> Iterator[Figure]:
     """Yield loss and right answers on the first and the second occurrence of a span of random ids, by length and mode.
 
-    The span takes a quarter of a sequence, and stands at its beginning and at its end; random ids lie between.
+    The span takes a quarter of a sequence, and is at its beginning and at its end; random ids are between.
     """
     samples = subject.options.samples
     for length in subject.lengths:

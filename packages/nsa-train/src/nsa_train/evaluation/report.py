@@ -1,4 +1,4 @@
-"""eval.json, eval.csv, eval.png and the table of an evaluation. Imports no torch."""
+"""Write eval.json, eval.csv, eval.png and the table of an evaluation. Imports no torch."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ def check_folder(out: Path) -> None:
     """Check that the files of an evaluation can be written below `out`, which need not exist.
 
     Raises:
-        ConfigError: where they cannot.
+        ConfigError: if they cannot.
     """
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -37,7 +37,7 @@ def check_folder(out: Path) -> None:
 def write_files(out: Path, content: dict[str, Any], figures: Sequence[Figure], say: Callable[[str], None]) -> list[Path]:
     """Write eval.json with `content` and `figures`, eval.csv and eval.png below `out`, and return their paths.
 
-    An older file is replaced. Without the extra `report` no picture is drawn, and `say` gets the reason.
+    Existing files are replaced. Without the extra `report` no picture is drawn, and `say` gets the reason.
     """
     out.mkdir(parents=True, exist_ok=True)
     rows = [figure_object(figure) for figure in figures]

@@ -1,4 +1,4 @@
-"""The model that is evaluated, in one mode after another, and its held-out sequences."""
+"""The model under evaluation, in one mode after another, and its held-out sequences."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ class Alphabet(NamedTuple):
 
 
 class Subject:
-    """A model, the options of its evaluation, and what both say about its tasks."""
+    """A model with the options of its evaluation, and the task settings that follow from both."""
 
     def __init__(self, opened: OpenedModel, options: EvalOptions, device: torch.device) -> None:
         """Move the model to `device`."""
@@ -53,24 +53,24 @@ class Subject:
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """Return the modes that were asked for, or all that the model has."""
+        """Return the requested modes, or all that the model has."""
         return self.options.modes or (tuple(Mode) if self.choosing_layers else (Mode.TRAINED,))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the lengths that were asked for, or half of the model's positions and all of them."""
+        """Return the requested lengths, or half of the model's positions and all of them."""
         most = self.opened.max_position
         return self.options.lengths or tuple(dict.fromkeys((max(2, most // 2), most)))
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
-        """Return the ids that stand for text: all but the separator and the pad."""
+        """Return the ids that stand for text: all except the separator and the pad."""
         tokenizer = self.opened.tokenizer
         return np.setdiff1d(np.arange(tokenizer.vocab_size), [tokenizer.separator, tokenizer.pad])
 
     @property
     def alphabet(self) -> Alphabet:
-        """Return the alphabet that the run was trained on where it was trained on recall, with the options in place of its own."""
+        """Return the alphabet of the run if it was trained on recall; options replace its numbers."""
         config, options = self.opened.config, self.options
         if config is not None and config.data.source == "needle":
             data = config.data
@@ -81,7 +81,7 @@ class Subject:
 
     @property
     def reads_ids(self) -> bool:
-        """Return True where pass keys are pairs of plain ids, not text."""
+        """Return True if pass keys are pairs of plain ids, not text."""
         config = self.opened.config
         return self.options.symbols is not None or (config is not None and config.data.source == "needle")
 
@@ -101,13 +101,13 @@ class Subject:
 
     @contextmanager
     def in_mode(self, mode: Mode, name: str) -> Iterator[None]:
-        """Let the model compute as `mode` says in the block; `name` fixes a shuffled choice."""
+        """In the block, let the model compute in `mode`; `name` seeds a shuffled choice."""
         self._generator.manual_seed(int(self.random(f"choice {name}").integers(2**31)))
         with limited_to(mode, [*self.choosing_layers.values()], self._registry):
             yield
 
     def logits(self, ids: Tensor, caches: Sequence[Any] | None = None, *, last: int) -> Tensor:
-        """Return the logits `(last, V)` after each of the last of `ids` `(S,)`, which follow what `caches` hold."""
+        """Return the logits `(last, V)` after each of the last `last` of `ids` `(S,)`, which follow the tokens in `caches`."""
         x = self.decoder.embedding(ids.to(self.device).long()[None])
         return self.decoder.logits(self.decoder.hidden(x, caches=caches)[0, -last:])
 
@@ -118,11 +118,11 @@ class Subject:
 
     @cached_property
     def held_out(self) -> list[Batch]:
-        """Return the texts, one a batch, or the validation batches of the run.
+        """Return the texts, one per batch, or the validation batches of the run.
 
         Raises:
             ConfigError: for a text that cannot be read, or is longer than the model's positions.
-            DataError: where the run's data cannot be read.
+            DataError: if the run's data cannot be read.
         """
         if self.options.texts:
             return [self._batch_of(path) for path in self.options.texts]

@@ -1,4 +1,4 @@
-"""The table of tasks, and an evaluation: what a model can be asked, and the figures of its answers."""
+"""The table of tasks, the checks of their options, and an evaluation, which returns figures."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,9 +23,9 @@ class Task:
     """One task."""
 
     figures: Callable[[Subject, OpenedModel | None], Figures]
-    """Yields the figures of a model, and of its dense twin where there is one."""
+    """Yields the figures of a model, and of its dense twin if there is one."""
     problems: Callable[[Subject], list[str]]
-    """Returns why a model cannot do the task with its options; empty where it can."""
+    """Returns why a model cannot do the task with its options; empty if it can."""
     reads_documents: bool = False
     """Whether it reads held-out documents; else it draws its sequences."""
 
@@ -88,11 +88,11 @@ TASKS: dict[TaskName, Task] = {
 
 
 def check(subject: Subject, twin: OpenedModel | None, say: Callable[[str], None]) -> tuple[TaskName, ...]:
-    """Return the tasks to run: those that were asked for, or all that the model can do; `say` gets a line for each that is left out.
+    """Return the tasks to run: the requested ones, or all that the model can do; `say` gets a line for each task that is left out.
 
     Raises:
-        ConfigError: a line for each option that does not fit the model or its tasks.
-        DataError: where the run's data cannot be read.
+        ConfigError: with a line for each option that does not fit the model or its tasks.
+        DataError: if the run's data cannot be read.
     """
     if problems := [*_broken_model(subject)]:
         raise ConfigError.of(problems)
@@ -150,7 +150,7 @@ def evaluate(subject: Subject, tasks: Sequence[TaskName], twin: OpenedModel | No
     """Return the figures of `tasks`, which `check` returned; `say` gets a line for each task that begins. Equal seeds give equal figures.
 
     Raises:
-        TrainError: where a text or the run's data cannot be read.
+        TrainError: if a text or the run's data cannot be read.
     """
     found: list[Figure] = []
     for name in tasks:

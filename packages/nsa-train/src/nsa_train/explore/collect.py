@@ -1,4 +1,4 @@
-"""One pass of a text through a model, in which every layer notes its choice of blocks, its scores and its gates."""
+"""Run a text through a model once, and record every layer's choice of blocks, its scores and its gates."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +24,7 @@ from nsa_train.explore.records import LayerRecord
 from nsa_train.model.choosing import NotedChoice, registry_of
 
 SCORES = 2**24
-"""Scores that are computed at a time."""
+"""Maximum scores that are computed at a time."""
 
 
 class GateNote(LayerTelemetry):
@@ -53,7 +53,7 @@ def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float
         q: `(S, H, D_k)`, rotated, of one sequence from its first token.
         k_cmp: `(C, G, D_k)`, its compressed keys; rows after the last whole block are not read.
         geometry: block sizes.
-        scale: of the products of q and k_cmp.
+        scale: factor of the products of q and k_cmp.
     """
     num_blocks, block = num_selection_blocks(len(q), geometry), torch.arange(len(k_cmp))
     step = max(1, SCORES // max(1, q.shape[1] * len(k_cmp)))
@@ -70,7 +70,7 @@ def block_scores(q: Tensor, k_cmp: Tensor, geometry: BlockGeometry, scale: float
 
 @contextmanager
 def noting(layer: NativeSparseAttention, choice: NotedChoice, gates: GateNote) -> Iterator[None]:
-    """Let `layer` note its passes, without the backends that compute all of Eq. 5 in one."""
+    """In the block, let `layer` record its passes, without the backends that compute all of Eq. 5 in one."""
     before = layer.registry, layer.telemetry
     layer.registry, layer.telemetry = registry_of(choice), gates
     try:
@@ -80,15 +80,15 @@ def noting(layer: NativeSparseAttention, choice: NotedChoice, gates: GateNote) -
 
 
 def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None) -> list[LayerRecord]:
-    """Return the records of every layer of `decoder` for one sequence `ids` int64 `(S,)`, by one pass of each model.
+    """Return the records of every layer of `decoder` for one sequence `ids` int64 `(S,)`, from one pass of each model.
 
     Args:
-        decoder: on the CPU, in evaluation mode.
+        decoder: the model, on the CPU, in evaluation mode.
         ids: int64 `(S,)`, at least one.
         twin: a dense decoder with as many layers; its layer i is compared with layer i.
 
     Raises:
-        TrainError: where a layer's numbers are not finite.
+        TrainError: if a layer's numbers are not finite.
     """
     attentions = [block.attention for block in decoder.blocks]
     installed = load_plugins().registry()
@@ -106,7 +106,7 @@ def collect_layers(decoder: Decoder, ids: Tensor, *, twin: Decoder | None = None
 
 
 def twin_masses(twin: Decoder, ids: Tensor, geometries: dict[int, BlockGeometry]) -> dict[int, Tensor]:
-    """Return by layer the mass `(S, G, N)` that dense attention of `twin` puts into the blocks of that layer's geometry."""
+    """Return, by layer, the mass `(S, G, N)` of the dense attention of `twin` in the blocks of that layer's geometry."""
     found: dict[int, Tensor] = {}
 
     def hooked(index: int, geometry: BlockGeometry) -> Any:

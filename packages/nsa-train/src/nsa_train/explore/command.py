@@ -1,4 +1,4 @@
-"""`nsa-train explore`: opens the model and the text, refuses what does not fit, and writes the page and the JSON."""
+"""`nsa-train explore`: open the model and the text, check that they fit, and write the page and the JSON."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ from nsa_train.explore.text import pieces_of, read_text, token_ids
 from nsa_train.files import written_whole
 
 MOST_PACKED = 192 * 2**20
-"""Bytes of a page's arrays before they are deflated: a browser holds all of them."""
+"""Maximum bytes of a page's arrays before compression: a browser holds all of them."""
 Say = Callable[[str], None]
 
 
@@ -33,18 +33,18 @@ class Asked:
     json: Path | None = None
     twin: Path | None = None
     tokens: int | None = None
-    """Most tokens; None: all of the text."""
+    """Maximum number of tokens; None: all of the text."""
 
 
 def explore_text(asked: Asked, *, say: Say) -> list[str]:
-    """Write the page of a text, and its JSON where that is asked for; return a line about each file.
+    """Write the page of a text, and its JSON if requested; return a line about each file.
 
-    Nothing is written unless everything could be. A line about each checkpoint that was passed over is said.
+    Nothing is written unless everything can be written. `say` gets a line about each checkpoint that was skipped.
 
     Raises:
-        ConfigError: for a text, a model or a twin that will not do.
-        CheckpointError: where a model is damaged.
-        TrainError: where a model's numbers are not finite.
+        ConfigError: for an unsuitable text, model or twin.
+        CheckpointError: if a model is damaged.
+        TrainError: if a model's numbers are not finite.
     """
     content = read_text(asked.text)
     opened = open_model(asked.checkpoint, say=say)
@@ -146,7 +146,7 @@ def _kv_heads(opened: OpenedModel) -> int:
 
 
 def _require_room(opened: OpenedModel, asked: Asked, num_tokens: int) -> None:
-    """Raise ConfigError where the page would hold more than a browser should."""
+    """Raise ConfigError if the page would hold more than a browser should."""
 
     def needed(count: int) -> int:
         return sum(

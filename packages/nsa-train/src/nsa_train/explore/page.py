@@ -1,7 +1,7 @@
 """The explorer's files: one HTML page that needs no other file and no network, and the same records as JSON.
 
-The page holds each array as bytes, deflated, in base64, one script element for each layer and name; its script unpacks a layer when it
-shows it. Scores, mass and gates take a byte each there, JSON has their numbers.
+The page holds each array as compressed bytes in base64, with one script element for each layer and name; its script unpacks a layer when it
+shows it. Scores, mass and gates take one byte each in the page; the JSON has their numbers.
 """
 
 import base64
@@ -17,17 +17,17 @@ import numpy as np
 from nsa_train.explore.records import Exploration, Floats, LayerRecord, layer_arrays, layer_facts, model_facts
 
 DECIMALS = 5
-"""Of the numbers in JSON."""
+"""Decimals of the numbers in JSON."""
 LEVELS = 255
 SCRIPTS = ("arrays.js", "drawing.js", "panel.js", "page.js")
-"""In the order in which they build on one another."""
+"""The scripts of the page, in the order of their dependencies."""
 
 
 def packed_arrays(layer: LayerRecord) -> dict[str, bytes]:
-    """Return name -> bytes of the arrays that a page holds of a layer; row after row of a token, a KV head, a block.
+    """Return name -> bytes of the arrays that a page holds for a layer, in the order token, KV head, block.
 
-    `chosen` has a bit for each block, lowest first, in whole bytes for each KV head. `scores` and `mass` have the candidates of each token
-    alone, blocks 0 .. own, as 255 times the root of their share of the largest one, which is in `scores-largest` and `mass-largest`, a
+    `chosen` has a bit for each block, lowest first, in whole bytes for each KV head. `scores` and `mass` have only the candidates of each
+    token, blocks 0 .. own, as 255 times the root of their share of the largest one, which is in `scores-largest` and `mass-largest`, a
     little-endian float32 for each token and KV head. `gates` are 255 times a gate.
     """
     found = {}
@@ -44,7 +44,7 @@ def packed_arrays(layer: LayerRecord) -> dict[str, bytes]:
 
 
 def packed_bytes(num_tokens: int, *, num_heads: int, num_kv_heads: int, block_size: int, has_twin: bool) -> int:
-    """Return the bytes of a choosing layer's packed arrays, before they are deflated."""
+    """Return the number of bytes of a choosing layer's packed arrays before compression."""
     num_blocks = -(-num_tokens // block_size)
     rows = num_tokens * num_kv_heads
     # half of all pairs of a token and a block are candidates
@@ -52,7 +52,7 @@ def packed_bytes(num_tokens: int, *, num_heads: int, num_kv_heads: int, block_si
 
 
 def page_of(found: Exploration) -> str:
-    """Return the page, in which every text from outside is escaped."""
+    """Return the page as HTML; every text from outside is escaped."""
     folder = files("nsa_train.explore")
     template, style, *scripts = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS))
     facts = model_facts(found) | {"layers": [layer_facts(layer) for layer in found.layers]}
@@ -68,7 +68,7 @@ def page_of(found: Exploration) -> str:
 
 
 def write_json(found: Exploration, file: TextIO) -> None:
-    """Write the records as one JSON object, layer after layer, so that no more than one layer's numbers are held as lists."""
+    """Write the records as one JSON object, layer after layer, so that only one layer's numbers are in memory as lists."""
     file.write(json.dumps(model_facts(found))[:-1] + ', "layers": [')
     for number, layer in enumerate(found.layers):
         file.write(("" if number == 0 else ",") + "\n" + json.dumps(layer_facts(layer))[:-1])

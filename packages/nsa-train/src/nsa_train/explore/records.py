@@ -1,4 +1,4 @@
-"""The records of one text in one model: tokens, and per layer the choice of blocks, scores, gates and a dense twin's attention."""
+"""The records of one text in one model: tokens, and for each layer the choice of blocks, scores, gates and a dense twin's attention."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nsa_core.config import BRANCHES, BlockGeometry
 
 FORMAT, VERSION = "nsa-explore", 1
-"""Name and version of the JSON object; a version changes where a key changes its meaning."""
+"""Name and version of the JSON object; the version changes if a key changes its meaning."""
 GATE_BINS = 20
 """Bins of equal width, from 0 to 1, of a histogram of gates."""
 Floats = NDArray[np.float32]
@@ -20,25 +20,25 @@ class DistanceBin(NamedTuple):
     """A bar of the histogram of distances."""
 
     first: int
-    """The least distance in blocks; 1 is the block before the query's own."""
+    """The smallest distance in blocks; 1 is the block before the query's own."""
     last: int
     """The largest distance, inclusive."""
     blocks: int
-    """Free blocks chosen at these distances, over queries and KV heads."""
+    """Number of free blocks chosen at these distances, over queries and KV heads."""
 
 
 @frozen(kw_only=True, eq=False)
 class LayerRecord:
-    """One layer's part in the pass. S tokens, H heads, G KV heads, n chosen of N selection blocks."""
+    """The record of one layer: S tokens, H heads, G KV heads, n chosen of N selection blocks."""
 
     index: int
     """Number of the layer in the decoder, from 0."""
     geometry: BlockGeometry | None = None
-    """None: a dense layer, of which nothing else is recorded."""
+    """Block sizes; None: a dense layer, for which nothing else is recorded."""
     branches: tuple[str, ...] = ()
     num_kv_heads: int = 0
     gates: Floats | None = None
-    """float32 `(S, H, 3)`: cmp, slc, win; 0 where the layer lacks the branch."""
+    """float32 `(S, H, 3)`: cmp, slc, win; 0 if the layer lacks the branch."""
     block_indices: NDArray[np.int32] | None = None
     """int32 `(S, G, n)`, ascending, -1 after the last; None: a layer that chooses no blocks."""
     scores: Floats | None = None
@@ -66,7 +66,7 @@ class LayerRecord:
         return found[..., :-1]
 
     def distance_histogram(self) -> list[DistanceBin]:
-        """Return how far free blocks lie from the query's own, in powers of two, over queries with more than n candidates."""
+        """Return a histogram of the distances of free blocks from the query's own, in powers of two, over queries with more than n candidates."""
         if self.block_indices is None:
             return []
         assert self.geometry is not None
@@ -78,7 +78,7 @@ class LayerRecord:
         return [DistanceBin(first, 2 * first - 1, count) for first, count in zip(bounds, counts, strict=False)]
 
     def gate_histogram(self) -> dict[str, list[int]]:
-        """Return branch -> counts in `GATE_BINS` bins, over heads and tokens; where the layer has cmp, over tokens that see a compressed block."""
+        """Return branch -> counts in `GATE_BINS` bins, over heads and tokens; if the layer has cmp, over tokens that see a compressed block."""
         if self.gates is None:
             return {}
         assert self.geometry is not None
@@ -94,17 +94,17 @@ class Exploration:
     model: str
     """Name of the run or folder."""
     step: int | None
-    """Training steps behind the weights; None: not known."""
+    """Number of training steps that made the weights; None: not known."""
     twin: str | None = None
     """Name of the dense twin; None: there is none."""
     token_ids: list[int] = field(factory=list)
     pieces: list[str] = field(factory=list)
-    """The text of each token; "" where it continues a character that an earlier token began."""
+    """The text of each token; "" if it continues a character that an earlier token began."""
     layers: list[LayerRecord] = field(factory=list)
 
 
 def layer_facts(layer: LayerRecord) -> dict[str, Any]:
-    """Return the sizes and histograms of a layer, which JSON can hold."""
+    """Return the sizes and histograms of a layer as plain values for JSON."""
     facts: dict[str, Any] = {"layer": layer.index, "attention": "dense" if layer.geometry is None else "nsa"}
     if layer.geometry is None or layer.gates is None:
         return facts
@@ -120,7 +120,7 @@ def layer_facts(layer: LayerRecord) -> dict[str, Any]:
 
 
 def model_facts(found: Exploration) -> dict[str, Any]:
-    """Return what the object says before its layers."""
+    """Return the fields of the JSON object before its layers."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -134,7 +134,7 @@ def model_facts(found: Exploration) -> dict[str, Any]:
 
 
 def layer_arrays(layer: LayerRecord, decimals: int) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of a layer as nested lists by name; of scores and mass a token has those of its candidates alone, blocks 0 .. own."""
+    """Yield the arrays of a layer as nested lists by name; a token's scores and mass are only those of its candidates, blocks 0 .. own."""
     for name in ("block_indices", "gates"):
         values = getattr(layer, name)
         yield name, None if values is None else _rounded(values, decimals)

@@ -1,4 +1,4 @@
-"""The text of an exploration: its bytes, its token ids, and the piece of text that each token stands for."""
+"""The text of an exploration: its bytes, its token ids, and each token's piece of text."""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ from nsa_train.errors import ConfigError
 from nsa_train.files import IrregularFileError, read_regular
 
 MOST_TEXT = 16 * 2**20
-"""Bytes of a text: far more than any model has positions for."""
+"""Maximum bytes of a text: far more than any model has positions for."""
 MOST_JOINED = 8
-"""Tokens that may share a character, or characters, at most."""
+"""Maximum number of tokens that may share one or more characters."""
 REPLACED = "\ufffd"
-"""Stands for bytes that are no character."""
+"""Replaces bytes that are not a character."""
 
 
 def read_text(path: Path) -> bytes:
     """Return the bytes of a text.
 
     Raises:
-        ConfigError: where it cannot be read, or is empty.
+        ConfigError: if it cannot be read, or is empty.
     """
     try:
         content = read_regular(path, MOST_TEXT)
@@ -37,7 +37,7 @@ def token_ids(content: bytes, tokenizer: Tokenizer, path: Path) -> Tensor:
     """Return int64 `(num_tokens,)` ids of a text, without separator.
 
     Raises:
-        ConfigError: where it is not UTF-8 and the tokenizer reads characters, or where it gives no token.
+        ConfigError: if it is not UTF-8 and the tokenizer reads characters, or if it gives no token.
     """
     if not isinstance(tokenizer, ByteTokenizer):
         try:
@@ -55,8 +55,8 @@ def token_ids(content: bytes, tokenizer: Tokenizer, path: Path) -> Tensor:
 def pieces_of(ids: list[int], tokenizer: Tokenizer) -> list[str]:
     """Return the text of each token.
 
-    Tokens that are whole characters only together: the first one has all of their text, the others have "". A token that is no text, such as
-    a separator or a byte that is no character, is its id in angle brackets.
+    If several tokens form whole characters only together, the first one has all of their text and the others have "". A token that is not text,
+    such as a separator or a byte that is not a character, is its id in angle brackets.
     """
     found: list[str] = []
     before: list[int] = []

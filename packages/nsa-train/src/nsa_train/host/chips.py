@@ -1,4 +1,4 @@
-"""A table of chips: the peak that MFU is measured against, and machines that preflight can judge without having them."""
+"""A table of chips: their peaks, for MFU, and their memory, so that preflight can check a machine that is not present."""
 
 import re
 
@@ -8,7 +8,7 @@ from attrs import frozen
 
 @frozen
 class Chip:
-    """A GPU, by its maker's data sheet."""
+    """A GPU, with figures from its maker's data sheet."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -34,7 +34,7 @@ CHIPS = {
     "gh200": Chip("NVIDIA GH200", (9, 0), 94.5, 989.0),
     "b200": Chip("NVIDIA B200", (10, 0), 178.4, 2250.0),
 }
-"""By the names that `nsa-train preflight --machine` takes."""
+"""Chips by the names that `nsa-train preflight --machine` accepts."""
 
 _MARKS = (
     *(("GH200", "gh200"), ("H200 NVL", "h200-nvl"), ("H200", "h200"), ("H20", "h20"), ("B200", "b200")),
@@ -45,17 +45,17 @@ _MARKS = (
 
 
 def chip_named(device_name: str) -> Chip | None:
-    """Return the chip that a device of that name is, None for one that the table lacks."""
+    """Return the chip of a device with that name; None if the table lacks it."""
     return next((CHIPS[key] for mark, key in _MARKS if re.search(rf"(?<!\w){mark}(?!\w)", device_name)), None)
 
 
 def chip_of(device: torch.device) -> Chip | None:
-    """Return the chip of a CUDA device, None on a CPU and for one that the table lacks."""
+    """Return the chip of a CUDA device; None on a CPU, or if the table lacks it."""
     return chip_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def reason_without_peak(device: torch.device) -> str | None:
-    """Return why no MFU can be given on `device`, None where it can."""
+    """Return why MFU cannot be computed on `device`; None if it can."""
     if device.type != "cuda":
         return f"no peak is defined for device {device.type}"
     if chip_of(device) is None:

@@ -1,4 +1,4 @@
-"""The process's environment: its variables, the packages that it runs on, and env.json. Imports no torch."""
+"""The process's environment: its variables, its packages, and env.json. Imports no torch."""
 
 import os
 import platform
@@ -21,18 +21,18 @@ PACKAGES = (
 
 
 DRAWN_BY = ("jinja2", "matplotlib", "tensorboard")
-"""Packages of the extra `report`."""
+"""Packages of the extra `report`, which draw runs."""
 RUNS_ON = ("nsa-train", "nsa-core", "nsa-kernels-triton", "torch", "triton")
 """Packages that `--version` names, its own first."""
 
 
 def is_under_torchrun() -> bool:
-    """Return True where the environment assigns this process a rank."""
+    """Return True if the environment assigns this process a rank."""
     return "RANK" in ENVIRONMENT and "WORLD_SIZE" in ENVIRONMENT
 
 
 def missing_report() -> str:
-    """Return why runs are not drawn, and the command that helps; empty where the packages of the extra `report` are installed."""
+    """Return why runs are not drawn, and a command that fixes it; empty if the packages of the extra `report` are installed."""
     missing = [name for name in DRAWN_BY if version_of(name) is None]
     if not missing:
         return ""

@@ -1,4 +1,4 @@
-"""The machine that a run is for: the one at hand, or one described by name, for preflight without it."""
+"""The machine of a run: this one, or one described by name, so that preflight works without it."""
 
 import difflib
 import sys
@@ -12,26 +12,26 @@ from nsa_train.host.chips import CHIPS
 from nsa_train.settings.config import RunConfig, listed
 
 DEFAULT_CHIP = "a100"
-"""Judged where a recipe wants a GPU and there is none."""
+"""The chip that preflight assumes if a recipe needs a GPU and there is none."""
 
 
 @frozen(kw_only=True)
 class Machine:
-    """The properties of a machine that preflight judges by."""
+    """The properties of a machine that preflight checks."""
 
     device_type: str
     name: str
     compute_capability: tuple[int, int] | None = None
-    """(major, minor) of its GPUs, None without."""
+    """(major, minor) of its GPUs; None without a GPU."""
     memory_gib: float | None = None
-    """Memory of one GPU, or of the host without one; None: not known."""
+    """Memory of one GPU, or of the host without a GPU; None: not known."""
     num_gpus: int = 0
     is_here: bool = True
-    """False: it is only described."""
+    """False: the machine is only described."""
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Return the machine at hand, seen from `device`."""
+    """Return this machine, as seen from `device`."""
     if device.type != "cuda":
         return Machine(device_type=device.type, name=device.type, memory_gib=_host_memory_gib())
     properties = torch.cuda.get_device_properties(device)
@@ -68,7 +68,7 @@ def described_machine(name: str, num_gpus: int = 1) -> Machine:
 
 
 def target_machine(config: RunConfig) -> Machine:
-    """Return the machine that a run of `config` would take here; where it wants a GPU that is missing, one described."""
+    """Return the machine that a run of `config` would use here; if it needs a GPU that is missing, a described machine."""
     wanted = config.train.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return machine_of(torch.device("cpu"))
@@ -78,14 +78,14 @@ def target_machine(config: RunConfig) -> Machine:
 
 
 def processes_of(config: RunConfig, machine: Machine) -> int:
-    """Return the processes of one host: train.nproc_per_node, or where that is 0 one per GPU."""
+    """Return the number of processes of one host: train.nproc_per_node, or one per GPU if that is 0."""
     if config.train.strategy == "single":
         return 1
     return config.train.nproc_per_node or machine.num_gpus or 1
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Return the most memory held so far, in MiB: of the GPU where there is one, else of this process."""
+    """Return the peak memory so far, in MiB: of the GPU if there is one, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     status = Path("/proc/self/status")

@@ -1,4 +1,4 @@
-"""Which backend serves each attention operation of a run, known before it starts, also for a machine that is not here."""
+"""Find the backend that serves each attention operation of a run before it starts, also for a machine that is not present."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,12 +14,12 @@ NEEDED_BY = {Operation.CMP: {"cmp", "slc"}, Operation.SELECT: {"slc"}, Operation
 STEP_OPERATIONS = (Operation.APPEND, Operation.ROTATE)
 """Operations that a step of a cache runs in addition: samples need them, training does not."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""train.precision -> the dtype that the attention computes in."""
+"""train.precision -> the dtype in which the attention computes."""
 SAMPLER = Machine(device_type="cpu", name="cpu")
-"""The machine that `nsa-train sample` computes on, unless it is told to take a GPU."""
+"""The machine of `nsa-train sample`, unless its options name a GPU."""
 AUTO = "auto"
 NO_BACKEND = "none"
-"""Name in messages where no backend serves an optional operation."""
+"""Name in messages if no backend serves an optional operation."""
 
 Uses = Mapping[str, tuple[BranchRequest, ...]]
 """Name of a use of an operation in messages -> the requests of that use."""
@@ -28,8 +28,8 @@ Uses = Mapping[str, tuple[BranchRequest, ...]]
 def routing_decisions(config: RunConfig, where: torch.device | Machine) -> dict[str, list[RoutingDecision]]:
     """Return operation -> decisions for the training batches of `config`; empty for the dense twin.
 
-    There is one decision, or one for each kind of layer where their sizes differ. `nsa`, all of Eq. 5 in one, is among the operations
-    where all branches are trained and a backend of it is installed or named.
+    There is one decision, or one for each kind of layer if their sizes differ. `nsa`, all of Eq. 5 in one, is among the operations
+    if all branches are trained and a backend of it is installed or named.
     """
     machine = where if isinstance(where, Machine) else machine_of(where)
     return {
@@ -41,7 +41,7 @@ def routing_decisions(config: RunConfig, where: torch.device | Machine) -> dict[
 
 
 def chosen_of(decisions: Iterable[RoutingDecision]) -> str:
-    """Return the backend that `decisions` chose; where layers differ all are listed, `a|b`, with "none" where none was; empty: none."""
+    """Return the backend that `decisions` chose; if layers differ, list all as `a|b`, with "none" for no backend; empty: no backend at all."""
     names = sorted({decision.chosen or NO_BACKEND for decision in decisions})
     return "" if names == [NO_BACKEND] else "|".join(names)
 
@@ -52,7 +52,7 @@ def backend_of(config: RunConfig, operation: str) -> str:
 
 
 def named_backends(config: RunConfig) -> dict[Operation, str]:
-    """Return operation -> backend where `config` names one; empty for the dense twin, which runs no such operation."""
+    """Return operation -> backend for the operations whose backend `config` names; empty for the dense twin, which runs none of them."""
     if config.model.attention == "dense":
         return {}
     return {Operation(operation): name for operation, name in config.nsa_config().backends.items() if name != AUTO}
@@ -61,7 +61,7 @@ def named_backends(config: RunConfig) -> dict[Operation, str]:
 def refused_backends(config: RunConfig, uses: Callable[[Operation], Uses], *, advice: str = "use 'auto'") -> dict[str, str]:
     """Return operation -> why the backend that `config` names for it cannot serve one of its `uses`.
 
-    A name that no plug-in has is also refused for an operation that is not run: it is mistyped, or its package is missing.
+    A name that no plug-in has is refused even for an operation that does not run: it is mistyped, or its package is missing.
     """
     found = {}
     for operation, name in named_backends(config).items():
@@ -119,7 +119,7 @@ def uses_of_sample(config: RunConfig, machine: Machine = SAMPLER) -> Callable[[O
 
 
 def sample_dtype(config: RunConfig, device_type: str) -> torch.dtype:
-    """Return the dtype that a sample computes in: float32 on a CPU, that of training on a GPU."""
+    """Return the dtype in which a sample computes: float32 on a CPU, that of training on a GPU."""
     return torch.float32 if device_type == "cpu" else DTYPES[config.train.precision]
 
 
@@ -165,7 +165,7 @@ def _layers_with(config: RunConfig, operation: Operation) -> list[NSAConfig]:
 
 
 def _reasons_against(name: str, decisions: Iterable[RoutingDecision]) -> str:
-    """Return every reason against the backend `name` in `decisions`, each once; empty where there is none."""
+    """Return every reason against the backend `name` in `decisions`, each once; empty if there is none."""
     candidates = (candidate for decision in decisions for candidate in decision.candidates if candidate.name == name)
     return ", ".join(dict.fromkeys(str(reason) for candidate in candidates for reason in candidate.reasons))
 

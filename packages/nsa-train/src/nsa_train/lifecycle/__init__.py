@@ -1,1 +1,1 @@
-"""How the processes of a run begin, speak, are asked to stop, and end."""
+"""The processes of a run: start, console, requests to stop, and exit codes."""

@@ -1,4 +1,4 @@
-"""The console of a command: its reader may be gone, and it may not spell every character."""
+"""The console of a command. Its reader may be gone, and its encoding may lack characters."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 
 class Answer(NamedTuple):
-    """The findings of a command with `--json`, which prints them as one object."""
+    """The results of a command with `--json`, which prints them as one object."""
 
     code: int
     """The exit code."""
@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
 
 def warn(line: str) -> None:
-    """Print `line` to stderr; where nobody reads that, it is lost."""
+    """Print `line` to stderr; the line is lost if stderr is closed."""
     # there may be none
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"nsa-train: {line}\n")
@@ -52,7 +52,7 @@ def is_unread(stream: TextIO | None) -> bool:
 
 
 def discard(stream: TextIO) -> None:
-    """Let what is still printed to `stream` go nowhere; a flush at the end of the process would fail otherwise."""
+    """Discard all further output to `stream`; otherwise a flush at the end of the process would fail."""
     with suppress(io.UnsupportedOperation):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:

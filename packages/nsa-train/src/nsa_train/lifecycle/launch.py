@@ -1,7 +1,7 @@
-"""`nsa-train run` starts torchrun where a recipe asks for several processes, and speaks for them.
+"""Start torchrun from `nsa-train run` if a recipe needs several processes, and return their common exit code.
 
-Torchrun's agent runs in this process. Signals go to the workers, which save and end by themselves; how they ended comes
-back through a directory, since torchrun knows but success and failure. Imports no torch until then.
+Torchrun's agent runs in this process. Signals go to the workers, which save and end by themselves. The workers report their ends
+through a directory, because torchrun knows only success and failure. Imports no torch until then.
 """
 
 import os
@@ -40,7 +40,7 @@ MOST_RESTARTS = 1000
 @Parameter(name="*")
 @frozen(kw_only=True)
 class Meeting:
-    """How many processes a run has, and where they meet: options of a command. The default is this host alone."""
+    """Options of a command: the number of processes of a run, and their rendezvous. The default is this host only."""
 
     nproc: Annotated[int | None, Parameter(help="Processes of this host: train.nproc_per_node.")] = None
     nnodes: Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")] = None
@@ -50,14 +50,14 @@ class Meeting:
 
     @property
     def hosts(self) -> str:
-        """Hosts, or least:most."""
+        """The number of hosts, or minimum:maximum."""
         return "1" if self.nnodes is None else self.nnodes
 
     def counts(self) -> range:
         """Return the numbers of hosts that the run may have.
 
         Raises:
-            ConfigError: when `nnodes` names none.
+            ConfigError: if `nnodes` is not such a number or range.
         """
         least, _, most = self.hosts.partition(":")
         bounds = [int(text) for text in (least, most or least) if re.fullmatch("[0-9]{1,9}", text)]
@@ -68,10 +68,10 @@ class Meeting:
         return range(bounds[0], bounds[1] + 1)
 
     def check(self) -> None:
-        """Let hosts pass that can meet.
+        """Check that the hosts can meet.
 
         Raises:
-            ConfigError: a line for each option that breaks a rule.
+            ConfigError: with a line for each option that breaks a rule.
         """
         problems = []
         try:
@@ -89,7 +89,7 @@ class Meeting:
             raise ConfigError.of(problems)
 
     def world_sizes(self, config: RunConfig, machine: "Machine") -> list[int]:
-        """Return how many processes the run may have, on hosts that are like `machine`."""
+        """Return the numbers of processes that the run may have, on hosts like `machine`."""
         from nsa_train.host.machine import processes_of
 
         return [count * processes_of(config, machine) for count in self.counts()]
@@ -99,13 +99,13 @@ class Meeting:
         return [] if self.nproc is None else [f"train.nproc_per_node={self.nproc}"]
 
     def words(self) -> list[str]:
-        """Return the other options, as words of a command line."""
+        """Return the other options as words of a command line."""
         said = {"--nnodes": self.nnodes, "--rdzv-endpoint": self.rdzv_endpoint, "--max-restarts": self.max_restarts or None}
         said["--rdzv-id"] = None if self.rdzv_id == RDZV_ID else self.rdzv_id
         return [word for name, value in said.items() if value for word in (name, str(value))]
 
     def torchrun_words(self) -> list[str]:
-        """Return the same for torchrun."""
+        """Return the options as words of torchrun's command line."""
         # one host meets itself, at a port that is free
         endpoint, name = (self.rdzv_endpoint, self.rdzv_id) if self.hosts != "1" else ("localhost:0", str(uuid.uuid4()))
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", name]
@@ -116,7 +116,7 @@ ALONE = Meeting()
 
 
 def num_processes(config: RunConfig) -> int:
-    """Return the processes of this host: train.nproc_per_node, or one per GPU where that is 0."""
+    """Return the number of processes of this host: train.nproc_per_node, or one per GPU if that is 0."""
     if config.train.strategy == "single":
         return 1
     import torch
@@ -126,7 +126,7 @@ def num_processes(config: RunConfig) -> int:
 
 
 def must_launch(config: RunConfig, meeting: Meeting) -> bool:
-    """Return True where this process is to start the others, and not one of them itself."""
+    """Return True if this process must start the processes of the run, and is not one of them itself."""
     if is_under_torchrun():
         return False
     meeting.check()
@@ -134,7 +134,7 @@ def must_launch(config: RunConfig, meeting: Meeting) -> bool:
 
 
 def launch(words: Sequence[str], *, num_processes: int, meeting: Meeting) -> int:
-    """Run `nsa-train` with `words` in several processes and return the exit code of them all."""
+    """Run `nsa-train` with `words` in several processes and return their common exit code."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args

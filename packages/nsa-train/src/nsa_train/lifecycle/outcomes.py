@@ -1,6 +1,6 @@
-"""How a process of a run ends: its exit code, its message, and the files by which a worker reports both to our launcher.
+"""The end of a process of a run: its exit code, its message, and the files by which a worker reports both to our launcher.
 
-A worker also learns here that its launcher has ended, because nothing else would stop it. Imports no torch.
+A worker also detects here that its launcher has ended, because nothing else would stop it. Imports no torch.
 """
 
 import faulthandler
@@ -32,17 +32,17 @@ from nsa_train.errors import (
 from nsa_train.host.environment import ENVIRONMENT
 
 FOLDER = "NSA_TRAIN_OUTCOMES"
-"""Names, in the workers' environment, the directory where they leave it."""
+"""Environment variable of the workers with the directory for their reports."""
 DELIBERATE = (*(kind.exit_code for kind in (ConfigError, HaltedError, GuardError, TerminatedError)), INTERRUPTED)
-"""Codes that torchrun must not answer with a new start."""
+"""Exit codes after which torchrun must not restart."""
 SHARED_ERRORS = (PeerError, StoppedError, GuardError, SignalledError)
-"""The errors that every rank raises, and one prints."""
+"""The errors that every rank raises, and only one rank prints."""
 STOP = "stop"
-"""The file by which the launcher says that SIGTERM, SIGHUP or Ctrl-C came to it."""
+"""The file by which the launcher reports that it received SIGTERM, SIGHUP or Ctrl-C."""
 LAUNCHER = "NSA_TRAIN_LAUNCHER"
-"""Holds, in the workers' environment, the launcher's process id."""
+"""Environment variable of the workers with the launcher's process id."""
 LOOK_S = 0.5
-"""Seconds between two checks whether the launcher still runs."""
+"""Seconds between two checks that the launcher still runs."""
 _PARENT = os.getppid()
 STDERR = 2
 UNSAVED = "before the first step or after the last; nothing was lost; start again with --resume auto"
@@ -51,17 +51,17 @@ _ENDED = threading.Event()
 
 
 class Ending(NamedTuple):
-    """How a command ends."""
+    """The end of a command."""
 
     code: int
     line: str = ""
-    """For stderr; empty where nothing is left to say, or another rank says it"""
+    """The line for stderr; empty if there is nothing more to print, or another rank prints it"""
     is_own: bool = True
-    """False: the echo of another rank's end"""
+    """False: another rank caused the end"""
 
 
 def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
-    """Return how `error`, raised in this process, ends its command."""
+    """Return how this process's command ends after `error`."""
     if isinstance(error, SignalledError):
         if isinstance(error.__context__, TrainError | NSAError):
             # torchrun ends with SIGTERM whoever is still on the way out of an error
@@ -78,7 +78,7 @@ def ending_of(error: TrainError | NSAError | SignalledError) -> Ending:
 
 
 def note_worker() -> bool:
-    """Leave this process's id where the launcher finds it, if there is one; False where a signal stopped the launcher before."""
+    """Report this process's id to the launcher, if there is one; return False if a signal stopped the launcher before."""
     folder = ENVIRONMENT.get(FOLDER)
     if folder:
         aside = Path(folder) / f"aside-{ENVIRONMENT['LOCAL_RANK']}"
@@ -98,7 +98,7 @@ def is_worker() -> bool:
 
 
 def has_lost_launcher() -> bool:
-    """Return whether this process is a worker whose launcher has ended: ours, or the agent of a torchrun that somebody started."""
+    """Return whether this process is a worker whose launcher has ended: our launcher, or the agent of a user's own torchrun."""
     if not is_worker():
         return False
     if os.getppid() != _PARENT:
@@ -114,7 +114,7 @@ def has_lost_launcher() -> bool:
 
 
 def heed_launcher() -> None:
-    """Send SIGTERM to this worker once its launcher has ended, in whatever way; do nothing where no launcher started this process."""
+    """Send SIGTERM to this worker once its launcher has ended, for any reason; do nothing if no launcher started this process."""
 
     def look() -> None:
         while not has_lost_launcher():
@@ -126,7 +126,7 @@ def heed_launcher() -> None:
 
 
 def is_stop_of_all() -> bool:
-    """Return whether SIGTERM came to the whole run; else torchrun sent it, for another rank has failed, or somebody to this rank alone."""
+    """Return whether SIGTERM was for the whole run; else torchrun sent it because another rank failed, or somebody sent it only to this rank."""
     folder = ENVIRONMENT.get(FOLDER)
     return not folder or (Path(folder) / STOP).exists() or has_lost_launcher()
 
@@ -137,9 +137,9 @@ def worker_pids(folder: Path) -> list[int]:
 
 
 def reported(code: int, *, is_own: bool) -> int:
-    """Return the code to exit with; a deliberate one is left for the launcher, and torchrun sees success.
+    """Return the exit code of this process; a deliberate code is reported to the launcher, and torchrun sees success.
 
-    `is_own`: the code is this rank's, not the echo of another's.
+    `is_own`: this rank, not another one, caused the code.
     """
     folder = ENVIRONMENT.get(FOLDER)
     if not folder:
@@ -150,7 +150,7 @@ def reported(code: int, *, is_own: bool) -> int:
 
 
 def joint_code(folder: Path) -> int:
-    """Return the code of all workers together: a deliberate one where there is one."""
+    """Return the common code of all workers: a deliberate one if there is one."""
     codes = [int(path.read_text()) for path in folder.glob("code-*")]
     return max((code for code in codes if code in DELIBERATE), default=max(codes, default=0))
 
@@ -159,7 +159,7 @@ def joint_code(folder: Path) -> int:
 def ending_by_signals() -> Iterator[None]:
     """Let SIGTERM, SIGHUP and Ctrl-C end the block, and SIGUSR1 write the stacks of all threads to stderr.
 
-    Handlers are set in the main thread alone, and put back at the end. A signal that the caller's shell ignores stays ignored.
+    Handlers are set only in the main thread, and restored at the end. A signal that the caller's shell ignores stays ignored.
 
     Raises:
         SignalledError: from the block, with the documented exit code.
@@ -178,10 +178,10 @@ def ending_by_signals() -> Iterator[None]:
 
 @contextmanager
 def last_words() -> Iterator[None]:
-    """Let no SIGTERM cut off what a process says of its end: torchrun sends it to the peers of a rank that failed.
+    """Prevent SIGTERM from interrupting the last messages of a process: torchrun sends SIGTERM to the peers of a failed rank.
 
-    For the whole of a process that runs one command. Before the command sets its own handlers (`ending_by_signals`), a signal
-    ends the process as ever.
+    This is for a process that runs one command. Before the command sets its own handlers (`ending_by_signals`), a signal
+    ends the process as usual.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
-"""Requests to stop, from a signal or a file, heard on any rank and at any time; the trainer honours them between two steps.
+"""Requests to stop, from a signal or a file, received on any rank at any time; the trainer obeys them between two steps.
 
-A thread listens, so that a request is heard also while the main thread waits for data or for other ranks. Nothing that goes
-wrong in it ends it: the next SIGTERM would be lost.
+A thread listens, so that a request is received even while the main thread waits for data or for other ranks. No error ends this
+thread, because the next SIGTERM would be lost.
 """
 
 import errno
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nsa_train.parallel.world import World
 
 POLL_S = 0.2
-"""Between two looks for .HALT, and for what other ranks heard."""
+"""Seconds between two checks for .HALT, and for requests on other ranks."""
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 """The signals of a scheduler, and of a terminal that is closed."""
 SIGNALS = (*TERMINATING, signal.SIGINT, signal.SIGUSR1)
@@ -62,10 +62,10 @@ _ENDS: dict[Stop, tuple[str, type[StoppedError]]] = {
 
 
 class StopRequests:
-    """SIGTERM, SIGHUP, Ctrl-C and the file .HALT, heard on any rank. Use as a context manager.
+    """Receives SIGTERM, SIGHUP, Ctrl-C and the file .HALT on any rank. Use it as a context manager.
 
-    A second Ctrl-C ends the process at once, after `quitting` was called. SIGUSR1 writes the stacks of all threads. Handlers are
-    set where the main thread enters, and put back when it leaves. A signal that is ignored stays ignored.
+    A second Ctrl-C ends the process at once, after a call of `quitting`. SIGUSR1 writes the stacks of all threads. Handlers are
+    set when the main thread enters, and restored when it leaves. A signal that is ignored stays ignored.
     """
 
     def __init__(self, paths: RunDirectory, world: "World", *, quitting: Callable[[], None] = lambda: None) -> None:
@@ -102,13 +102,13 @@ class StopRequests:
         os.close(self._writer)
 
     def heard(self, *, look: bool = False) -> Stop:
-        """Return the request that this rank knows of; `look`: see whether .HALT is there at this moment."""
+        """Return the request that this rank knows of; `look`: also check for .HALT now."""
         if look and self._has_halt():
             self._note(Stop.HALT)
         return self._heard
 
     def expect_delay(self, reason: str) -> None:
-        """Report `reason` with every request to stop, as the cause of a delay; an empty reason ends that."""
+        """Report `reason` as the cause of a delay with every request to stop; an empty reason ends this."""
         self._delay = reason
         self._tell_delay()
 

@@ -1,1 +1,1 @@
-"""The training loop, and the way from a command line to it."""
+"""The training loop, and the code between the command line and the loop."""

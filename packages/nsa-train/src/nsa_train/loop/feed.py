@@ -1,4 +1,4 @@
-"""The micro-batches of a step, waited for in a way that a request to stop can end."""
+"""Fetch the micro-batches of a step; a request to stop can end the wait."""
 
 import hashlib
 import time
@@ -11,7 +11,7 @@ from nsa_train.data.packing import Batch
 from nsa_train.data.stream import TrainingStream
 
 POLL_S = 0.05
-"""Between two looks for a request to stop, while data is waited for."""
+"""Seconds between two checks for a request to stop, during a wait for data."""
 
 
 @frozen(eq=False)
@@ -20,11 +20,11 @@ class Fetched:
 
     batches: list[Batch]
     seconds: float
-    """Spent waiting for them."""
+    """Seconds spent waiting for them."""
 
     @property
     def num_targets(self) -> int:
-        """Labels of the step on this rank."""
+        """Number of labels of the step on this rank."""
         return sum(batch.num_targets for batch in self.batches)
 
     @property
@@ -43,7 +43,7 @@ class Fetched:
         return max(batch.longest for batch in self.batches)
 
     def describe(self, index: int) -> str:
-        """Return words by which micro-batch `index` is found again: its hash, its size, how it begins."""
+        """Return a text that identifies micro-batch `index`: its hash, its size, its first tokens."""
         ids = self.batches[index].input_ids.flatten()
         digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:12]
         return f"micro-batch {index} (sha256 of its ids {digest}, {len(ids)} tokens from {ids[:8].tolist()})"
@@ -52,7 +52,7 @@ class Fetched:
 class Feed:
     """Takes micro-batches from a stream, `accumulate` at a time.
 
-    `position` is that of the first micro-batch whose step is not under way: a step that was given up is not lost.
+    `position` is that of the first micro-batch whose step has not begun, so that an abandoned step is not lost.
     """
 
     def __init__(self, stream: TrainingStream, accumulate: int) -> None:
@@ -61,7 +61,7 @@ class Feed:
         self.position: Mapping[str, Any] = stream.state_dict()
 
     def fetch(self, is_stopped: Callable[[], bool]) -> Fetched | None:
-        """Return the micro-batches of the next step; None where `is_stopped()` comes true while they are waited for."""
+        """Return the micro-batches of the next step; None if `is_stopped()` becomes true during the wait."""
         started = time.perf_counter()
         batches: list[Batch] = []
         while len(batches) < self._accumulate:
@@ -72,5 +72,5 @@ class Feed:
         return Fetched(batches, time.perf_counter() - started)
 
     def accept(self) -> None:
-        """Move `position` past what was fetched: its step is under way."""
+        """Move `position` past the fetched micro-batches, because their step begins."""
         self.position = self._stream.state_dict()

@@ -1,4 +1,4 @@
-"""The conditions under which training goes on: finite numbers, no spikes where asked for, a gradient for every parameter, and patience."""
+"""The conditions for training to continue: finite numbers, no spikes (if configured), a gradient for every parameter, and patience."""
 
 import math
 import statistics
@@ -19,36 +19,36 @@ from nsa_train.settings.config import TrainTable
 from nsa_train.telemetry.records import Cause
 
 FIRST_STEPS = 20
-"""By this step every parameter has had a gradient that is not zero."""
+"""By this step every parameter must have had a gradient that is not zero."""
 SKIP_WINDOW = 100
-"""Steps over which skipped ones are counted against train.max_skips."""
+"""Number of last steps in which skips are counted against train.max_skips."""
 SPIKE_WINDOW = 128
-"""Losses that a spike stands out from."""
+"""Number of previous losses with which a spike is compared."""
 SPIKE_SIGMAS = 6.0
 
 
 class StepNumbers(NamedTuple):
-    """The findings of one rank in a step, before any update."""
+    """The numbers of one rank in a step, before any update."""
 
     loss: float
-    """Summed over its targets."""
+    """Loss, summed over its targets."""
     bad_batch: int
-    """The first of its micro-batches whose loss is not finite; -1 where all are."""
+    """The first of its micro-batches whose loss is not finite; -1 if all are."""
     grad_norm: float
     """Norm of the whole model's gradient."""
 
 
 class Skip(NamedTuple):
-    """Why a step must not reach the weights."""
+    """The reason why a step must not update the weights."""
 
     cause: Cause
     reason: str
 
 
 class StepGuard:
-    """Keeps numbers that are not finite from the weights, on all ranks alike, and spikes where `skip_loss_spikes` says so.
+    """Prevents weight updates from numbers that are not finite, on all ranks alike, and from spikes if `skip_loss_spikes` is set.
 
-    Every rank judges the same numbers, so that all skip the same steps and stop at the same one.
+    Every rank judges the same numbers, so that all ranks skip the same steps and stop at the same one.
     """
 
     def __init__(self, train: TrainTable) -> None:
@@ -59,7 +59,7 @@ class StepGuard:
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
     def judge(self, loss: float, everyone: Sequence[StepNumbers]) -> Skip | None:
-        """Return why a step of mean `loss`, in which the ranks found `everyone`, must not reach the weights; None if it may."""
+        """Return why a step with the mean `loss` and the ranks' numbers `everyone` must not update the weights; None if it may."""
         for rank, found in enumerate(everyone):
             if found.bad_batch >= 0:
                 return Skip(Cause.LOSS, f"the loss of rank {rank}, micro-batch {found.bad_batch} is not finite")
@@ -75,15 +75,15 @@ class StepGuard:
         return None
 
     def passed(self, loss: float) -> None:
-        """Note a step that went on to the weights."""
+        """Record a step that updated the weights."""
         if self.skips_spikes:
             self._losses.append(loss)
 
     def skipped(self, step: int, reason: str) -> None:
-        """Note a step that was left out.
+        """Record a step that was skipped.
 
         Raises:
-            GuardError: when more of the last 100 steps were left out than train.max_skips.
+            GuardError: if more than train.max_skips of the last 100 steps were skipped.
         """
         self.num_skipped += 1
         self._recent_skips.append(step)
@@ -100,17 +100,17 @@ class StepGuard:
         return {"num_skipped": self.num_skipped, "recent_skips": [*self._recent_skips], "losses": [*self._losses]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the counts that `state_dict` returned."""
+        """Restore the counts that `state_dict` returned."""
         self.num_skipped = state["num_skipped"]
         self._recent_skips = deque(state["recent_skips"])
         self._losses = deque(state["losses"], maxlen=SPIKE_WINDOW)
 
 
 class GradientWatch:
-    """Every parameter has a gradient at the first step and one that is not zero in steps 2 .. 20, or the run stops.
+    """Stops the run unless every parameter has a gradient at the first step and a nonzero one in steps 2 .. 20.
 
-    Parameters of a branch that no sequence was long enough to open are excepted. With shards, a gradient counts on
-    whichever rank it is not zero. Steps that were skipped are no evidence: where step 20 was, the next one is judged.
+    Parameters of a branch for which no sequence was long enough are exempt. With shards, a gradient counts on
+    whichever rank it is not zero. Skipped steps do not count: if step 20 was skipped, the next step is judged.
     """
 
     def __init__(self, model: nn.Module, *, last_step: int, world: World | None = None) -> None:
@@ -123,7 +123,7 @@ class GradientWatch:
         self._pending = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def observe(self, step: int, longest: int) -> None:
-        """Look at the gradients of `step`, in which the longest sequence of all ranks had `longest` tokens.
+        """Check the gradients of `step`, in which the longest sequence of all ranks had `longest` tokens.
 
         Raises:
             GuardError: naming the parameters without a gradient.
@@ -142,10 +142,10 @@ class GradientWatch:
                 self._require_moved(step)
 
     def ended(self, step: int) -> None:
-        """Judge a run that ends with `step`, also where that one was skipped.
+        """Check a run that ends with `step`, even if that step was skipped.
 
         Raises:
-            GuardError: naming the parameters without a gradient, also where no step was taken at all.
+            GuardError: naming the parameters without a gradient, also if no step was taken at all.
         """
         if self.num_observed == 0 and self._pending:
             raise GuardError(
@@ -161,7 +161,7 @@ class GradientWatch:
         return {"num_observed": self.num_observed, "longest": self.longest, "pending": [*self._pending]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned."""
+        """Restore the observations that `state_dict` returned."""
         self.num_observed, self.longest = state["num_observed"], state["longest"]
         self._pending = {name: p for name, p in self._pending.items() if name in set(state["pending"])}
 
@@ -177,9 +177,9 @@ class GradientWatch:
 
 
 def opening_lengths(model: nn.Module) -> dict[str, int]:
-    """Return parameter -> tokens of the shortest sequence that moves it, for NSA layers; absent: 1.
+    """Return parameter -> tokens of the shortest sequence that gives it a gradient, for NSA layers; absent: 1.
 
-    Values need one key to read. Keys, and the queries that meet them, need two to choose from.
+    Values need one visible key. Keys and queries need two visible keys.
     """
     return {
         f"{name}.{parameter}": length
@@ -235,11 +235,11 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """True once `most` evaluations in a row brought nothing better."""
+        """True once `most` evaluations in a row brought no better loss."""
         return 0 < self.most <= self.num_worse
 
     def observe(self, loss: float) -> None:
-        """Note an evaluation."""
+        """Record an evaluation."""
         self.num_worse = 0 if loss < self.best else self.num_worse + 1
         self.best = min(self.best, loss)
 
@@ -248,7 +248,7 @@ class Patience:
         return {"best": None if math.isinf(self.best) else self.best, "num_worse": self.num_worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the counts that `state_dict` returned."""
+        """Restore the counts that `state_dict` returned."""
         self.best, self.num_worse = (math.inf if state["best"] is None else state["best"]), state["num_worse"]
 
     def __str__(self) -> str:
@@ -256,10 +256,10 @@ class Patience:
 
 
 def require_finite_state(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, step: int, saved_at: int | None) -> None:
-    """Let the ranks go on whose weights and moments are finite, all of them; the newest checkpoint is that of `saved_at`. A collective.
+    """Check on all ranks that weights and moments are finite; the newest checkpoint is that of `saved_at`. A collective.
 
     Raises:
-        GuardError: on all ranks, naming what is not.
+        GuardError: on all ranks, naming the tensors that are not finite.
     """
     # in this order: FSDP gives its gathered weights back for the first, and the moments are known by the sharded ones
     weights = model_tensors(model)
@@ -278,7 +278,7 @@ def require_finite_state(model: nn.Module, optimizer: torch.optim.Optimizer, wor
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the `tensors` that are not finite throughout, this rank's shards where they are shared; one wait."""
+    """Return the names of the `tensors` with values that are not finite (for shards: on this rank); waits for the device once."""
     if not tensors:
         return []
     flags = torch.stack([local_part(tensor).isfinite().all() for tensor in tensors.values()]).tolist()
@@ -286,7 +286,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameter -> gradient, where there is one."""
+    """Return parameter -> gradient, for parameters that have one."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -12,7 +12,7 @@ FINAL_LR_SHARE = 0.1
 """The cosine ends at this share of the peak."""
 BETAS = (0.9, 0.95)
 FUSED_DEVICES = ("cpu", "cuda")
-"""Where one kernel does the whole update."""
+"""Device types on which one kernel does the whole update."""
 
 
 def build_optimizer(model: nn.Module, train: TrainTable) -> torch.optim.AdamW:
@@ -48,10 +48,10 @@ def clip_gradients(model: nn.Module, norm: float, largest: float) -> None:
 
 
 def leave_out(scaler: torch.amp.GradScaler, scale: float, *, is_finite: bool) -> None:
-    """Set the `scale` of `scaler` after a step that reached no weight, on every rank alike.
+    """Set the `scale` of `scaler` after a skipped step, on every rank alike.
 
-    Unless the step's gradient `is_finite`, the count of steps without an overflow starts anew, as in `GradScaler.update()`, which
-    looks at this rank's shards only.
+    Unless the step's gradient `is_finite`, the count of steps without an overflow restarts, as in `GradScaler.update()`, which
+    only checks this rank's shards.
     """
     if not is_finite:
         scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})

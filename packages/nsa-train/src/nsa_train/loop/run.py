@@ -1,4 +1,4 @@
-"""A run on this process's rank, from a configuration to an exit code: join, check, resume, train."""
+"""Run this process's rank from a configuration to an exit code: join, check, resume, train."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +23,10 @@ from nsa_train.telemetry.records import damaged_records, read_json
 
 
 def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[str, Any]:
-    """Train `config` into `out`, from step 0 or where the checkpoint of step `resume` (or NEWEST, or AUTO) left off; return the metrics.
+    """Train `config` into `out`, from step 0 or from the checkpoint of step `resume` (or NEWEST, or AUTO); return the metrics.
 
     Raises:
-        TrainError: whose `exit_code` says how the run ended short of its last step.
+        TrainError: if the run ended before its last step; its `exit_code` says how.
     """
     warnings: list[str] = []
     if not is_under_torchrun():
@@ -73,17 +73,17 @@ def train(config: RunConfig, out: Path, *, resume: int | None = None) -> dict[st
 
 
 def settled_resume(out: Path, resume: int | None) -> int | None:
-    """Return the step to resume from: for AUTO the newest where `out` holds a run, and None, a new start, where it does not."""
+    """Return the step to resume from: for AUTO the newest if `out` holds a run, else None, a new start."""
     if resume != AUTO:
         return resume
     return NEWEST if RunDirectory(out).holds_run() else None
 
 
 def check_free(out: Path) -> None:
-    """Let a run pass into whose directory no other process writes, and in which no .HALT lies. Looks at neither machine nor data.
+    """Check that no other process writes to the run's directory, and that it holds no .HALT. Checks neither machine nor data.
 
     Raises:
-        ConfigError: where one writes, or a .HALT lies.
+        ConfigError: if another process writes, or there is a .HALT.
     """
     if problem := claimed_by_another(RunDirectory(out).checkpoints):
         raise ConfigError(problem)
@@ -94,10 +94,10 @@ def check_free(out: Path) -> None:
 def check_start(
     config: RunConfig, out: Path, *, resuming: bool, say: Callable[[str], None], world_sizes: Sequence[int] | None = None
 ) -> None:
-    """Let a run pass whose rules all hold; warnings are said. `world_sizes`: as for `run_preflight`.
+    """Check all rules of a run, and report warnings. `world_sizes`: as for `run_preflight`.
 
     Raises:
-        ConfigError: a line for each that does not.
+        ConfigError: with a line for each rule that does not hold.
     """
     check_free(out)
     findings = run_preflight(config, out, resuming=resuming, world_sizes=world_sizes)
@@ -107,10 +107,10 @@ def check_start(
 
 
 def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the checkpoint of the run in `out` from which `config` goes on, None where none was saved yet. A collective.
+    """Return the checkpoint of the run in `out` from which `config` resumes; None if none was saved yet. A collective.
 
     Raises:
-        TrainError: where there is none after `step`, all are damaged, or it describes another run.
+        TrainError: if there is none after `step`, all are damaged, or it describes another run.
     """
     found = resume_point(RunDirectory(out).checkpoints, step=None if step == NEWEST else step, judge=require_run)
     if found is None:
@@ -127,7 +127,7 @@ def resume_from(config: RunConfig, out: Path, step: int, *, say: Callable[[str],
 
 
 def nothing_left(checkpoint: Checkpoint, config: RunConfig, paths: RunDirectory) -> str:
-    """Return why a run has nothing to do from `checkpoint` on; empty where it has a step to take, or its end to record."""
+    """Return why a run has nothing to do after `checkpoint`; empty if it must take a step, or record its end."""
     train, name, step = config.train, checkpoint.path.name, checkpoint.step
     if step > train.steps:
         return f"{name} is beyond train.steps={train.steps}: there is nothing to do; to go on use --set train.steps={step + 1} or more"

@@ -1,4 +1,4 @@
-"""From a command line to a run: in this process, or in those that torchrun starts for it. `start` alone imports torch."""
+"""Start a run from a command line: in this process, or in processes that torchrun starts. Only `start` imports torch."""
 
 import re
 import shlex
@@ -22,7 +22,7 @@ class GoingOn:
 
     saved: list[str]
     begun: list[str]
-    """For a run that may not have saved anything yet."""
+    """The command for a run that may not have saved anything yet."""
 
     def command(self, words: list[str]) -> str:
         """Return `words` as a command for a shell."""
@@ -31,7 +31,7 @@ class GoingOn:
 
     @contextmanager
     def spelled_out(self) -> Iterator[None]:
-        """Replace `--resume` by the whole command in the message of an error that stops the block on request."""
+        """In the message of an error that stops the block on request, replace `--resume` by the whole command."""
         try:
             yield
         except (StoppedError, SignalledError) as error:
@@ -43,7 +43,7 @@ class GoingOn:
 
 
 def start(config: RunConfig, out: Path, words: list[str], meeting: Meeting, resume: int | None, again: GoingOn) -> int:
-    """Train `config` into `out`, in this process or in those that are started with `words`, and return the exit code of all.
+    """Train `config` into `out`, in this process or in processes that are started with `words`, and return their common exit code.
 
     `resume`: a step, NEWEST, AUTO, or None for a new run.
     """

@@ -1,4 +1,4 @@
-"""The training loop, on every rank the same: fetch, agree, forward, backward, guard, update, record."""
+"""The training loop, the same on every rank: fetch, agree, forward, backward, guard, update, record."""
 
 import time
 from collections import deque
@@ -49,7 +49,7 @@ from nsa_train.telemetry.recorder import Observed, Recorder, write_samples
 from nsa_train.telemetry.records import Cause
 
 FAILED = -1
-"""Value in place of a `Stop` with which a rank tells the others that its data could not be had."""
+"""Value in place of a `Stop` by which a rank reports to the others that its data are not available."""
 
 
 class _Agreement(NamedTuple):
@@ -70,7 +70,7 @@ class _Evaluated(NamedTuple):
 
 
 class Trainer:
-    """One run on one rank: weights, optimizer, data position and records. `run` does it all."""
+    """One run on one rank: weights, optimizer, data position and records. `run` trains."""
 
     def __init__(
         self,
@@ -141,11 +141,11 @@ class Trainer:
         """Train to the last step and return the content of metrics.json.
 
         Raises:
-            GuardError: when too many steps had to be skipped, a parameter gets no gradient, or the weights or their moments
+            GuardError: if too many steps had to be skipped, a parameter gets no gradient, or the weights or their moments
                 are not finite; records up to then are kept.
-            StoppedError: when .HALT was found, or SIGTERM or Ctrl-C came, or a launcher ended; after saving.
-            PeerError: when another rank could not go on.
-            LostContactError: when another rank is gone.
+            StoppedError: if .HALT was found, or SIGTERM or Ctrl-C came, or a launcher ended; after saving.
+            PeerError: if another rank could not continue.
+            LostContactError: if another rank is gone.
         """
         deterministic_before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(self.config.train.deterministic or deterministic_before)
@@ -301,7 +301,7 @@ class Trainer:
         """Leave the weights as they are, on every rank, and say which batches it was for.
 
         Raises:
-            GuardError: when it was the first gradient of the run, when too many steps were skipped, and when the weights
+            GuardError: if it was the first gradient of the run, when too many steps were skipped, and when the weights
                 themselves, or their moments, are not finite.
         """
         reason, batch = self._described(skip, fetched, everyone)
@@ -335,7 +335,7 @@ class Trainer:
         return skip.reason + (f", in {some(names)}" if names else ""), "; ".join(text for part, _ in gathered for text in part)
 
     def _is_overflow(self, cause: Cause) -> bool:
-        """Make the scaler ready for the next step; return True where float16 ran over: that is how the scale is found."""
+        """Make the scaler ready for the next step; return True if float16 ran over: that is how the scale is found."""
         if self.scaler is None:
             return False
         scale = self.scaler.get_scale()

@@ -1,4 +1,4 @@
-"""Backends of SELECT for models that are looked at: the only one of a registry, and one that keeps what it chose."""
+"""Backends of SELECT for the inspection of models: the only one in a registry, and one that records its choices."""
 
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ class ServingBackend:
         return ()
 
     def preference(self, request: BranchRequest) -> int:
-        """Return that of the reference."""
+        """Return the preference of the reference."""
         return 0
 
 
 def registry_of(backend: Any) -> BackendRegistry:
-    """Return the installed backends, with `backend` as the only one of its operation: those that compute all of Eq. 5 in one are left out."""
+    """Return the installed backends, with `backend` as the only one of its operation, and without those that compute all of Eq. 5 in one."""
     replaced = (backend.operation, Operation.NSA)
     others = (one for one in load_plugins().registry().backends if one.operation not in replaced)
     return BackendRegistry((*others, backend))
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 
 class NotedChoice(ServingBackend):
-    """A backend of SELECT: the choice of an installed backend, which it keeps with its operands."""
+    """A backend of SELECT that returns the choice of an installed backend, and records it with its operands."""
 
     name = "noted"
 

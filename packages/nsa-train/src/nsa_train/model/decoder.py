@@ -1,4 +1,4 @@
-"""The decoder of a run: nsa-core's, with a loss, recomputation and compilation."""
+"""The decoder of a run: nsa-core's decoder with a loss, recomputation and compilation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Decoder(decoder.Decoder):
-    """Token ids to logits or, with labels, to their loss."""
+    """A decoder that maps token ids to logits or, with labels, to their loss."""
 
     def __init__(self, layers: Sequence[Layer], sizes: DecoderSizes) -> None:
         """Build a decoder of `layers`, first to last."""
@@ -66,11 +66,11 @@ class Decoder(decoder.Decoder):
 
     @property
     def selection_losses(self) -> list[SelectionLoss]:
-        """Return what takes the auxiliary loss of each NSA layer."""
+        """Return the object that receives the auxiliary loss of each NSA layer."""
         return [layer.selection_loss for layer in self.sparse_layers if layer.selection_loss is not None]
 
     def sample_queries(self, pass_number: int) -> None:
-        """Let the next pass, `pass_number` of the run, compare other queries than the last one: offsets by the golden ratio fill 0 to 1."""
+        """Let the next pass, `pass_number` of the run, compare other queries than the last pass: offsets by the golden ratio fill 0 to 1."""
         found = self.selection_losses
         if found:
             # filled on the device: a copy from the host would wait
@@ -90,7 +90,7 @@ def sizes_of(config: RunConfig) -> DecoderSizes:
     """Return the sizes of `config`'s decoder.
 
     Raises:
-        ConfigError: when its vocabulary does not fit its tokenizer.
+        ConfigError: if its vocabulary does not fit its tokenizer.
     """
     model = config.model
     return DecoderSizes(
@@ -103,15 +103,15 @@ def sizes_of(config: RunConfig) -> DecoderSizes:
 
 
 def intermediate_size_of(config: RunConfig) -> int:
-    """Return the width of the MLP: `model.intermediate_size`, or `mlp_width` of `model.dim` where that is 0."""
+    """Return the width of the MLP: `model.intermediate_size`, or `mlp_width` of `model.dim` if that is 0."""
     return config.model.intermediate_size or mlp_width(config.model.dim)
 
 
 def vocab_size_of(config: RunConfig) -> int:
-    """Return the rows of the embedding: `model.vocab_size`, or the tokenizer's ids where that is 0.
+    """Return the number of rows of the embedding: `model.vocab_size`, or the number of the tokenizer's ids if that is 0.
 
     Raises:
-        ConfigError: when the tokenizer has more ids than `model.vocab_size` rows.
+        ConfigError: if the tokenizer has more ids than `model.vocab_size` rows.
     """
     needed = num_ids_of(config.data)
     asked = config.model.vocab_size or needed
@@ -143,10 +143,10 @@ def layers_of(config: RunConfig) -> list[Layer]:
 
 
 def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:
-    """Return name -> weight of `config`'s decoder, on the meta device: their shapes and dtypes. Nothing is allocated.
+    """Return name -> weight of `config`'s decoder on the meta device, with shape and dtype. Nothing is allocated.
 
     Raises:
-        ConfigError: when its vocabulary does not fit its tokenizer.
+        ConfigError: if its vocabulary does not fit its tokenizer.
     """
     pattern = config.pattern()
     with weightless():
@@ -159,20 +159,20 @@ def undrawn_weights(config: RunConfig) -> dict[str, Tensor]:
 
 
 class ParameterCounts(NamedTuple):
-    """Weights of the two twins, the shared embedding counted once."""
+    """Numbers of weights of the two twins; a shared embedding counts once."""
 
     nsa: int
-    """With the dense layers of `model.layers`, if there are any."""
+    """Weights of the NSA model, with the dense layers of `model.layers` if there are any."""
     dense: int
 
 
 def count_parameters(config: RunConfig) -> ParameterCounts:
-    """Return the parameters of `config`'s decoder with either attention; no weights are allocated."""
+    """Return the number of parameters of `config`'s decoder with NSA and with dense attention; no weights are allocated."""
     return ParameterCounts(*(_count(config, attention) for attention in ParameterCounts._fields))
 
 
 def introduced(config: RunConfig) -> str:
-    """Return a line about the decoder of `config`: its attention, and the parameters of both twins."""
+    """Return a line about the decoder of `config`: its attention, and the numbers of parameters of both twins."""
     counts, attentions = count_parameters(config), [layer.attention for layer in layers_of(config)]
     dense = attentions.count("dense")
     mixed = f", {dense} of {len(attentions)} layers dense" if config.model.attention == "nsa" and dense else ""

@@ -10,16 +10,16 @@ from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.model.decoder import Decoder
 
 BROKEN = -1
-"""In place of an id that could not be drawn."""
+"""Replaces an id that could not be drawn."""
 
 
 class Continuation(NamedTuple):
     """The continuation of one prompt."""
 
     ids: Tensor
-    """int64 `(N,)`, on the CPU; the separator that ended it is not among them."""
+    """int64 `(N,)`, on the CPU, without the separator that ended the text."""
     is_cut: bool = False
-    """True where it ends because the logits were not finite."""
+    """True if it ends because the logits were not finite."""
 
 
 @torch.no_grad()
@@ -32,10 +32,10 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[Continuation]:
-    """Return what follows each of `prompts` `(P_i,)`, each of at least one token.
+    """Return the continuation of each of `prompts` `(P_i,)`, each of at least one token.
 
-    One prefill of the padded prompts, then one cached step per token. A continuation ends before the separator, where the
-    logits are not finite, or after `num_tokens` (>= 1). `temperature` 0 takes the likeliest token. Equal seeds give equal text.
+    One prefill of the padded prompts is followed by one cached step per token. A continuation ends before the separator, if the
+    logits are not finite, or after `num_tokens` (>= 1). `temperature` 0 takes the most likely token. Equal seeds give equal text.
     """
     was_training, device = model.training, model.embedding.weight.device
     model.eval()
@@ -55,7 +55,7 @@ def generate(
 
 
 def draw(logits: Tensor, tokenizer: Tokenizer, temperature: float, generator: torch.Generator, top_p: float = 1.0) -> Tensor:
-    """Return one id per row of `logits` `(B, V)`, on the CPU; padding is never drawn; -1 where they are not finite."""
+    """Return one id per row of `logits` `(B, V)`, on the CPU; padding is never drawn; -1 if they are not finite."""
     logits = logits.float().cpu()
     is_broken = ~logits.isfinite().all(-1)
     logits[is_broken] = 0

@@ -1,4 +1,4 @@
-"""Cross-entropy of a tied output layer, whole or a few tokens at a time so that the logits of a long row never exist at once."""
+"""Cross-entropy of the output layer, whole or a few tokens at a time, so that the logits of a long row never exist at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +18,9 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def summed_loss_in_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, kernel: ChunkKernel | None = None) -> Tensor:
-    """Return what `summed_loss` makes of the logits `hidden` `(B, S, D)` x `weight` `(V, D)`, `chunk_size` tokens at a time.
+    """Return `summed_loss` of the logits `hidden` `(B, S, D)` x `weight` `(V, D)`, computed `chunk_size` tokens at a time.
 
-    Both gradients are taken on the way, so that the backward pass needs no logits. Sums are float32, products have
+    The forward pass also computes both gradients, so that the backward pass needs no logits. Sums are float32, products have
     autocast's dtype. `kernel`: a compiled `loss_and_gradient`.
     """
     flat = hidden.flatten(0, -2)
@@ -59,7 +59,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, wide: torch.dtype, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of `logits` `(N, V)` and its gradient in their dtype (softmax minus one-hot), 0 where a label is absent."""
+    """Return the summed loss of `logits` `(N, V)` and its gradient in their dtype (softmax minus one-hot), 0 if a label is absent."""
     counts = labels != IGNORED
     targets = torch.where(counts, labels, 0).unsqueeze(1)
     logs = logits.to(wide).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what the backward pass computes again instead of keeping it."""
+"""Activation checkpointing: the backward pass recomputes results instead of keeping them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The text that follows one prompt, as it comes: static caches, a step per token, a CUDA graph of the step on a GPU."""
+"""Stream the continuation of one prompt: static caches, one step per token, a CUDA graph of the step on a GPU."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,31 +13,31 @@ from nsa_train.model.decoder import Decoder
 from nsa_train.model.generate import BROKEN, draw
 
 REPLACED = "\ufffd"
-"""Ends a text whose last character is not whole yet."""
+"""Ends a text whose last character is not complete yet."""
 MOST_HELD = 16
-"""Tokens that wait for a whole character, at most."""
+"""Maximum number of tokens that wait for a complete character."""
 WARM_UP = 2
 """Steps before a capture, in which kernels are compiled."""
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn, and where they end."""
+    """How tokens are drawn, and when the continuation ends."""
 
     num_tokens: int = 200
-    """Tokens to add, at most (>= 1)."""
+    """Maximum number of tokens to add (>= 1)."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """Temperature; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens whose shares add up to it."""
+    """Draw among the most likely tokens whose shares add up to it."""
     seed: int = 0
     stops: tuple[str, ...] = ()
-    """Texts that end the continuation; they are no part of it."""
+    """Texts that end the continuation; they are not part of it."""
 
 
 class TextStream:
-    """Pieces of the text that follows a prompt `(P,)` of at least one token, which add up to all of it; to be iterated once.
+    """Iterator over pieces of the continuation of a prompt `(P,)` of at least one token; iterate over it once.
 
-    It ends before the separator, before a stop, where the logits are not finite, or after `num_tokens`.
+    It ends before the separator, before a stop text, if the logits are not finite, or after `num_tokens`.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, prompt: Tensor, sampling: Sampling) -> None:
@@ -46,13 +46,13 @@ class TextStream:
         self.num_tokens = 0
         """Tokens of the continuation so far, the separator left out."""
         self.is_cut = False
-        """True where the logits were not finite."""
+        """True if the logits were not finite."""
         self.prompt_s, self.seconds = 0.0, 0.0
         """Seconds until the first token, and from then on."""
 
     @property
     def toks_per_s(self) -> float:
-        """Return the tokens after the first one by the seconds that they took."""
+        """Return tokens per second, without the first token."""
         return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 and self.seconds > 0 else 0.0
 
     def __iter__(self) -> Iterator[str]:
@@ -113,7 +113,7 @@ def torch_device(name: str) -> torch.device:
     """Return the device "cpu" or "cuda".
 
     Raises:
-        ConfigError: where it is "cuda" and there is no GPU.
+        ConfigError: if it is "cuda" and there is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device='cuda' finds no CUDA GPU here; use --device cpu")
@@ -121,7 +121,7 @@ def torch_device(name: str) -> torch.device:
 
 
 class CachedSteps:
-    """Logits of one sequence, token after token, over static caches; on a GPU a step is a replayed CUDA graph."""
+    """Computes the logits of one sequence, token after token, over static caches; on a GPU a step is a replayed CUDA graph."""
 
     def __init__(self, model: Decoder, max_seqlen: int) -> None:
         """Allocate for `max_seqlen` tokens."""

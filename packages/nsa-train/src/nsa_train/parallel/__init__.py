@@ -1,1 +1,1 @@
-"""Several processes as one run: the world they form, how they share a model, how torchrun starts them, how they end."""
+"""Several processes as one run: their process group, and the strategies by which they share a model."""

@@ -1,4 +1,4 @@
-"""Sharded tensors, recognised without loading their module: that takes a second, which only FSDP needs."""
+"""Detect sharded tensors without loading their module, which takes a second and which only FSDP needs."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True for a DTensor. There is none where nothing has loaded its module."""
+    """Return True for a DTensor. There is none if nothing has loaded its module."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 

@@ -1,6 +1,6 @@
-"""How the processes of a run share a model: not at all, as copies whose gradients are averaged (DDP), or in shards (FSDP2).
+"""Strategies by which the processes of a run share a model: one process, copies with averaged gradients (DDP), or shards (FSDP2).
 
-The trainer is the same for all. A strategy wraps the decoder and says when gradients travel.
+The trainer is the same for all. A strategy wraps the decoder and decides when gradients are exchanged.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Single:
         """Called like the decoder; its backward pass brings the gradients together."""
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch; gradients travel in the last of a step alone."""
+        """Return the context of one micro-batch; gradients are exchanged only in the last micro-batch of a step."""
         return nullcontext()
 
 
@@ -43,7 +43,7 @@ class Ddp(Single):
         self.factor = float(world.world_size)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return DDP's `no_sync` for all micro-batches but the last."""
+        """Return DDP's `no_sync` for all micro-batches except the last."""
         context: AbstractContextManager[Any] = nullcontext() if is_last else self.forward.no_sync()
         return context
 
@@ -65,10 +65,10 @@ class Fsdp(Single):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Reduce and scatter gradients after the last micro-batch alone."""
+        """Reduce and scatter gradients only after the last micro-batch."""
         self.forward.set_requires_gradient_sync(is_last)
         yield
 
 
 STRATEGIES: dict[str, type[Single]] = {"single": Single, "ddp": Ddp, "fsdp": Fsdp}
-"""By the names that `train.strategy` allows."""
+"""Strategies by the names that `train.strategy` allows."""

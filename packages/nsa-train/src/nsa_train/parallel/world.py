@@ -1,4 +1,4 @@
-"""The processes of a run. Decisions travel over gloo, from host to host, so that none of them waits for a GPU."""
+"""The processes of a run. They exchange decisions over gloo, from host to host, so that no decision waits for a GPU."""
 
 import json
 import re
@@ -19,19 +19,19 @@ from nsa_train.errors import ConfigError, LostContactError, PeerError, TrainErro
 from nsa_train.host.environment import ENVIRONMENT, is_under_torchrun
 
 SIGNS = ("gloo/transport/", "ncclRemoteError", "remote process exited")
-"""Parts of gloo's and NCCL's messages when a connection breaks off, or nothing comes over it in time."""
+"""Parts of gloo's and NCCL's messages if a connection is lost or times out."""
 T = TypeVar("T")
 R = TypeVar("R", bound=tuple[Any, ...])
 TIMEOUT = timedelta(minutes=30)
-"""The longest that ranks wait for one of them, in an exchange or a reduction."""
+"""The longest wait of ranks for one of them, in an exchange or a reduction."""
 
 
 @contextmanager
 def contact_kept(rank: int) -> Iterator[None]:
-    """Run a block of `rank` that exchanges with others; any other error of it comes out as it is.
+    """Run a block of `rank` that exchanges data with other ranks; other errors of the block pass unchanged.
 
     Raises:
-        LostContactError: in place of what a collective raises when another rank is gone.
+        LostContactError: in place of the error of a collective if another rank is gone.
     """
     try:
         yield
@@ -58,21 +58,21 @@ def _cause(error: RuntimeError) -> str:
 
 @frozen(kw_only=True, eq=False)
 class World:
-    """This process and its peers, and the one way in which they tell each other something. The default has no peers.
+    """This process and its peers, with their only way to exchange data. The default has no peers.
 
-    JSON alone travels between ranks, as uint8 tensors of the CPU, and weights: torch's object collectives, which unpickle what they
-    receive, are banned by lint. A tuple comes back as a list, but for `exchange`.
+    Ranks exchange only JSON, as uint8 tensors on the CPU, and weights: lint bans torch's object collectives, which unpickle the data that
+    they receive. A tuple is returned as a list, except by `exchange`.
     """
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
     store: Any = None
-    """Keys that all ranks see; None for a process alone."""
+    """A key-value store that all ranks see; None for a single process."""
     is_restart: bool = False
-    """True where torchrun started the processes again after one of them failed."""
+    """True if torchrun restarted the processes after one of them failed."""
     restarts_left: int = 0
-    """How often torchrun would start them again."""
+    """How often torchrun may still restart them."""
 
     @property
     def is_main(self) -> bool:
@@ -80,24 +80,24 @@ class World:
         return self.rank == 0
 
     def gather(self, item: Any) -> list[Any]:
-        """Return the JSON-able `item` of every rank, by rank. A collective: all ranks call it."""
+        """Return the `item` of every rank, by rank; items are plain values for JSON. A collective: all ranks call it."""
         payload = json.dumps(item).encode()
         return [json.loads(part) for part in (_gathered(payload) if self.world_size > 1 else [payload])]
 
     def exchange(self, row: R) -> list[R]:
-        """Return the `row` of every rank, by rank: a NamedTuple of JSON-able values. A collective."""
+        """Return the `row` of every rank, by rank: a NamedTuple of plain values for JSON. A collective."""
         return [type(row)(*found) for found in self.gather(row)]
 
     def from_main(self, item: Any = None) -> Any:
-        """Return the main rank's JSON-able `item` on every rank. A collective."""
+        """Return the main rank's `item`, plain values for JSON, on every rank. A collective."""
         payload = json.dumps(item if self.is_main else None).encode()
         return json.loads(_broadcast(payload, is_main=self.is_main) if self.world_size > 1 else payload)
 
     def on_main(self, job: Callable[[], T]) -> T | None:
-        """Return what `job` returns on the main rank, which alone runs it; None on the others. A collective.
+        """Run `job` on the main rank only, and return its result there; None on the other ranks. A collective.
 
         Raises:
-            TrainError: on the main rank, what `job` raised; on the others a PeerError with its words and its exit code.
+            TrainError: on the main rank, the error of `job`; on the others a PeerError with its message and its exit code.
         """
         result, failure = None, None
         if self.is_main:
@@ -113,7 +113,7 @@ class World:
         return result
 
     def broadcast(self, value: Tensor) -> Tensor:
-        """Return the main rank's `value`; on the others it gives shape, dtype and device, and is overwritten. A collective."""
+        """Return the main rank's `value`; on other ranks `value` gives shape, dtype and device, and is overwritten. A collective."""
         if self.world_size == 1:
             return value
         held = value.contiguous()
@@ -126,7 +126,7 @@ class World:
 
 
 def here() -> World:
-    """Return this process among its peers, by the process group that it joined; alone without one."""
+    """Return the world of this process, from the process group that it joined; a single process without one."""
     is_joined = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
     return World(device=torch.device("cpu"), rank=rank, world_size=world_size)
@@ -161,10 +161,10 @@ def _bytes(data: Tensor) -> bytes:
 
 
 def asked_world_size() -> int | None:
-    """Return the processes of the run that the environment asks for (WORLD_SIZE), None where it does not.
+    """Return the number of processes in the environment (WORLD_SIZE); None if it is not set.
 
     Raises:
-        ConfigError: when that is no number of processes.
+        ConfigError: if it is not a number of processes.
     """
     text = ENVIRONMENT.get("WORLD_SIZE")
     if text is None:
@@ -175,10 +175,10 @@ def asked_world_size() -> int | None:
 
 
 def local_device(wanted: str, local_rank: int) -> torch.device:
-    """Return the device of a host's process `local_rank`: a CUDA device of its own, or the CPU where there is or shall be none.
+    """Return the device of a host's process `local_rank`: its own CUDA device, or the CPU if there is none or none should be used.
 
     Raises:
-        ConfigError: when the host has fewer CUDA devices than processes.
+        ConfigError: if the host has fewer CUDA devices than processes.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -193,7 +193,7 @@ def local_device(wanted: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def join_world(strategy: str, device: str = "auto") -> Iterator[World]:
-    """Join the processes that torchrun started, or run alone, on `device` (train.device); leave them at the end.
+    """Join the process group that torchrun started, or run alone, on `device` (train.device); leave the group at the end.
 
     Raises:
         ConfigError: for `strategy` "single" among several processes.

@@ -1,4 +1,4 @@
-"""Rules about the data: its needs, whether it can be reached, how much there is, and whether the splits are apart."""
+"""Rules about the data: its needs, whether it can be reached, whether it is enough, and whether the splits are disjoint."""
 
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ from nsa_train.settings.data_table import IDS, DataTable
 
 
 def check_data(findings: Preflight, config: RunConfig) -> None:
-    """Judge the data of `config` by opening them. Reads a small corpus whole, of a large one what is held out."""
+    """Check the data of `config` by opening them. Reads a small corpus whole, and only the held-out part of a large one."""
     findings.needs += needs_of(config.data)
     try:
         dataset = open_dataset(config)
@@ -60,7 +60,7 @@ def _warnings(dataset: Dataset) -> list[str]:
 
 
 def needs_of(data: DataTable) -> tuple[str, ...]:
-    """Return a line for each thing that `data` takes and that does not come with nsa-train. Opens nothing."""
+    """Return a line for each thing that `data` needs and that does not come with nsa-train. Opens nothing."""
     packages = listed(f"{name} ({_state(name)})" for name in packages_of(data))
     lines = (_corpus(data), _tokenizer(data), f"packages: {packages}" if packages else None)
     return tuple(line for line in lines if line is not None)

@@ -1,4 +1,4 @@
-"""Rules about the directory of a run: whether it is free, and whether its disk holds the checkpoints."""
+"""Rules about the directory of a run: whether it is free, and whether its disk has room for the checkpoints."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ BYTES_PER_PARAMETER = 12
 
 
 def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False) -> None:
-    """Judge that `out_dir` is a run's own, can be written, is no running one's, and holds no .HALT."""
+    """Check that `out_dir` belongs to this run, can be written, is not used by a running one, and holds no .HALT."""
     existing, other = nearest_existing(out_dir), _run_around(out_dir)
     if not is_utf_8(str(out_dir)):
         findings.failed.append(f"--out={str(out_dir)!r} is not UTF-8 (no record could name it); name another directory")
@@ -51,7 +51,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path` where it is there, else the nearest directory above that is."""
+    """Return `path` if it exists, else the nearest existing directory above it."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
@@ -62,7 +62,7 @@ def _is_untouched(paths: RunDirectory) -> bool:
 
 
 def _run_around(out_dir: Path) -> Path | None:
-    """Return the run's directory that `out_dir` lies inside, None where it lies in none."""
+    """Return the run's directory that `out_dir` lies inside, None if it lies in none."""
     for parent in out_dir.absolute().parents:
         if RunDirectory(parent).config.is_file() and RunDirectory(parent).heartbeat.is_file():
             return parent
@@ -70,9 +70,9 @@ def _run_around(out_dir: Path) -> Path | None:
 
 
 def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters: int) -> None:
-    """Judge that the disk of `out_dir` holds the checkpoints that are kept, and one more while it is written.
+    """Check that the disk of `out_dir` has room for the checkpoints that are kept, and for one more while it is written.
 
-    Those of this run that lie there already take room that is theirs, or that the run gets back.
+    Existing checkpoints of this run count as room: they are kept, or the run frees their space.
     """
     root = RunDirectory(out_dir).checkpoints
     folder, folders = nearest_existing(root), step_folders(root)
@@ -100,7 +100,7 @@ def check_disk(findings: Preflight, config: RunConfig, out_dir: Path, parameters
 
 
 def kept_checkpoints(config: RunConfig, held: tuple[int, ...] = ()) -> int:
-    """Return how many checkpoints there are at the end of a run that finds those of the steps `held`, and goes on from one of them."""
+    """Return how many checkpoints exist at the end of a run that finds those of the steps `held`, and resumes from one of them."""
     train = config.train
     # those of a branch that was left go with keep_last, others stay
     staying = [step for step in held if not train.keep_last or step <= train.steps]
@@ -124,6 +124,6 @@ def _bytes_below(folder: Path) -> int:
 
 
 def in_units(size_bytes: int) -> str:
-    """Return `size_bytes` with two decimals in GiB, below one in MiB, and below one of those in KiB."""
+    """Return `size_bytes` as text with two decimals: in GiB, below 1 GiB in MiB, below 1 MiB in KiB."""
     power, unit = next(((power, unit) for power, unit in ((30, "GiB"), (20, "MiB")) if size_bytes >= 2**power), (10, "KiB"))
     return f"{size_bytes / 2**power:,.2f} {unit}"

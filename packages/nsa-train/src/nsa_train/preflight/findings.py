@@ -10,20 +10,20 @@ from nsa_train.errors import ConfigError
 
 @mutable
 class Preflight:
-    """One line per rule; a warning is no failure."""
+    """Findings with one line per rule; a warning is not a failure."""
 
     passed: list[str] = field(factory=list)
     warned: list[str] = field(factory=list)
     failed: list[str] = field(factory=list)
     needs: list[str] = field(factory=list)
-    """The needs of the run: GPUs, memory, disk; of use where they are missing."""
+    """The needs of the run: GPUs, memory, disk; they help if something is missing."""
     routes: dict[str, str] = field(factory=dict)
     """Operation -> the backend that serves it in training."""
     memory_gib: float = 0.0
     """The estimated peak memory of a process."""
 
     def lines(self) -> Iterator[str]:
-        """Give each line of every finding after its mark `ok`, `needs`, `warn` or `FAIL`, failures last."""
+        """Return each line of every finding with its mark `ok`, `needs`, `warn` or `FAIL` before it, failures last."""
         for mark, found in (("ok", self.passed), ("needs", self.needs), ("warn", self.warned), ("FAIL", self.failed)):
             for line in "\n".join(found).splitlines():
                 yield f"{mark:5} {line}"
@@ -34,10 +34,10 @@ class Preflight:
         return {**{name: getattr(self, name) for name in names}, "memory_estimate_gib": round(self.memory_gib, 3)}
 
     def require(self) -> None:
-        """Let a run pass that may start.
+        """Check that the run may start.
 
         Raises:
-            ConfigError: with every failed rule, where there is one.
+            ConfigError: with every failed rule, if there is one.
         """
         if self.failed:
             raise ConfigError.of(self.failed)

@@ -1,4 +1,4 @@
-"""All rules in their order; this file also holds those about the schedule, and about the weights that a run begins with."""
+"""All rules in their order. This file also holds the rules about the schedule, and about a run's initial weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ LONG_STEPS = 5000
 """Steps from which a run is long: it must save, and on a GPU compute in bf16."""
 TOY_PARAMETERS = 1_000_000
 ALIGNED = 8
-"""Elements to which tensor cores want the widths of 16-bit products."""
+"""Widths of 16-bit products should be multiples of this for tensor cores."""
 
 
 def run_preflight(
@@ -32,10 +32,10 @@ def run_preflight(
     machine: Machine | None = None,
     world_sizes: Sequence[int] | None = None,
 ) -> Preflight:
-    """Return the findings on running `config` into `out_dir`. Writes nothing, touches no GPU's memory.
+    """Return the findings about a run of `config` into `out_dir`. Writes nothing, and uses no GPU memory.
 
-    `resuming`: the directory holds the run that goes on. `machine`: judged in place of the one at hand. `world_sizes`: how
-    many processes the run may have on all hosts together; by default those of one host.
+    `resuming`: the directory holds the run that is resumed. `machine`: checked in place of this machine. `world_sizes`: the
+    numbers of processes that the run may have on all hosts together; by default those of one host.
     """
     findings, where = Preflight(), machine or target_machine(config)
     sizes = world_sizes or [processes_of(config, where)]
@@ -61,7 +61,7 @@ def run_preflight(
 
 
 def check_init_from(findings: Preflight, config: RunConfig, *, resuming: bool) -> None:
-    """Judge that `train.init_from` names whole weights that fit; a run that is resumed does not read them."""
+    """Check that `train.init_from` names complete weights that fit; a resumed run does not read them."""
     if config.train.init_from is None or resuming:
         return
     try:
@@ -75,7 +75,7 @@ def check_init_from(findings: Preflight, config: RunConfig, *, resuming: bool) -
 
 
 def check_selection_teacher(findings: Preflight, config: RunConfig) -> int:
-    """Judge that `train.selection_teacher` names a model that can teach this one; return its parameters, 0 without one."""
+    """Check that `train.selection_teacher` names a model that can teach this one; return its number of parameters, 0 without one."""
     if config.train.selection_teacher is None:
         return 0
     try:
@@ -94,7 +94,7 @@ def check_selection_teacher(findings: Preflight, config: RunConfig) -> int:
 
 
 def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, parameters: int, world_sizes: Sequence[int]) -> None:
-    """Judge steps, checkpoints, precision and divisibility of a run of a model of `parameters`, in each of `world_sizes` processes."""
+    """Check steps, checkpoints, precision and divisibility of a run of a model with `parameters`, for each number of processes in `world_sizes`."""
     failures = [*_long_run(config, machine), *unequal_shares(config, world_sizes)]
     findings.failed += failures
     findings.warned += _warnings(config, machine, parameters)
@@ -107,7 +107,7 @@ def check_schedule(findings: Preflight, config: RunConfig, machine: Machine, par
 
 
 def unequal_shares(config: RunConfig, world_sizes: Sequence[int]) -> list[str]:
-    """Return the problems of sharing a micro-batch among each of `world_sizes` processes, of all hosts together."""
+    """Return the problems of dividing a micro-batch among each of `world_sizes` processes, of all hosts together."""
     train = config.train
     if train.strategy == "single" and max(world_sizes) > 1:
         return [

@@ -1,4 +1,4 @@
-"""Rules about the machine: its devices, who serves each operation on them, and whether the run fits in memory."""
+"""Rules about the machine: its devices, the backends of each operation, and whether the run fits in memory."""
 
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 def check_machine(findings: Preflight, config: RunConfig, machine: Machine, memory: MemoryEstimate, *, is_asked_for: bool) -> None:
-    """Judge that the devices that the recipe wants are there; with `is_asked_for` the machine is only described, and is."""
+    """Check that the devices of the recipe exist; with `is_asked_for` the machine is only described, and counts as present."""
     train, wanted = config.train, processes_of(config, machine)
     if machine.device_type == "cuda" or train.device == "cuda":
         findings.needs.append(
@@ -61,7 +61,7 @@ def check_machine(findings: Preflight, config: RunConfig, machine: Machine, memo
 
 
 def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> None:
-    """Judge that a backend serves every operation of the run on `machine`; a named one must serve all of its uses."""
+    """Check that a backend serves every operation of the run on `machine`; a named backend must serve all uses of its operation."""
     uses = uses_of_run(config, machine)
     refused = refused_backends(config, uses)
     findings.failed += refused.values()
@@ -83,7 +83,7 @@ def check_routes(findings: Preflight, config: RunConfig, machine: Machine) -> No
 
 
 def check_memory(findings: Preflight, machine: Machine, estimate: MemoryEstimate, fixes: MemoryFixes) -> None:
-    """Judge that the estimated peak fits in the machine's memory."""
+    """Check that the estimated peak fits in the machine's memory."""
     there = machine.memory_gib
     if there is None:
         findings.passed.append(f"memory: about {estimate} (how much there is, is not known)")

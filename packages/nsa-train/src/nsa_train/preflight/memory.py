@@ -1,4 +1,4 @@
-"""How much memory a run takes at its peak, about, and the fixes of a run that does not fit: the cheapest change that is enough."""
+"""Estimate the peak memory of a run, and find a fix for a run that does not fit: the cheapest change that is enough."""
 
 import itertools
 import math
@@ -14,17 +14,17 @@ from nsa_train.settings.rules import MOST_ACCUMULATED
 
 GIB = 2**30
 STATE_BYTES = 16
-"""Per parameter: weight, gradient and Adam's two moments, float32."""
+"""Bytes per parameter: weight, gradient and Adam's two moments, float32."""
 FROZEN_BYTES = 4
-"""Per parameter of train.selection_teacher: the weight, float32; autocast's copies of frozen weights last for one product."""
+"""Bytes per parameter of train.selection_teacher: the weight, float32; autocast's copies of frozen weights last for one product."""
 CAST_BYTES = 2
-"""Per parameter: autocast's 16-bit copy."""
+"""Bytes per parameter: autocast's 16-bit copy."""
 LOGIT_BYTES = 12
-"""Per token and id: 16-bit logits, their float32 copy, its gradient, and room for the softmax."""
+"""Bytes per token and id: 16-bit logits, their float32 copy, its gradient, and room for the softmax."""
 OVERHEAD_GIB = 0.8
 """A CUDA context, its libraries and the allocator's gaps; on a CPU, Python and torch."""
 KEPT_SHARE = {"none": 1.0, "selective": 0.6, "full": 0.0}
-"""Share of a block's activations that stays, by train.activation_checkpointing; "full" keeps its input alone."""
+"""Share of a block's activations that is kept, by train.activation_checkpointing; "full" keeps only its input."""
 STATES, OF_ROWS, LIBRARIES = "weights, gradients and optimizer", ("activations", "logits"), "Python, torch and its libraries"
 TEACHER = "the selection teacher"
 """The names of the parts, for messages; two of them grow with the rows."""
@@ -33,7 +33,7 @@ RECOMPUTED = tuple(KEPT_SHARE)
 CHUNK = 4096
 """Tokens to which train.loss_chunk is lowered."""
 MOST_PROCESSES = 2**12
-"""Up to which more of them are thought of."""
+"""Maximum number of processes that a fix suggests."""
 
 
 @frozen(kw_only=True)
@@ -65,7 +65,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig, parameters: int, processes: int, *, frozen: int = 0) -> MemoryEstimate:
-    """Return the estimated peak of one of the `processes` of `config`, whose model has so many `parameters`, its teacher `frozen` ones."""
+    """Return the estimated peak of one of the `processes` of `config`, whose model has `parameters` weights and whose teacher has `frozen`."""
     train = config.train
     state = STATE_BYTES + (0 if train.precision == "fp32" else CAST_BYTES)
     shards = processes if train.strategy == "fsdp" else 1
@@ -105,21 +105,21 @@ def _bytes_of_block(config: RunConfig, layer: Layer) -> int:
 
 @frozen(kw_only=True)
 class MemoryFixes:
-    """The changes of a run that would make it fit."""
+    """Changes that would make a run fit."""
 
     config: RunConfig
     parameters: int
     frozen: int = 0
     """Parameters of train.selection_teacher, whole on every process."""
     world_sizes: Sequence[int]
-    """How many processes there may be; the fewest have the most to hold."""
+    """Possible numbers of processes; with the fewest, each holds the most."""
     resuming: bool
-    """Then the rows stay as they are: the run has a position in them."""
+    """True if the rows must not change, because the run has a position in them."""
 
     def offered(self, machine: Machine, *limits_gib: float) -> str:
-        """Return the cheapest change with which a process takes no more than the first of `limits_gib` that one can meet.
+        """Return the cheapest change with which a process needs no more than the first of `limits_gib` that a change can meet.
 
-        Where none can, it is said what takes the most, and what else would be another run, or another machine.
+        If no change can, the result says what needs the most memory, and which other run or machine would fit.
         """
         changes = list(self._changes())
         for limit in limits_gib:
@@ -177,13 +177,13 @@ class MemoryFixes:
             yield "a GPU with more memory"
 
     def _fitting_length(self, change: Mapping[str, Any], limit_gib: float) -> int | None:
-        """Return train.seq_len halved until the run fits; None where that does not help, or the rows must stay."""
+        """Return train.seq_len halved until the run fits; None if that does not help, or the rows must stay."""
         halved = itertools.takewhile(lambda length: length >= 2, (self.config.train.seq_len >> times for times in itertools.count(1)))
         fitting = (length for length in halved if self._estimate({**change, "seq_len": length}).total_gib <= limit_gib)
         return None if self.resuming else next(fitting, None)
 
     def _fitting_processes(self, change: Mapping[str, Any], limit_gib: float) -> int | None:
-        """Return how many processes can share the run by FSDP: those of now, doubled until it fits; None where that does not help."""
+        """Return how many processes can share the run by FSDP: those of now, doubled until it fits; None if that does not help."""
         train, processes = self.config.train, max(2, min(self.world_sizes))
         while processes <= MOST_PROCESSES:
             rows = train.batch_size if self.resuming else processes

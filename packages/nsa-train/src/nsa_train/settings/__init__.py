@@ -1,1 +1,1 @@
-"""The tables of a recipe: the keys of a run, and how they are read and checked. Imports no torch."""
+"""The tables of a recipe: the keys of a run, with the code that reads and checks them. Imports no torch."""

@@ -1,7 +1,7 @@
 """The four tables of a run: `model`, `nsa`, `data`, `train`. Frozen, validated when built.
 
 Every key that a recipe may hold is a field below, and every field is read somewhere; an unknown key is refused with the
-nearest known one. The values of `nsa` are judged by `nsa_core.NSAConfig`, which `nsa_config` builds.
+nearest known one. `nsa_core.NSAConfig`, which `nsa_config` builds, checks the values of `nsa`.
 """
 
 import difflib
@@ -37,7 +37,7 @@ from nsa_train.settings.structuring import uncasting_converter
 ATTENTIONS = ("nsa", "dense")
 LAYER_SIZES = tuple(item.name for item in fields(BlockGeometry))
 LAYER_KEYS = ("branches", *LAYER_SIZES)
-"""Keys of table `nsa` that a layer may have of its own."""
+"""Keys of table `nsa` that a layer may override."""
 
 
 def _tuple_of_list(value: Any) -> Any:
@@ -75,15 +75,15 @@ class ModelTable(Table):
     """A pattern of layers, repeated until there are n_layers. Each is "nsa", "dense", or a table of `attention` ("nsa" where it
     is left out), `branches` and sizes of blocks that this layer has of its own. Empty: all layers have `attention`."""
     vocab_size: int = integer(at_least=0, at_most=2**24, example=50304, default=0)
-    """Rows of the embedding; 0: as many as the tokenizer has ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
+    """Rows of the embedding; 0: the number of the tokenizer's ids. A multiple of 64 suits a GPU: 50,304 for GPT-2's 50,257."""
     intermediate_size: int = integer(at_least=0, at_most=2**20, example=1024, default=0)
     """Width of the MLP; 0: 8/3 `dim`, rounded up to 64."""
     tie_embeddings: bool = flag(default=True)
-    """The output layer shares the token embedding; else it has a weight of its own."""
+    """The output layer shares the token embedding; else it has its own weight."""
     norm_eps: float | None = optional_number(at_least=1e-12, at_most=1, example=1e-6)
     """Added to the mean square in RMSNorm; left out: the machine epsilon of the norm's input."""
     max_position: int = integer(at_least=0, at_most=2**31 - 1, example=4096, default=0)
-    """The longest sequence that the model is meant for, which an export states; 0: `train.seq_len`. No row may be longer."""
+    """The longest sequence that the model is meant for; an export records it, and no row may be longer; 0: `train.seq_len`."""
 
     def broken_pairs(self) -> list[str]:
         """Return the problems of n_heads / n_kv_heads and head_dim_qk."""
@@ -198,7 +198,7 @@ class NSATable(Table):
     gate_hidden_size: int = _as_in_core("gate_hidden_size", at_most=65_536)
     gate_temperature: float = _as_in_core("gate_temperature", at_least=1e-6, at_most=10**6)
     rope_theta: float = _as_in_core("rope_theta", at_least=1, at_most=10**12)
-    """Read by the dense twin too. Below 1 the pairs would turn faster and faster, beyond what float32 can tell apart."""
+    """The dense twin reads it too. Below 1 the pairs would rotate ever faster, beyond the resolution of float32."""
     rope_scaling: Any = None
     """None or a table such as {kind = "linear", factor = 2.0}; read by the dense twin too."""
     compressed_rope: str = _DEFAULTS["compressed_rope"]
@@ -206,7 +206,7 @@ class NSATable(Table):
     backends: Any = field(factory=dict)
     """Operation -> backend name; absent operations are routed by "auto"."""
     kv: str = _DEFAULTS["kv"]
-    """"shared": one K and V for all branches, under the names of the dense twin's; the twin has one as it is."""
+    """"shared": one K and V for all branches, under the names of the dense twin, which always has one K and V."""
     qk_norm: bool = flag(default=_DEFAULTS["qk_norm"])
     """RMSNorm of every head of q and k before RoPE; the dense twin has it too."""
     qk_norm_eps: float = _as_in_core("qk_norm_eps", at_least=1e-12, at_most=1)
@@ -228,7 +228,7 @@ class NSATable(Table):
 
 @frozen(kw_only=True)
 class TrainTable(Table):
-    """How long, how fast, how exactly. A step is an optimizer step."""
+    """Length, speed and precision of training. A step is an optimizer step."""
 
     table = "train"
     steps: int = integer(at_least=1, at_most=MOST_STEPS, example=600)
@@ -242,17 +242,17 @@ class TrainTable(Table):
     """Peak learning rate; the cosine ends at a tenth of it."""
     warmup_steps: int = integer(at_least=0, at_most=MOST_STEPS, example=20, default=0)
     weight_decay: float = number(at_least=1e-12, at_most=100, example=0.1, default=0.1, or_zero=True)
-    """On matrices only: never on norms, biases, embeddings."""
+    """Weight decay, on matrices only: never on norms, biases, embeddings."""
     grad_clip: float = number(at_least=1e-9, at_most=10**9, example=1.0, default=1.0, or_inf=True)
     """Largest global gradient norm; inf: no clipping."""
     log_every: int = integer(at_least=1, at_most=MOST_STEPS, example=10, default=10)
     eval_every: int = integer(at_least=1, at_most=MOST_STEPS, example=100, default=100)
     eval_batches: int = integer(at_least=1, at_most=100_000, example=16, default=16)
-    """Most validation batches of one evaluation, of batch_size rows; synthetic ids have one."""
+    """Maximum of validation batches in one evaluation, of batch_size rows each; synthetic ids have one."""
     save_every: int = integer(at_least=0, at_most=MOST_STEPS, example=500, default=0)
-    """0: only the end is saved, and what a signal or .HALT stops."""
+    """Steps between saves; 0: save only at the end, and when a signal or .HALT stops the run."""
     keep_last: int = integer(at_least=0, at_most=MOST_STEPS, example=3, default=0)
-    """Checkpoints kept, the newest; 0: all."""
+    """Number of newest checkpoints to keep; 0: all."""
     async_save: bool = flag(default=False)
     """Write checkpoints in the background; a save then waits only for the copy to host memory."""
     samples: bool = flag(default=True)
@@ -270,23 +270,23 @@ class TrainTable(Table):
     precision: str = one_of("fp32", "bf16", "fp16", default="fp32")
     """"bf16", "fp16": autocast; the weights stay float32. fp16 scales its loss."""
     activation_checkpointing: str = one_of("none", "full", "selective", default="none")
-    """"full": each block is recomputed in the backward pass; "selective": all of it but products and attention."""
+    """"full" recomputes each block in the backward pass; "selective" recomputes everything in it except products and attention."""
     loss_chunk: int = integer(at_least=0, at_most=2**31 - 1, example=4096, default=0)
     """Tokens whose logits exist at a time; 0: all of a micro-batch at once."""
     device: str = one_of("auto", "cpu", "cuda", default="auto")
-    """"auto": a GPU where there is one. "cuda": nothing else will do; preflight says what is missing."""
+    """"auto": a GPU if there is one. "cuda": only a GPU; preflight says what is missing."""
     compile: bool = flag(default=False)
     """Compile each block and the loss."""
     strategy: str = one_of("single", "ddp", "fsdp", default="single")
-    """How several processes share the work; batch_size is that of all of them together."""
+    """The strategy by which several processes share the work; batch_size is that of all of them together."""
     nproc_per_node: int = integer(at_least=0, at_most=1024, example=2, default=0)
     """Processes of a host with ddp and fsdp; 0: one per GPU, or one on a host without."""
     deterministic: bool = flag(default=False)
     """Refuse operations that may differ from run to run."""
     max_skips: int = integer(at_least=0, at_most=100, example=5, default=5)
-    """Steps of the last 100 that may be skipped for numbers that are not finite, or for spikes; one more ends the run, code 4."""
+    """How many of the last 100 steps may be skipped because of numbers that are not finite, or spikes; one more ends the run, code 4."""
     skip_loss_spikes: bool = flag(default=False)
-    """Skip a step whose loss lies 6 standard deviations above the mean of the 128 before it."""
+    """Skip a step whose loss is 6 standard deviations above the mean of the 128 before it."""
     early_stop_patience: int = integer(at_least=0, at_most=MOST_STEPS, example=5, default=0)
     """Evaluations in a row without a better validation loss after which the run ends; 0: never."""
     profile: str = one_of("none", "nvtx", "branches", default="none")
@@ -321,12 +321,12 @@ class Layer(NamedTuple):
     attention: str
     """"nsa" or "dense"."""
     config: NSAConfig
-    """With the layer's own branches and sizes; dense attention reads heads and RoPE of it."""
+    """The layer's configuration, with its own branches and sizes; dense attention reads its heads and RoPE."""
 
 
 @frozen(kw_only=True)
 class RunConfig:
-    """Everything that a run depends on besides code and machine."""
+    """Everything on which a run depends, except code and machine."""
 
     model: ModelTable
     nsa: NSATable = field(factory=NSATable)
@@ -349,12 +349,12 @@ class RunConfig:
             )
 
     def pattern(self, attention: str | None = None) -> tuple[Layer, ...]:
-        """Return the layers that are repeated until there are `model.n_layers`, those of the twin with `attention` if it is given.
+        """Return the layers that are repeated until there are `model.n_layers`; with `attention`, those of that twin.
 
         Imports no torch.
 
         Raises:
-            ConfigError: when core refuses a value of table `nsa`, or of a layer.
+            ConfigError: if core refuses a value of table `nsa`, or of a layer.
         """
         alike = self.nsa_config()
         attention = attention or self.model.attention
@@ -363,10 +363,10 @@ class RunConfig:
         return tuple(self._layer(index, layer) for index, layer in enumerate(self.model.layers))
 
     def nsa_config(self) -> NSAConfig:
-        """Return the attention layer's configuration, that of a layer without values of its own. Imports no torch.
+        """Return the configuration of an attention layer without its own values. Imports no torch.
 
         Raises:
-            ConfigError: when core refuses a value of table `nsa`.
+            ConfigError: if core refuses a value of table `nsa`.
         """
         return self._nsa_config(self.nsa)
 
@@ -422,7 +422,7 @@ TABLES: dict[str, type] = {"model": ModelTable, "nsa": NSATable, "data": DataTab
 
 
 def structure(tables: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration that nested `tables` describe. Imports no torch: table `nsa` is judged by `nsa_config`.
+    """Return the configuration that nested `tables` describe. Imports no torch: `nsa_config` checks table `nsa`.
 
     Raises:
         ConfigError: one line for every unknown key, missing key and value that breaks a rule.
@@ -441,7 +441,7 @@ def structure(tables: Mapping[str, Any]) -> RunConfig:
 
 
 def unstructure(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return `config` as nested tables, keys without a value left out; `structure` reads it back equal."""
+    """Return `config` as nested tables, without keys that have no value; `structure` reads it back equal."""
     tables: dict[str, dict[str, Any]] = uncasting_converter(forbid_extra_keys=True).unstructure(config)
     return {name: {key: value for key, value in table.items() if value is not None} for name, table in tables.items()}
 
@@ -473,16 +473,16 @@ def _unknown_key(name: str, owner: type) -> str:
 
 
 def keys_like(name: str) -> list[str]:
-    """Return the keys `table.key` whose key is `name`, else those whose key is most like it; empty where none is like it."""
+    """Return the keys `table.key` whose key is `name`, else those whose key is most like it; empty if none is like it."""
     keys = [(table, item.name) for table, kind in TABLES.items() for item in fields(kind)]
     near = [name] if any(key == name for _, key in keys) else difflib.get_close_matches(name, [key for _, key in keys], n=1)
     return [f"{table}.{key}" for table, key in keys if key in near]
 
 
 def refusal(problems: Sequence[str], key: str, value: object, own: object) -> tuple[str, str]:
-    """Return the line of `problems` on `value` of `key`, and the same line with the recipe's `own` value as the advice.
+    """Return the line of `problems` about `value` of `key`, and the same line with the recipe's `own` value as the advice.
 
-    Without an own value, the key's default is the advice. Both lines are empty where `value` breaks no rule of this key alone.
+    Without an own value, the advice is the key's default. Both lines are empty if `value` breaks no rule of this key alone.
     """
     table, _, name = key.partition(".")
     attribute = next((item for item in fields(TABLES[table]) if item.name == name), None) if table in TABLES else None

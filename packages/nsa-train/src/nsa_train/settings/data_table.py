@@ -1,4 +1,4 @@
-"""Table `data` of a recipe: what is read, and in which order. Imports no torch."""
+"""Table `data` of a recipe: the corpus, and the order in which it is read. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,23 +28,23 @@ class DataTable(Table):
     mix: Any = field(factory=dict)
     """With "mix": file or glob -> weight; .jsonl and .parquet by their suffix, anything else is text."""
     subset: str | None = optional_text(example="'sample-10BT'")
-    """With "fineweb_edu": the configuration on the hub; "sample-10BT" where none is named."""
+    """With "fineweb_edu": the configuration on the hub; "sample-10BT" if none is named."""
     tokenizer: str = one_of("byte", "gpt2", default="byte")
     tokenizer_path: str | None = optional_text(example="'tokenizer.json'")
-    """With "gpt2": a local tokenizer.json, or vocab.bpe beside encoder.json; without one, tiktoken's cache or download."""
+    """With "gpt2": a local tokenizer.json, or vocab.bpe and encoder.json in one folder; without one, tiktoken's cache or download."""
     packing: bool = flag(default=True)
     """false: a document, or a piece of one, per row, in batches of similar length; for a corpus in memory."""
     on_bad_record: str = one_of("fail", "skip", default="fail")
-    """"fail" names file and line of a record that cannot be read; "skip" counts it, once however often it is met."""
+    """"fail" names file and line of a record that cannot be read; "skip" counts the record once, however often it is read."""
     workers: int = integer(at_least=0, at_most=256, example=2, default=1)
-    """Threads that read, tokenize and pack; 0: the trainer's own. Batches are the same with any number."""
+    """Threads that read, tokenize and pack; 0: the trainer's own thread. Batches are the same with any number."""
     prefetch: int = integer(at_least=1, at_most=1024, example=4, default=4)
-    """Batches made ready ahead of the trainer by each worker."""
+    """Batches that each worker prepares ahead of the trainer."""
     shuffle_seed: int = integer(at_least=0, at_most=MOST_SEED, example=0, default=0)
     timeout_s: float = number(at_least=LEAST_SECONDS, at_most=MOST_SECONDS, example=120, default=300)
     """Longest wait for a batch; then the run ends and names the shard that was being read."""
     in_memory_mib: float = number(at_least=1e-6, at_most=2**24, example=64, default=64, or_zero=True)
-    """Local files of at most this size are read whole, and their rows are shuffled; of larger ones, blocks of documents are."""
+    """Local files of at most this size are read whole, and their rows are shuffled; for larger files, blocks of documents are shuffled."""
     needle_pairs: int = integer(at_least=1, at_most=2**20, example=8, default=8)
     """With "needle": key-value pairs in the haystack of each row."""
     needle_queries: int = integer(at_least=1, at_most=2**20, example=8, default=8)
@@ -54,7 +54,7 @@ class DataTable(Table):
     needle_tokens: int = integer(at_least=1, at_most=16, example=2, default=1)
     """With "needle": ids of a key, and of a value."""
     progress_every: int = integer(at_least=0, at_most=MOST_STEPS, example=1000, default=0)
-    """Print a line after every so many documents; 0: none."""
+    """Print a line after this number of documents; 0: none."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class DataTable(Table):
 
     @property
     def missing_path(self) -> str:
-        """The message where the files are still to be named: the recipe can be judged, and not run; empty where they are."""
+        """The message if the files are not named yet, so that the recipe can be checked but not run; empty if they are named."""
         return self._no_file() if self.source in FILE_SOURCES and self.path is None else ""
 
     def broken_pairs(self) -> list[str]:

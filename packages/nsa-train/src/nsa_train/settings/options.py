@@ -1,4 +1,4 @@
-"""Rules that options of the command line obey that are no keys of a recipe. Imports no torch."""
+"""Rules of command-line options that are not keys of a recipe. Imports no torch."""
 
 import os
 import re
@@ -11,21 +11,21 @@ from nsa_train.files import MOST_JSON, read_regular
 from nsa_train.settings.rules import LEAST_SECONDS, MOST_SECONDS, MOST_SEED, is_number, is_utf_8
 
 MOST_SAMPLED = 100_000
-"""Tokens of one sample: each takes a step of the model, and the cache is made for all."""
+"""Maximum tokens of one sample: each takes a step of the model, and the cache has room for all."""
 COLDEST, HOTTEST = 1e-3, 1e3
-"""Temperatures but 0; beyond them the draw is the likeliest token, or uniform."""
+"""Bounds of temperatures other than 0; beyond them the draw is the most likely token, or uniform."""
 NEWEST, AUTO = -1, -2
-"""Values of the step to resume from. NEWEST: the newest whole checkpoint. AUTO: the same where a run is there, else a new run."""
+"""Values of the step to resume from. NEWEST: the newest whole checkpoint. AUTO: the same if there is a run, else a new run."""
 STANDARD_INPUT = "-"
 LONGEST_BELOW = 128
 """Bytes of the longest path below a run's directory, rounded up."""
 
 
 def resume_step(text: str) -> int:
-    """Return the step that the value of `--resume` names; NEWEST where it is empty, AUTO for `auto`.
+    """Return the step that the value of `--resume` names; NEWEST if it is empty, AUTO for `auto`.
 
     Raises:
-        ConfigError: when it is anything else.
+        ConfigError: if it is anything else.
     """
     if text in ("", "auto"):
         return AUTO if text else NEWEST
@@ -38,10 +38,10 @@ def resume_step(text: str) -> int:
 
 
 def read_prompts(source: Path) -> list[str]:
-    """Return the prompts of a file, or of standard input where `source` is "-": one a line, empty lines left out.
+    """Return the prompts of a file, or of standard input if `source` is "-": one per line, without empty lines.
 
     Raises:
-        ConfigError: where it cannot be read, or holds none.
+        ConfigError: if it cannot be read, or holds none.
     """
     try:
         content = sys.stdin.buffer.read(MOST_JSON + 1) if str(source) == STANDARD_INPUT else read_regular(source, MOST_JSON)
@@ -79,7 +79,7 @@ def check_text(words: Iterable[str]) -> None:
     """Check the words of a command line.
 
     Raises:
-        ConfigError: when one holds a NUL character.
+        ConfigError: if one holds a NUL character.
     """
     for word in words:
         if "\0" in word:
@@ -91,7 +91,7 @@ def _shortened(text: str) -> str:
 
 
 def check_seconds(option: str, seconds: float, *, example: float) -> None:
-    """Let a time pass that can be waited for.
+    """Check that a time is a valid wait.
 
     Raises:
         ConfigError: naming `option`.
@@ -110,10 +110,10 @@ def check_sampling(
     stops: Iterable[str] = (),
     file: Path | None = None,
 ) -> None:
-    """Let the options of `nsa-train sample` pass: a `prompt`, or a `file` of prompts.
+    """Check the options of `nsa-train sample`: a `prompt`, or a `file` of prompts.
 
     Raises:
-        ConfigError: a line for each that breaks its rule.
+        ConfigError: with a line for each option that breaks its rule.
     """
     problems = []
     if (prompt is None) == (file is None):
@@ -143,7 +143,7 @@ def check_sampling(
 
 
 def check_explored(inputs: Mapping[str, Path | None], outputs: Mapping[str, Path | None], *, tokens: int | None) -> None:
-    """Let the options of `nsa-train explore` pass; nothing is written over an input, nor one output over another.
+    """Check the options of `nsa-train explore`; no output may overwrite an input or another output.
 
     Args:
         inputs: argument to the path that is read; None: left out.

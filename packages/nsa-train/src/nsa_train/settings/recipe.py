@@ -1,4 +1,4 @@
-"""From a recipe's name or path and `--set` overrides to a `RunConfig`, and back to TOML text."""
+"""Load a `RunConfig` from a recipe's name or path and `--set` overrides, and write it as TOML text."""
 
 import copy
 import difflib
@@ -17,7 +17,7 @@ from nsa_train.settings.rules import is_utf_8
 from nsa_train.settings.structuring import short
 
 MOST_PARTS = 8
-"""Most parts in the key of a --set; the longest key of a recipe has three."""
+"""Maximum parts in the key of a --set; the longest key of a recipe has three."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -30,7 +30,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` (a shipped name or a TOML path) with `overrides` (`table.key=value`).
 
     Raises:
-        ConfigError: one line per problem. The size of the vocabulary is judged by `model.decoder.vocab_size_of`, which needs torch.
+        ConfigError: with one line per problem. `model.decoder.vocab_size_of`, which needs torch, checks the size of the vocabulary.
     """
     tables = read_toml(find_recipe(recipe))
     own = copy.deepcopy(tables)
@@ -52,7 +52,7 @@ def find_recipe(recipe: str) -> Path:
     """Return the path of a shipped recipe or of a TOML file.
 
     Raises:
-        ConfigError: when there is no such recipe or file.
+        ConfigError: if there is no such recipe or file.
     """
     shipped, path = shipped_recipes(), Path(recipe)
     if recipe in shipped:
@@ -70,7 +70,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of the TOML file `path`.
 
     Raises:
-        ConfigError: when it cannot be read as UTF-8 TOML; the message names path and line.
+        ConfigError: if it cannot be read as UTF-8 TOML; the message names path and line.
     """
     try:
         return parse_toml(read_regular(path, MOST_RECIPE))
@@ -83,7 +83,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     """Return the tables of a UTF-8 TOML text.
 
     Raises:
-        ValueError: when it is not TOML, or nests keys or values more than 8 deep.
+        ValueError: if it is not TOML, or nests keys or values more than 8 deep.
     """
     from nsa_core.serialization import toml_tables
 
@@ -92,7 +92,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def settled(overrides: Sequence[str], *, say: Callable[[str], None]) -> list[str]:
-    """Return `overrides` with the last one of each key; where there were several, that is said."""
+    """Return `overrides` with only the last one of each key; report keys with several."""
     last: dict[str, str] = {}
     counts = Counter(map(_key_of, overrides))
     for override in overrides:
@@ -109,7 +109,7 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
     """Put `table.key=value` into `tables`; the value is TOML, and a bare word is a string.
 
     Raises:
-        ConfigError: when it does not have that form, is not UTF-8, or is more than a recipe holds.
+        ConfigError: if it does not have that form, is not UTF-8, or is more than a recipe holds.
     """
     if not is_utf_8(override):
         raise ConfigError(f"--set {short(override)} is not UTF-8 (config.toml could not hold it); rename the file, or use a glob")
@@ -133,10 +133,10 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """Return the TOML value that `text` spells, or `text` itself where it spells none.
+    """Return the TOML value in `text`, or `text` itself if it is not TOML.
 
     Raises:
-        ValueError: when it is a list or table that nests more than 8 deep.
+        ValueError: if it is a list or table that nests more than 8 deep.
     """
     try:
         parsed = parse_toml(f"value = {text}".encode())

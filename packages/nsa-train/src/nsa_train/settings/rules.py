@@ -1,4 +1,4 @@
-"""Rules that the keys of a recipe's tables obey, as data: a test, its noun phrase for messages, a value that passes."""
+"""Rules of the keys of a recipe's tables, as data: a test, its noun phrase for messages, a value that passes."""
 
 import difflib
 import math
@@ -29,7 +29,7 @@ class Rule:
         )
 
     def refusal(self, key: str, value: object, *, instead: object = None) -> str:
-        """Return the message that refuses `value` of `key`; it advises `instead`, or the example where that is not valid."""
+        """Return the message that refuses `value` of `key`; it suggests `instead`, or the example if `instead` is not valid."""
         return f"{key}={value!r} is not {self.text}; use {self.suggestion(value, instead=instead)}"
 
 
@@ -40,19 +40,19 @@ class Choice(Rule):
     names: tuple[str, ...] = ()
 
     def suggestion(self, value: object, *, instead: object = None) -> str:
-        """Return the name most like `value`, quoted; where none is like it, `instead` or the example."""
+        """Return the name that is most similar to `value`, quoted; if none is similar, `instead` or the example."""
         near = difflib.get_close_matches(str(value).lower(), self.names, n=1)
         return repr(near[0]) if near else super().suggestion(value, instead=instead)
 
 
 MOST_STEPS = 10**9
-"""Most steps, and most of anything that is counted in steps."""
+"""Maximum number of steps, and of everything that is counted in steps."""
 MOST_ROWS = 2**16
-"""Most rows of one micro-batch, on all processes together."""
+"""Maximum rows of one micro-batch, on all processes together."""
 MOST_ACCUMULATED = 2**16
-"""Micro-batches of a step."""
+"""Maximum micro-batches of a step."""
 MOST_SEED = 2**63 - 1
-"""The largest seed that every generator takes, and TOML holds."""
+"""The largest seed that every generator and TOML support."""
 LEAST_SECONDS, MOST_SECONDS = 1e-3, 24 * 3600
 """Bounds of a wait."""
 
@@ -85,7 +85,7 @@ def number(
 
 
 def limited(default: float, *, at_most: float, at_least: float = -math.inf) -> Any:
-    """Return a field of a key that nsa-core judges: a number beyond these bounds is refused here, all else there."""
+    """Return a field of a key that nsa-core checks: a number beyond these bounds is refused here, everything else there."""
 
     def holds(value: Any) -> bool:
         return not isinstance(value, int | float) or not (value < at_least or value > at_most)
@@ -130,7 +130,7 @@ def is_utf_8(text: str) -> bool:
 
 
 def undivided_rows(rows: int, world_sizes: Sequence[int], *, key: str = "") -> list[str]:
-    """Return the problems of sharing the `rows` of a micro-batch among each of `world_sizes` processes, which `key` asks for."""
+    """Return the problems of dividing the `rows` of a micro-batch among each of `world_sizes` processes, which `key` sets."""
     unequal = [size for size in world_sizes if rows % size]
     if not unequal:
         return []

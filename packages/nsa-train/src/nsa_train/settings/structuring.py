@@ -1,4 +1,4 @@
-"""Compares tables that were read as JSON with the attrs classes that describe them, and lists every problem with its path."""
+"""Compare tables that were read as JSON with the attrs classes that describe them, and list every problem with its path."""
 
 import re
 import reprlib
@@ -13,11 +13,11 @@ from cattrs.gen import make_dict_structure_fn, override
 from nsa_train.settings.rules import Rule, integer, is_number
 
 SHOWN = 80
-"""Most characters of a value, or of an unknown key, in a message."""
+"""Maximum characters of a value, or of an unknown key, in a message."""
 LISTED = 5
-"""Most problems in a message; the others are counted."""
+"""Maximum problems in a message; the others are counted."""
 MOST_LEVELS = 8
-"""Most tables and lists inside one another where a file may hold any values."""
+"""Maximum nesting of tables and lists where a file may hold any values."""
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring = 2, SHOWN
 
@@ -27,7 +27,7 @@ class _RefusedError(ValueError):
 
 
 def problems_of(values: object, kind: type, path: str) -> list[str]:
-    """Return the problems of `values` as a `kind`, each with its path, which begins with `path`; empty where there is none."""
+    """Return the problems of `values` as a `kind`, each with its path, which begins with `path`; empty if there is none."""
     try:
         _converter().structure(values, kind)
     except (cattrs.ClassValidationError, _RefusedError) as error:
@@ -86,7 +86,7 @@ def ruled(holds: Callable[[Any], bool], what: str) -> Any:
 
 
 def uncasting_converter(**options: Any) -> cattrs.Converter:
-    """Return a converter without silent casts: the rule of a field sees the value as it was read."""
+    """Return a converter without silent casts, so that the rule of a field checks the value as it was read."""
     converter = cattrs.Converter(**options)
     converter.register_structure_hook_func(lambda kind: not attrs.has(kind), lambda value, _: value)
     for kind in (int, float, str, bool):

@@ -1,4 +1,4 @@
-"""Rules over heartbeats: what is wrong with a run, seen from outside."""
+"""Rules over heartbeats that detect anomalies of a run from outside."""
 
 import math
 import statistics
@@ -15,37 +15,37 @@ from nsa_train.telemetry.records import seconds_between
 KINDS = STALL, ZERO_GRADIENTS, GATE_COLLAPSE, FLATLINE, RISING_FALLBACKS = (
     *("stall", "zero_gradients", "gate_collapse", "flatline", "rising_fallbacks"),
 )
-"""The words of `.anomaly_type`, the gravest first."""
+"""The words of `.anomaly_type`, the most serious first."""
 
 EMA_WEIGHT = 0.1
 """Weight of the newest step in the mean of step times."""
 STEP_EVENTS = ("step_end", "progress")
 STALL_STEPS = 10
-"""Mean steps without a sign of life that make a stall."""
+"""Silence, in mean steps, that counts as a stall."""
 STALL_PAUSES = 3
-"""Longest pauses so far, for evaluation or saving, that make one."""
+"""Silence, in longest pauses so far (for evaluation or saving), that counts as a stall."""
 LEAST_STALL_S = 5.0
-"""Least patience, and the patience with a rank whose process is gone."""
+"""Minimum patience, and the patience with a rank whose process is gone."""
 AHEAD_S = 1.0
-"""How far timestamps may lie ahead of the watcher's clock before a line reports it."""
+"""Maximum lead of timestamps over the watcher's clock that is not reported."""
 BEGUN_STALL_S = 600.0
-"""Patience with something longer than a step that says it began, the first time."""
+"""Patience after an event that announces work longer than a step."""
 BOOT_STALL_S = 1800.0
 """Patience before the first step, in which data are opened and graphs compiled."""
 RESTART_GRACE_S = 1200.0
-"""More patience with all ranks once one of them died and torchrun may start them again.
+"""Additional patience with all ranks once one of them died and torchrun may restart them.
 
-It ends the others (30 s), the hosts meet (10 minutes at most), the data are opened (`data.timeout_s`).
+Torchrun ends the others (30 s), the hosts meet (10 minutes at most), the data are opened (`data.timeout_s`).
 """
 STREAK = 3
-"""Times in a row that gates must be collapsed, or gradients zero."""
+"""Number of times in a row that gates must be collapsed, or gradients zero."""
 RECENT_S, RECENT = 300.0, 20
-"""The newest steps, whose median throughput is compared: so long a time, and so many of them at least.
+"""Time span, and minimum number, of the newest steps whose median throughput is compared.
 
-A neighbour's job, a slow disk or a clock that steps down for a minute is noise to a run of days.
+In a run of days, another job, a slow disk or a reduced clock for a minute is noise.
 """
 EARLIER = 10_000
-"""Most steps before them that they are compared with."""
+"""Maximum number of earlier steps with which they are compared."""
 FLAT_SHARE = 0.5
 """Share of the earlier median below which throughput is flat."""
 LEAST_TOKS_PER_S = 1.0
@@ -66,7 +66,7 @@ class Finding:
 
 @mutable
 class RankWatch:
-    """The state of one rank by its events; `observe` takes them in order, `findings` judges."""
+    """The state of one rank, from its events: `observe` takes them in order, `findings` returns anomalies."""
 
     rank: int
     pid: int | None = None
@@ -74,26 +74,26 @@ class RankWatch:
     pid_namespace: str | None = None
     """The namespace in which `pid` names the process; None in records without it."""
     world_size: int | None = None
-    """Ranks of its start; None where its boot did not say."""
+    """Ranks of its start; None if its boot did not say."""
     restarts_left: int = 0
-    """How often torchrun would start the ranks again after this start."""
+    """How often torchrun may restart the ranks after this start."""
     step: int = 0
     has_ended: bool = False
-    """It said so, and is not started again."""
+    """True if the rank reported its end, and is not restarted."""
     has_failed: bool = False
-    """It ended by an error that torchrun answers with a new start."""
+    """True if the rank ended with an error after which torchrun restarts it."""
     last: dict[str, Any] = field(factory=dict)
     """The last event."""
     heard_s: float = 0.0
     """When the last event was read, in seconds of watching."""
     age_s: float | None = None
-    """Age of the last event by its timestamp when watching began, below 0 where that lies ahead; None for an event that came later."""
+    """Age of the last event by its timestamp when watching began, below 0 if the timestamp is ahead; None for an event that came later."""
     lived_s: float = 0.0
     """Seconds from the first to the last event, by the run's own clock."""
     logged: dict[str, Any] = field(factory=dict)
     """The last event of a logged step."""
     stepped_s: float | None = None
-    """When the newest step ended, as `lived_s`; None after a pause, whose length is no step's."""
+    """When the newest step ended, as `lived_s`; None after a pause, which must not count as a step."""
     step_ema_s: float | None = None
     longest_pause_s: float = 0.0
     fullest: int = 0
@@ -101,15 +101,15 @@ class RankWatch:
     gate_streak: int = 0
     zero_streak: int = 0
     fallbacks: deque[float] = field(factory=lambda: deque(maxlen=2))
-    """Counted up to each of the newest two logged steps."""
+    """Counts up to each of the newest two logged steps."""
     seen_fallbacks: float | None = None
-    """Counted up to the last look, after which may lie more logged steps than two; None before the first."""
+    """Count up to the last look, after which more than two logged steps may follow; None before the first look."""
     recent: deque[tuple[float, float]] = field(factory=deque)
     """When each of the newest steps ended, as `lived_s`, and its tokens per second."""
     earlier: deque[float] = field(factory=lambda: deque(maxlen=EARLIER))
 
     def observe(self, event: dict[str, Any], *, heard_s: float = 0.0, age_s: float | None = None) -> None:
-        """Take one event of the heartbeat into account, read after `heard_s` of watching; `age_s` as in the field."""
+        """Process one event of the heartbeat, read after `heard_s` of watching; `age_s` as in the field."""
         step = event.get("step", self.step)
         elapsed_s = seconds_between(self.last, event) if self.last else 0.0
         if event.get("uptime_s") is None:
@@ -139,7 +139,7 @@ class RankWatch:
     def findings(self, now: float, *, grace_s: float = 0.0, is_gone: bool = False) -> list[Finding]:
         """Return the anomalies after `now` seconds of watching.
 
-        A stall begins `grace_s` later; sooner where the process `is_gone` and will not be started again.
+        A stall begins `grace_s` later; sooner if the process `is_gone` and will not be restarted.
         """
         if self.has_ended or not self.last:
             return []
@@ -153,23 +153,23 @@ class RankWatch:
         return [Finding(kind, self.rank, self.step, detail) for kind, detail in found.items() if detail is not None]
 
     def looked(self) -> None:
-        """Note that the findings were asked for, and what is new from now on."""
+        """Record that the findings were read, so that later ones count as new."""
         self.seen_fallbacks = self.fallbacks[-1] if self.fallbacks else self.seen_fallbacks
 
     def steadiness(self) -> float | None:
-        """Return the median throughput of the last steps over that of those before; None where there are too few."""
+        """Return the median throughput of the last steps over that of those before; None if there are too few."""
         if len(self.recent) < RECENT or len(self.earlier) < RECENT:
             return None
         return self._recent_median() / max(statistics.median(self.earlier), LEAST_TOKS_PER_S)
 
     def silence_s(self, now: float) -> float:
-        """Return how long this rank has been silent for certain: since the look, after `now` seconds of watching, that read its last event."""
+        """Return the certain silence of this rank after `now` seconds of watching: the time since the look that read its last event."""
         return now - self.heard_s
 
     def doubt(self, grace_s: float = 0.0) -> str | None:
-        """Return why the clocks leave it open whether this rank was silent before watching began; None where they do not.
+        """Return why the clocks do not show whether this rank was silent before watching began; None if they do.
 
-        They prove nothing: the run's clock and the watcher's may differ, and may be set.
+        Timestamps prove nothing: the run's clock and the watcher's may differ, and may be set.
         """
         patience = self.patience_s() + grace_s
         if self.has_ended or self.age_s is None or -AHEAD_S <= self.age_s <= patience:
@@ -181,7 +181,7 @@ class RankWatch:
         return f"rank {self.rank}: {said}; a stall counts after {patience:.0f} s of watching without an event"
 
     def patience_s(self) -> float:
-        """Return how long this rank may be silent: by the mean of its step times, and by what it is busy with."""
+        """Return how long this rank may be silent, by the mean of its step times and by its current work."""
         msg = str(self.last.get("msg"))
         if self.step_ema_s is None:
             return BOOT_STALL_S
@@ -227,7 +227,7 @@ class RankWatch:
 
 
 def rising(totals: list[float], *, seen: float | None = None) -> str | None:
-    """Return by how much the last of `totals`, counts of fallbacks, rose; None where it is no more than `seen`, or the one before."""
+    """Return by how much the last of `totals`, counts of fallbacks, rose; None if it is no more than `seen`, or the one before."""
     known = [total for total in totals if not math.isnan(total)]
     if seen is not None:
         known = [seen, *known[-1:]]

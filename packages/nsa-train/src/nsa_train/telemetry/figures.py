@@ -1,4 +1,4 @@
-"""curves.png, drawn from the CSV tables and the heartbeat of a run's directory."""
+"""Draw curves.png from the CSV tables and the heartbeat of a run's directory."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,11 +31,11 @@ class Start(NamedTuple):
     boot: Mapping[str, Any]
     """Its `boot` event."""
     reached: int
-    """The step that the start before had reached."""
+    """The step that the previous start had reached."""
 
     @property
     def resumed_at(self) -> int | None:
-        """The step from whose checkpoint it goes on; -1 from the beginning, None for a new run."""
+        """The step from whose checkpoint it resumes; -1 from the beginning, None for a new run."""
         return self.boot.get("resumed_at")
 
 
@@ -48,20 +48,20 @@ class History:
     progress: list[dict[str, Any]]
     """Heartbeat events of logged steps; the dense twin has none."""
     memory: list[dict[str, Any]] = field(factory=list)
-    """The memory fields of every step's event, where there is a GPU."""
+    """The memory fields of every step's event, if there is a GPU."""
     newest: dict[str, Any] = field(factory=dict)
     """The event that rank 0 wrote last."""
     starts: list[Start] = field(factory=list)
     """Every start of rank 0, the first one included."""
     resumed: list[int] = field(factory=list)
-    """The steps after which the run was resumed, but for those that a later resume went back before."""
+    """The steps after which the run was resumed, without those before which a later resume went back."""
 
 
 def read_history(paths: RunDirectory) -> History:
     """Return the records of a run.
 
     Raises:
-        ConfigError: when the directory holds none.
+        ConfigError: if the directory holds none.
     """
     for path in (paths.training, paths.heartbeat):
         if problem := refusal(path, MOST_RECORDS):
@@ -100,7 +100,7 @@ def read_history(paths: RunDirectory) -> History:
 
 
 def figure_of(history: History) -> "Figure":
-    """Return loss, gradient norm and throughput, and where they were recorded memory, gates and selection."""
+    """Return a figure of loss, gradient norm and throughput, and if recorded of memory, gates and selection."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,9 +1,9 @@
-"""Model FLOPs of the attention that runs: what MFU is a share of.
+"""Model FLOPs of the attention that runs, for MFU.
 
-Counted are products of matrices, two FLOPs per multiply-add, the backward pass as twice the forward. The attention counts
+They count matrix products, with two FLOPs per multiply-add, and the backward pass as twice the forward. The attention counts
 the pairs of query and key that it defines: with NSA the blocks, chosen tokens and window of each query, not all of its
-past. Recomputation (activation checkpointing, kernels that redo scores) does not count. Neither does the choice of
-blocks, which reuses the compressed branch's weights, nor the selection loss and its teacher.
+past. Recomputation (activation checkpointing, kernels that recompute scores) does not count. The choice of
+blocks, which reuses the compressed branch's weights, the selection loss and its teacher do not count either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ from nsa_train.model.decoder import build_model
 from nsa_train.settings.config import Layer, RunConfig
 
 FORWARD_AND_BACKWARD = 3
-"""Passes' worth of FLOPs of a training step."""
+"""FLOPs of a training step over those of a forward pass."""
 
 
 @frozen(kw_only=True)
 class AttentionFlops:
-    """The FLOPs of the attention of layers that are alike, projections left out, forward and backward, by what they grow with."""
+    """Attention FLOPs, forward and backward and without projections, of equal layers: per compressed block and per query-key pair."""
 
     per_block: int
     """FLOPs of phi for each compressed block of a sequence, over these layers and KV heads."""

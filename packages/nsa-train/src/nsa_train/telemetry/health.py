@@ -1,4 +1,4 @@
-"""Summaries of gate, selection and read figures, and the bands within which a run counts as healthy. Imports no torch."""
+"""Summaries of gate, selection and read figures, and the bands of a healthy run. Imports no torch."""
 
 import math
 import statistics
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from nsa_core.config import BRANCHES, COLLAPSE_ENTROPY
 
 SUMMED = frozenset({"reads_pred", "reads_act_total", "rows"})
-"""Counts, which layers add up; of the others the mean is taken, but for the extremes."""
+"""Counts, which are summed over layers; the other figures are averaged, except the extremes."""
 NUMBER_OF = {"gate": "num_gates", "contribution": "num_outputs", "overlap": "num_followers"}
-"""First word of a mean -> how many elements it was taken of; of the others `rows` is."""
+"""First word of a mean -> the figure with its number of elements; for the others this is `rows`."""
 
 MOST_MAX_GATE, MOST_COLLAPSED = 0.9, 0.5
 BANDS = (
@@ -18,11 +18,11 @@ BANDS = (
     ("gate_max_gate", "<", MOST_MAX_GATE, ""),
     ("gate_collapse_frac", "<", MOST_COLLAPSED, ""),
 )
-"""Figure, sign, limit, unit: where a run counts as healthy."""
+"""Figure, sign, limit, unit of each health band."""
 COLLAPSED_MEAN = 2 * COLLAPSE_ENTROPY
-"""Mean entropy of gates below which a run's have collapsed; COLLAPSE_ENTROPY is the limit of one token's."""
+"""Mean entropy of gates below which a run's gates have collapsed; COLLAPSE_ENTROPY is the limit for one token."""
 THROUGHPUT_BAND = 0.1
-"""How far the throughput of the last steps may lie below the run's median; a higher throughput is no fault."""
+"""Maximum drop of the throughput of the last steps below the run's median; a higher throughput is no fault."""
 LAST_SHARE = 0.1
 """Share of the steps, the last ones, whose throughput is compared with that of all steps."""
 
@@ -33,9 +33,9 @@ def merged(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def combine(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return one figure per name for all layers that have it: the sum of counts, the least of `_min`, the most of `k_max`, else the mean.
+    """Return one figure per name for all layers that have it: the sum of counts, the minimum of `_min`, the maximum of `k_max`, else the mean.
 
-    Gates are those of layers with several branches, where there are any: a lone branch holds every gate.
+    Gate figures use only layers with several branches, if there are any: a single branch holds every gate.
     """
     several = [summary for summary in summaries if sum(name.startswith("gate_share_") for name in summary) > 1] or summaries
     found: dict[str, list[float]] = {}
@@ -54,7 +54,7 @@ def heartbeat_fields(figures: dict[str, float]) -> dict[str, Any]:
 
 
 def has_one_branch(event: Mapping[str, Any]) -> bool:
-    """Return whether one branch alone exists: it holds every gate, which is no fault."""
+    """Return whether only one branch exists: it holds every gate, which is no fault."""
     return len(event.get("gate_branch_shares") or (1, 2)) < 2
 
 
@@ -78,7 +78,7 @@ class Check(NamedTuple):
 
 
 def steadiness(speeds: Sequence[float]) -> float | None:
-    """Return the median of the last tenth of `speeds`, tokens per second of each step, over that of all; None without a speed above 0."""
+    """Return the median of the last tenth of `speeds` (tokens per second of each step) over the median of all; None without a speed above 0."""
     known = [speed for speed in speeds if speed > 0]
     if not known:
         return None
@@ -86,9 +86,9 @@ def steadiness(speeds: Sequence[float]) -> float | None:
 
 
 def judge(figures: Mapping[str, Any]) -> list[Check]:
-    """Return the health rules that `figures` (names of the heartbeat) allow to judge.
+    """Return the health rules that can be judged from `figures` (names of the heartbeat).
 
-    Bands of gates are left out where one branch alone exists: it holds every gate, and is no fault.
+    Bands of gates are left out if only one branch exists: it holds every gate, which is no fault.
     """
     checks = []
     for name, sign, limit, unit in () if has_one_branch(figures) else BANDS:

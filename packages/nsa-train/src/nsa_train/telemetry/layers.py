@@ -1,4 +1,4 @@
-"""The NSA layers of a run, watched: their figures in a step, calls that fall back, and calls that are timed or named for a profiler."""
+"""Observe the NSA layers of a run: their figures in a step, fallbacks, and calls that are timed or named for a profiler."""
 
 import math
 import time
@@ -18,13 +18,13 @@ from nsa_train.telemetry.health import merged
 
 Watch = TypeVar("Watch", bound=LayerTelemetry)
 COUNTED = (Operation.CMP, Operation.SELECT, Operation.SLC, Operation.WIN, Operation.NSA)
-"""The operations that a training step asks for."""
+"""The operations that a training step calls."""
 
 
 class RunTelemetry(LayerTelemetry):
-    """LayerTelemetry of several passes, the micro-batches of a step.
+    """LayerTelemetry over several passes, the micro-batches of a step.
 
-    It also says what k_mean must be, the mean of min(n, own + 1) over the same queries, and of how many elements each mean is.
+    It also gives the expected k_mean, the mean of min(n, own + 1) over the same queries, and the number of elements of each mean.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class RunTelemetry(LayerTelemetry):
         self._passes: list[dict[str, Tensor]] = []
 
     def end_pass(self) -> None:
-        """Keep the figures of the pass; until then, what is computed again replaces them."""
+        """Keep the figures of the pass; until this call, recomputed figures replace them."""
         self._passes.append(self.figures)
         self.figures = {}
 
@@ -42,19 +42,19 @@ class RunTelemetry(LayerTelemetry):
 
     @torch.no_grad()
     def record_gates(self, gates: Tensor, has_compressed: Tensor, branches: tuple[str, ...]) -> None:
-        """Note gates `(B, S, H, 3)`; `has_compressed` `(B, S)` says which tokens see a compressed block."""
+        """Record gates `(B, S, H, 3)`; `has_compressed` `(B, S)` says which tokens see a compressed block."""
         super().record_gates(gates, has_compressed, branches)
         self.figures["num_gates"] = has_compressed.sum()
 
     @torch.no_grad()
     def record_branch(self, branch: str, out: Tensor, positions: Tensor) -> None:
-        """Note a branch's output before its gate."""
+        """Record a branch's output before its gate."""
         super().record_branch(branch, out, positions)
         self.figures["num_outputs"] = (positions >= 0).sum()
 
     @torch.no_grad()
     def record_selection(self, block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-        """Note the chosen blocks `(B, S, G, n)` of queries at `positions` `(B, S)`."""
+        """Record the chosen blocks `(B, S, G, n)` of queries at `positions` `(B, S)`."""
         super().record_selection(block_indices, positions, geometry)
         is_query = positions >= 0
         expected = (positions // geometry.selection_block_size + 1).clamp(max=geometry.num_selected_blocks)
@@ -94,13 +94,13 @@ def chosen_blocks(model: Decoder, ids: Tensor) -> list[Tensor]:
 
 
 def of_layers(collected: Sequence[RunTelemetry], gather: Callable[[Any], list[Any]] = lambda item: [item]) -> list[dict[str, float]]:
-    """Return the figures of each layer over all its passes. A collective, where `gather` returns what each rank passed."""
+    """Return the figures of each layer over all its passes. A collective; `gather` returns the values of all ranks."""
     ranks = gather([telemetry.passes() for telemetry in collected])
     return [merged([one for passes in layer for one in passes]) for layer in zip(*ranks, strict=True)]
 
 
 def routes_of(collected: Sequence[LayerTelemetry]) -> dict[str, str]:
-    """Return operation -> backend that ran; layers that differ are listed, `a|b`."""
+    """Return operation -> backend that ran; if layers differ, all are listed as `a|b`."""
     names: dict[str, set[str]] = {}
     for telemetry in collected:
         for operation, backend in telemetry.routes.items():
@@ -109,10 +109,10 @@ def routes_of(collected: Sequence[LayerTelemetry]) -> dict[str, str]:
 
 
 class FallbackCounts:
-    """Fallbacks by operation since the start of the run: calls routed by "auto" that the most preferred backend of the start did not serve.
+    """Fallbacks by operation since the start of the run: calls routed by "auto" that the preferred backend of the start did not serve.
 
-    That backend is the one that "auto" takes for the run's training batches on this device when the run starts. Counted are
-    training calls of eager steps; a compiled graph asks for its route once, while it is traced, and counts there.
+    That backend is the one that "auto" chose for the run's training batches on this device at the start. Training calls
+    of eager steps count; a compiled graph asks for its route once, while it is traced, and counts there.
     """
 
     def __init__(self, preferred: Mapping[str, str]) -> None:
@@ -126,7 +126,7 @@ class FallbackCounts:
             self.note(facts.operation, backend)
 
     def note(self, operation: str, backend: str | None) -> None:
-        """Count a call of `operation` that `backend` served; None: none did. Operations that are not COUNTED change nothing."""
+        """Count a call of `operation` that `backend` served (None: no backend did). Operations that are not in COUNTED change nothing."""
         served = backend or NO_BACKEND
         if operation in self.by_operation and served not in self.preferred.get(operation, served).split("|"):
             self.by_operation[operation] += 1
@@ -136,7 +136,7 @@ class FallbackCounts:
         return {**self.by_operation, "total": sum(self.by_operation.values())}
 
     def restore(self, row: Mapping[str, float]) -> None:
-        """Go on from `row` of the table; a count that it lacks (NaN) stays."""
+        """Restore the counts from `row` of the table; a count that it lacks (NaN) stays."""
         known = {name: int(row[name]) for name in self.by_operation if not math.isnan(row[name])}
         self.by_operation |= known
 
@@ -149,7 +149,7 @@ def counting_registry(backends: Iterable[BranchBackend], counts: FallbackCounts)
 
 
 def attach(layers: Iterable[NativeSparseAttention], registry: BackendRegistry) -> None:
-    """Let `layers` route through `registry`."""
+    """Route the calls of `layers` through `registry`."""
     for layer in layers:
         layer.registry = registry
 
@@ -186,7 +186,7 @@ class BranchTimes:
 
 
 class MarkedBackend:
-    """A backend whose calls are timed, named for a profiler, or both; routing sees no difference."""
+    """A backend whose calls are timed, named for a profiler, or both; for routing it equals the original."""
 
     def __init__(self, backend: BranchBackend, *, times: BranchTimes | None = None, has_ranges: bool = False) -> None:
         """Wrap `backend`; `times`: where its time is added, `has_ranges`: NVTX ranges on a GPU."""

@@ -1,4 +1,4 @@
-"""metrics.json: what came out of a run, taken from its tables, so that a resumed run counts whole."""
+"""metrics.json: the results of a run, computed from its tables, so that all starts of a resumed run count."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ from nsa_train.telemetry.records import read_events, read_rows, seconds_between,
 
 
 def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, world_size: int) -> dict[str, Any]:
-    """Return the content of metrics.json of a run, null for what no step was taken of; memory is this process's peak."""
+    """Return the content of metrics.json of a run; a figure without a step is null; memory is this process's peak."""
     steps, evaluations = list(read_rows(paths.training)), list(read_rows(paths.validation))
     parameters, chip = count_parameters(config), chip_of(device)
     events = list(read_events(paths.heartbeat))
@@ -54,7 +54,7 @@ def summarise(paths: RunDirectory, config: RunConfig, device: torch.device, *, w
 
 
 def data_marks(config: RunConfig) -> dict[str, Any]:
-    """Return what every artifact says of the data: random ids are for throughput alone."""
+    """Return the fields about the data that every artifact has: random ids are only for throughput."""
     return {"data_source": config.data.source, "data_synthetic": config.data.source == "synthetic"}
 
 

@@ -1,4 +1,4 @@
-"""The progress of a run on the screen: a live line on a terminal, plain lines elsewhere."""
+"""Show the progress of a run on the screen: a live line on a terminal, plain lines elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +23,11 @@ class StepFigures:
     lr: float
     toks_per_s: float
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     fetch_ms: float
-    """Spent waiting for data."""
+    """Milliseconds spent waiting for data."""
     is_clipped: bool = False
-    """True where the gradient was scaled down to train.grad_clip."""
+    """True if the gradient was scaled down to train.grad_clip."""
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence that this rank saw in the step; empty: rows of train.seq_len."""
 
@@ -39,7 +39,7 @@ class StepFigures:
 
 
 class Screen(Console):
-    """A console whose reader may go away: what is printed after that is lost, and nothing else."""
+    """A console whose reader may go away: only later output is lost."""
 
     def on_broken_pipe(self) -> None:
         """Print no more."""
@@ -52,7 +52,7 @@ class Screen(Console):
 
 
 class ProgressDisplay:
-    """Shows steps and notes on `console`, as long as it takes them; use as a context manager."""
+    """Shows steps and notes on `console`, as long as it accepts them; use it as a context manager."""
 
     def __init__(self, console: Screen, total_steps: int) -> None:
         self.console = console
@@ -78,9 +78,9 @@ class ProgressDisplay:
                 self._bar.stop()
 
     def show_step(self, figures: StepFigures, *, is_logged: bool) -> None:
-        """Show a step: every one on a terminal's live line; elsewhere those that are logged, with the throughput of all since the last.
+        """Show a step: every step on a terminal's live line; elsewhere only logged steps, with the throughput of all steps since the last.
 
-        A logged step is not compiled and computes telemetry: its own throughput alone says little of the run's.
+        A logged step is not compiled and computes telemetry, so its own throughput says little about the run's.
         """
         if self._bar and self._task is not None:
             with self._shown():

@@ -1,7 +1,7 @@
-"""Writes a run's directory while the trainer goes through its events.
+"""Write a run's directory while the trainer runs.
 
-Every rank writes its own heartbeat; rank 0 alone writes the rest. A resumed run goes on in the same directory: rows of the
-tables after the resumed step are cut off, the heartbeat keeps everything that happened.
+Every rank writes its own heartbeat; only rank 0 writes the rest. A resumed run continues in the same directory: rows of the
+tables after the resumed step are deleted, and the heartbeat keeps all events.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class Observed(NamedTuple):
     times: BranchTimes | None = None
 
     def end_pass(self) -> None:
-        """Note that a micro-batch went forward and backward."""
+        """Record the end of a micro-batch's forward and backward pass."""
         for telemetry in self.telemetry:
             telemetry.end_pass()
 
@@ -128,7 +128,7 @@ class Recorder:
         self._tables = self._open_tables(texts) if rank == 0 else None
 
     def attach(self, layers: Sequence[NativeSparseAttention]) -> None:
-        """Let the routes of `layers` be counted, and with train.profile="nvtx" named for a profiler; call once."""
+        """Count the routes of `layers`, and with train.profile="nvtx" name them for a profiler; call once."""
         self._layers = tuple(layers)
         if self.config.train.profile == "nvtx":
             marked = [MarkedBackend(backend, has_ranges=True) for backend in default_registry().backends]
@@ -137,7 +137,7 @@ class Recorder:
 
     @contextmanager
     def observing(self, *, is_logged: bool) -> Iterator[Observed]:
-        """Watch the attached layers while the block runs, if the step is logged; give the result to `stepped`."""
+        """Observe the attached layers while the block runs, if the step is logged; pass the result to `stepped`."""
         if not is_logged:
             yield Observed()
             return
@@ -156,7 +156,7 @@ class Recorder:
         return marked_range(name, self.device if self.config.train.profile == "nvtx" else None)
 
     def booted(self, **fields: Any) -> None:
-        """Record that the process is up; `fields`: what is known of data, seeds and the like."""
+        """Record that the process is up; `fields`: facts about data, seeds and the like."""
         counts = count_parameters(self.config)
         self.heartbeat.beat(
             "boot",
@@ -171,11 +171,11 @@ class Recorder:
         )
 
     def consumed_first(self, step: int, tokens: Sequence[int]) -> None:
-        """Record the first tokens of the data, once those of the first `step` of this process are fetched."""
+        """Record the first tokens of the data, after those of the first `step` of this process were fetched."""
         self.heartbeat.beat("data", step, data_first_tokens=list(tokens))
 
     def began(self, what: str, step: int) -> None:
-        """Record that something longer than a step begins: "val", "save", "sample"; `watch` then waits longer."""
+        """Record that work longer than a step begins: "val", "save", "sample"; `watch` then waits longer."""
         self.heartbeat.beat(f"{what}_begin", step)
 
     def stepped(
@@ -231,14 +231,14 @@ class Recorder:
         self.heartbeat.beat("save", step, checkpoint=path.name)
 
     def skipped(self, step: int, reason: str, batch: str, *, cause: str) -> None:
-        """Record a step whose update was left out, the `batch` that it was for, and the `cause` in one word, of `records.Cause`."""
+        """Record a step whose update was skipped, its `batch`, and the `cause`, a word of `records.Cause`."""
         self.step = step
         self.heartbeat.beat("skip", step, cause=cause, reason=reason, batch=batch)
 
     def halted(self, reason: str, *, code: int, anomaly: str | None = None) -> None:
         """Record that the run ended before its last step; `anomaly`: one word for `.anomaly_type`.
 
-        A full disk does not hide why the run ended: what cannot be written then is left out.
+        A full disk does not hide why the run ended: files that cannot be written are left out.
         """
         with contextlib.suppress(OSError):
             self.heartbeat.beat("halt", self.step, reason=reason, code=code)
@@ -251,8 +251,8 @@ class Recorder:
     def finished(self, *, consumed_hash: str | None = None, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Write metrics.json, curves.png and report.html; return the metrics (rank 0; the others return nothing).
 
-        `consumed_hash`: of what all ranks consumed. Where somebody deleted the records that the report is drawn from, that is
-        said: the run has not failed.
+        `consumed_hash`: hash of the data that all ranks consumed. If somebody deleted the records of the report, a message says
+        so: the run has not failed.
         """
         self.heartbeat.beat("finish", self.step)
         if self._tables is None:
@@ -344,7 +344,7 @@ class Recorder:
 def write_samples(
     path: Path | None, model: Decoder, tokenizer: Tokenizer, prompts: Sequence[Tensor], *, is_synthetic: bool = False
 ) -> None:
-    """Write each prompt and its seeded continuation, drawn through cached decode, to `path`; None: draw alone.
+    """Write each prompt and its seeded continuation, drawn through cached decode, to `path`; None: only draw.
 
     `is_synthetic`: the prompts are random ids, which the file says.
     """

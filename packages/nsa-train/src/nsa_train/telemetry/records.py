@@ -1,4 +1,4 @@
-"""The files that grow during a run: CSV tables with a header, and the heartbeat. Units stand in the names."""
+"""The files that grow during a run: CSV tables with a header, and the heartbeat. Names contain units."""
 
 import csv
 import json
@@ -48,13 +48,13 @@ FIGURES = (
 )
 FIGURE_FAMILIES = ("gate_", "contribution_", "k_", "reads_", "gpu_mem_")
 TABLES_OF_EVENTS = ("gate_branch_shares", "routes")
-"""Fields of an event with which its readers compute: whole numbers, numbers, numbers that begin so, tables."""
+"""Fields of an event with which its readers compute: whole numbers, numbers, prefixes of numbers, tables."""
 EXACT = ("loss", "val_loss", "first_loss", "last_loss", "first_val_loss", "grad_norm")
-"""Figures that are kept to nine significant digits, which tell any two of float32 apart; the others to six."""
+"""Figures with nine significant digits, which distinguish any two float32 values; the others have six."""
 MOST = 2**53
-"""Beyond it lies no count and no second."""
+"""No count and no time in seconds exceeds this."""
 SHOWN = 3
-"""Most lines of a file that are numbered; the others are counted."""
+"""Maximum lines of a file that a message numbers; the others are counted."""
 
 
 class Cause(StrEnum):
@@ -65,21 +65,21 @@ class Cause(StrEnum):
     GRADIENT = "gradient"
     """The gradient is not finite, though every loss is."""
     OVERFLOW = "overflow"
-    """The gradient overflowed float16, as it does until the scale of the loss fits."""
+    """The gradient overflowed float16, as happens until the loss scale fits."""
     SPIKE = "spike"
 
 
 def perplexity(loss: float) -> float:
-    """Return e to the `loss` in nats; inf where that is beyond a float."""
+    """Return e to the `loss` in nats; inf if that exceeds a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 class LongLineError(IrregularFileError):
-    """A line of a file that grows is too long to be one."""
+    """Raised if a line of a growing file is too long."""
 
 
 class CsvTable:
-    """A CSV file that starts with its header; each row is on disk once it was appended."""
+    """A CSV file that starts with its header; `append` returns when the row is on disk."""
 
     def __init__(self, path: Path, columns: Sequence[str], *, resumed_at: int | None = None) -> None:
         """Start `path` anew, or with `resumed_at` keep the rows up to that step, which end the resumed run's past."""
@@ -92,7 +92,7 @@ class CsvTable:
             writer.writerows(kept)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write the values of `row`, which has no other than the table's columns; one that it lacks stays empty."""
+        """Write the values of `row`, which has only columns of the table; a missing column stays empty."""
         with self.path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             if file.tell() == 0:
@@ -102,7 +102,7 @@ class CsvTable:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
-    """Give the rows of a CSV table of numbers, empty and missing fields as NaN; rows that cannot be read are left out."""
+    """Yield the rows of a CSV table of numbers, with empty and missing fields as NaN and without rows that cannot be read."""
     missing = dict.fromkeys(TABLES.get(path.name, ()), math.nan)
     for _, row in scan_rows(path):
         if row is not None:
@@ -110,10 +110,10 @@ def read_rows(path: Path) -> Iterator[dict[str, float]]:
 
 
 def scan_rows(path: Path) -> Iterator[tuple[int, dict[str, str] | None]]:
-    """Give the number and the fields of each line below a table's header, None for one that cannot be read.
+    """Yield the number and the fields of each line below a table's header; the fields are None if a line cannot be read.
 
-    A header that cannot be read comes as line 1; its rows are then those of the run directory's table of that name. A last
-    line without an end is being written, or its process was killed: it is left out.
+    A header that cannot be read comes as line 1; its columns are then those of the run directory's table of that name. A last
+    line without a line end is being written, or its process was killed: it is left out.
     """
     names = known = TABLES.get(path.name, ())
     for number, line in _whole_lines(path):
@@ -129,17 +129,17 @@ def scan_rows(path: Path) -> Iterator[tuple[int, dict[str, str] | None]]:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Give the events of a heartbeat file; lines that are none are left out."""
+    """Yield the events of a heartbeat file, without lines that are not events."""
     return (event for _, event in scan_events(path) if event is not None)
 
 
 def scan_events(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Give the number and the event of each line of a heartbeat, None for one that cannot be read; as `scan_rows`."""
+    """Yield the number and the event of each line of a heartbeat, None for a line that cannot be read; as `scan_rows`."""
     return ((number, as_event(line)) for number, line in _whole_lines(path))
 
 
 def as_event(line: bytes) -> dict[str, Any] | None:
-    """Return the event that a heartbeat's line spells; None where it is none, or lacks what every reader relies on."""
+    """Return the event in a heartbeat's line; None if it is not an event, or lacks a field that every reader needs."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -148,7 +148,7 @@ def as_event(line: bytes) -> dict[str, Any] | None:
 
 
 def standing_skips(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events of skipped steps that are part of the run: what a resume went back before was taken again."""
+    """Return the events of skipped steps that are part of the run, without steps that were repeated after a resume."""
     found: list[dict[str, Any]] = []
     for event in events:
         if event["msg"] == "boot":
@@ -159,7 +159,7 @@ def standing_skips(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the table that a JSON file holds; an empty one where the file is missing or damaged."""
+    """Return the table in a JSON file; an empty one if the file is missing or damaged."""
     try:
         return load_json(path)
     except (FileNotFoundError, ValueError):
@@ -168,11 +168,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Return the table that a JSON file holds.
+    """Return the table in a JSON file.
 
     Raises:
-        ValueError: when it holds none.
-        OSError: when it cannot be read.
+        ValueError: if it holds no table.
+        OSError: if it cannot be read.
     """
     content = parse_json(read_regular(path, MOST_JSON))
     if not isinstance(content, dict):
@@ -189,7 +189,7 @@ class Heartbeat:
         Every event has `marks`.
 
         Raises:
-            ConfigError: when the path exists and is not a file that can be read.
+            ConfigError: if the path exists and is not a file that can be read.
         """
         self.path, self.rank, self.marks = folder / f"heartbeat_rank{rank}.jsonl", rank, dict(marks or {})
         self._started_s = time.monotonic()
@@ -219,13 +219,13 @@ class Heartbeat:
 
 
 def seconds_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
-    """Return the seconds between two events of one process, by `uptime_s`, or by `ts` where a record lacks it."""
+    """Return the seconds between two events of one process, by `uptime_s`, or by `ts` if a record lacks it."""
     name = "ts" if before.get("uptime_s") is None or after.get("uptime_s") is None else "uptime_s"
     return max(0.0, float(after[name] - before[name]))
 
 
 def pid_namespace() -> str | None:
-    """Return the namespace in which this process's pid names it, this boot of the host included; None where Linux does not tell."""
+    """Return the pid namespace of this process, with an id of this boot of the host; None if Linux does not provide it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -234,7 +234,7 @@ def pid_namespace() -> str | None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` as strict JSON, whole or not at all; figures that are not finite become null."""
+    """Write `content` as strict JSON, atomically; figures that are not finite become null."""
     with written_whole(path) as aside:
         aside.write_text(json.dumps(_shortened(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -263,14 +263,14 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def lines_from(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
-    """Give each line of `path` from byte `start` on without its end, and the byte where the next one begins.
+    """Yield each line of `path` from byte `start` on, without its line end, and the byte at which the next one begins.
 
     A last line without an end is left out.
 
     Raises:
         LongLineError: at a line of more than 16 MiB; in a sparse file it may have no end.
-        IrregularFileError: when it is no regular file, or larger than 4 GiB.
-        OSError: when it is not there or cannot be read.
+        IrregularFileError: if it is not a regular file, or larger than 4 GiB.
+        OSError: if it does not exist or cannot be read.
     """
     with open_regular(path, MOST_RECORDS) as file:
         file.seek(start)
@@ -327,7 +327,7 @@ def _is_number(value: object) -> bool:
 
 
 def damaged_records(paths: RunDirectory) -> list[str]:
-    """Return a line per file of rank 0's records that is damaged: which of its lines, or why it is left out as a whole."""
+    """Return a message for each damaged file of rank 0's records: the damaged lines, or why the whole file is left out."""
     tables = (paths.training, paths.validation, paths.selection, paths.fallbacks)
     found = [_lines_left_out(path, scan_rows(path)) for path in tables]
     found.append(_lines_left_out(paths.heartbeat, scan_events(paths.heartbeat)))

@@ -1,4 +1,4 @@
-"""report.html: one page that needs no other file, rendered from a run's directory alone."""
+"""Write report.html: one page that needs no other file, rendered from a run's directory."""
 
 import base64
 import re
@@ -53,14 +53,14 @@ SELECTION_ROWS = (
 )
 """The same for the last progress event."""
 ELSEWHERE = ("routing", "routes", "packages", "resumed")
-"""Keys of env.json that have tables of their own on the page, or sentences."""
+"""Keys of env.json that have their own tables or sentences on the page."""
 COMPARED = ("python", "torch", "triton", "cuda", "device", "gpu", "threads")
-"""Keys of env.json that the page reports where they differ from the start before; versions of packages are compared as well."""
+"""Keys of env.json that the page reports if they differ from the previous start; versions of packages are compared as well."""
 COMMIT_LETTERS = 12
 MOST_NAMED = 8
-"""Most resumes whose steps the head of the page names."""
+"""Maximum number of resumes whose steps the head of the page names."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters but tab and newline that no browser shows."""
+"""Characters, other than tab and newline, that browsers do not show."""
 MEANINGS = {
     "gate_entropy_mean": "How evenly a token's gates weigh the branches: 0 where one branch has all, ln 3 = 1.099 where three have the same.",
     "gate_max_gate": "Share of the branch that a token's gates favour most: 1 where it has all, 1/3 where three branches have the same.",
@@ -72,14 +72,14 @@ MEANINGS = {
     "fallbacks_total": "Calls that another backend served than the one chosen at the start.",
     "toks_per_s": "Throughput: median of the last tenth of the steps. A run that became faster is healthy.",
 }
-"""Name of a health rule -> what its figure means, for a reader who meets it here."""
+"""Name of a health rule -> explanation of its figure for readers of the page."""
 
 
 def write_report(paths: RunDirectory) -> None:
-    """Draw curves.png and write report.html of a run; what of its records is damaged is left out.
+    """Draw curves.png and write report.html of a run; damaged records are left out.
 
     Raises:
-        ConfigError: when the directory holds no records of a run, or the packages of the extra `report` are missing.
+        ConfigError: if the directory holds no records of a run, or the packages of the extra `report` are missing.
     """
     if missing := missing_report():
         raise ConfigError(missing)
@@ -202,7 +202,7 @@ def described_starts(starts: Sequence[Start], environment: Mapping[str, Any]) ->
 
 
 def resumes_in_words(steps: Sequence[int]) -> str:
-    """Return when a run was resumed, such as "after steps 40, 80 and 97"; nothing where it was not."""
+    """Return when a run was resumed, such as "after steps 40, 80 and 97"; empty if it was not."""
     names = [f"{step:,}" for step in steps]
     if len(names) > MOST_NAMED:
         return f"{len(names)} times, the last one after step {names[-1]}"
@@ -255,7 +255,7 @@ def _dropped(start: Start) -> str:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a sentence on the differences of the environment from the start before; empty where there is none."""
+    """Return a sentence on the differences of the environment from the start before; empty if there is none."""
     if not before or not now:
         return ""
     then, found = _compared(before), _compared(now)

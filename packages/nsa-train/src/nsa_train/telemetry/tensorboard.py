@@ -1,4 +1,4 @@
-"""tb/: scalars, clip events and histograms of document lengths, for TensorBoard."""
+"""Write tb/ for TensorBoard: scalars, clip events and histograms of document lengths."""
 
 import threading
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ WRITER = "tensorboard.summary.writer.event_file_writer"
 
 
 class Board:
-    """The event file of one run; none where TensorBoard is not installed.
+    """The event file of one run; no file if TensorBoard is not installed.
 
-    A write that fails in its thread is raised by the next call, and not printed.
+    The next call raises the error of a failed write in its thread; the error is not printed.
     """
 
     def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`nsa-train watch DIR`: looks at the heartbeats of a run until it ends or something is wrong."""
+"""`nsa-train watch DIR`: follow the heartbeats of a run until it ends or something is wrong."""
 
 import math
 import os
@@ -19,13 +19,13 @@ from nsa_train.telemetry.records import as_event, lines_from, pid_namespace, rea
 FAILED_CODE, ANOMALY_CODE = TrainError.exit_code, GuardError.exit_code
 """Exit codes: the run ended by an error; something is wrong, or its own guards stopped the run."""
 ON_REQUEST = (HaltedError.exit_code, TerminatedError.exit_code, INTERRUPTED)
-"""Codes of a run that a person ended, or a scheduler."""
+"""Exit codes of a run that a person or a scheduler ended."""
 
 
 RECHECK_S = 1.0
-"""Seconds between looks of `--once`, until no doubt about the clocks is left."""
+"""Seconds between looks of `--once`, until there is no doubt about the clocks."""
 LONGEST_GAP = 2
-"""Most intervals that count as watched between two looks; in a longer gap the watcher itself was stopped, maybe with the run."""
+"""Maximum number of intervals that count as watched between two looks; in a longer gap the watcher itself was stopped, maybe with the run."""
 
 
 class Clocks(NamedTuple):
@@ -40,13 +40,13 @@ THIS_MACHINE = Clocks()
 
 
 class Watcher:
-    """Follows the heartbeat files of a run, each from where it was left."""
+    """Follows the heartbeat files of a run, each from the position of the last look."""
 
     def __init__(self, paths: RunDirectory, *, wall: Callable[[], float] = time.time) -> None:
         """Start at the beginning of the records in `paths`; `wall` returns this machine's time, in seconds since the epoch.
 
         Raises:
-            ConfigError: when the directory holds no heartbeat.
+            ConfigError: if the directory holds no heartbeat.
         """
         if not paths.heartbeats:
             raise ConfigError(
@@ -60,9 +60,9 @@ class Watcher:
         self._seen_fallbacks: float | None = None
 
     def look(self, now: float) -> list[Finding]:
-        """Read what is new and return what is wrong after `now` seconds of watching, the gravest first.
+        """Read new events and return the anomalies after `now` seconds of watching, the most serious first.
 
-        A rank is silent as long as looks find no new event of it: no wall clock decides on a stall.
+        A rank is silent as long as looks find no new event of it: no wall clock decides about a stall.
         """
         # before the records are read: a process that is gone by now has written all of its events
         gone = {rank.rank for rank in self.members if rank.pid_namespace is not None and is_gone(rank)}
@@ -83,28 +83,28 @@ class Watcher:
         return sorted(found, key=lambda finding: (KINDS.index(finding.kind), finding.rank))
 
     def doubts(self, now: float) -> list[str]:
-        """Return a line for each rank of which the clocks do not show whether it lives, until watching has shown it."""
+        """Return a line for each rank for which neither the clocks nor watching have shown yet whether it lives."""
         grace_s = self._grace_s(now)
         return [doubt for rank in self.members if (doubt := rank.doubt(grace_s)) is not None]
 
     def unhealthy(self) -> list[Check]:
-        """Return the health bands that the last logged step of a rank left; no anomaly, but worth a look."""
+        """Return the health bands that the last logged step of a rank is outside of; this is not an anomaly."""
         logged = [{**rank.logged, "toks_per_s_of_median": rank.steadiness()} for rank in self.members if rank.logged]
         return [check for figures in logged for check in judge(figures) if not check.is_healthy]
 
     @property
     def members(self) -> list[RankWatch]:
-        """Return the ranks of the newest start; an earlier one with more of them left heartbeats that fell silent."""
+        """Return the ranks of the newest start; an earlier start with more ranks left silent heartbeats."""
         size = next((rank.world_size for rank in self.ranks.values() if rank.rank == 0), None)
         return [rank for rank in self.ranks.values() if size is None or rank.rank < size]
 
     @property
     def has_ended(self) -> bool:
-        """Return True where every rank said that it ended."""
+        """Return True if every rank reported its end."""
         return bool(self.members) and all(rank.has_ended for rank in self.members)
 
     def awaits_restart(self, now: float) -> bool:
-        """Return True where a rank died, or may have died on another host, and torchrun has a start left for all of them."""
+        """Return True if a rank died, or may have died on another host, and torchrun has a start left for all of them."""
         return any(rank.restarts_left > 0 and has_died(rank, rank.silence_s(now)) for rank in self.members if not rank.has_ended)
 
     def _grace_s(self, now: float) -> float:
@@ -139,10 +139,10 @@ def watch(
     show: Callable[[Watcher, list[Finding]], None] = lambda watcher, found: None,
     clocks: Clocks = THIS_MACHINE,
 ) -> int:
-    """Look until the run ends (0; by an error: 1) or something is wrong (4).
+    """Watch a run until it ends (return 0; after an error 1) or something is wrong (return 4).
 
-    Then `.anomaly_type` is written, and `.HALT` if `is_halting`; a stalled rank is asked for a stack dump. `is_once`: look once, and
-    again only while the clocks leave it open whether a rank lives. `show` gets the watcher and the findings of the last look.
+    If something is wrong, write `.anomaly_type`, and `.HALT` if `is_halting`, and request a stack dump of a stalled rank. `is_once`: look once,
+    and again only while the clocks do not show whether a rank lives. `show` gets the watcher and the findings of the last look.
     """
     watcher = Watcher(paths, wall=clocks.wall)
     pause_s = min(interval_s, RECHECK_S) if is_once else interval_s
@@ -181,7 +181,7 @@ def content(watcher: Watcher, found: list[Finding]) -> dict[str, Any]:
 
 
 def request_stack_dump(rank: RankWatch) -> str:
-    """Send SIGUSR1 to the process of `rank` if it is here and handles the signal, which would kill it otherwise; return what was done."""
+    """Send SIGUSR1 to the process of `rank` if it is here and handles the signal, which would kill it otherwise; return a message about it."""
     if rank.pid is None or not is_here(rank):
         return f"no stack dump: its process runs on {rank.host or 'another host'}, or in another container"
     caught = int(_status(rank.pid).get("SigCgt", "0"), 16)
@@ -192,7 +192,7 @@ def request_stack_dump(rank: RankWatch) -> str:
 
 
 def _conclude(watcher: Watcher, now: float, say: Callable[[str], None]) -> int:
-    """Report the state of a run without anomalies, and return 4 where its own guards stopped it, 1 where an error did."""
+    """Report the state of a run without anomalies, and return 4 if its own guards stopped it, 1 if an error did."""
     for check in watcher.unhealthy():
         say(f"watch: {check.name} is {check.found} (healthy: {check.band})")
     halts = [(rank.rank, rank.last) for rank in watcher.members if rank.last.get("msg") == "halt"]
@@ -226,7 +226,7 @@ def _act(watcher: Watcher, found: list[Finding], *, is_halting: bool, say: Calla
 
 
 def has_died(rank: RankWatch, silence_s: float) -> bool:
-    """Return whether `rank` failed, or its process is gone; where a process cannot be seen from here, whether `silence_s` is too long."""
+    """Return whether `rank` failed, or its process is gone; if the process is not visible from here, whether `silence_s` is too long."""
     if rank.has_failed:
         return True
     if rank.pid is None or not is_here(rank):
@@ -235,7 +235,7 @@ def has_died(rank: RankWatch, silence_s: float) -> bool:
 
 
 def is_here(rank: RankWatch) -> bool:
-    """Return whether the pid of `rank` names its process here: on this host, since its last boot, in this container."""
+    """Return whether the pid of `rank` is valid here: on this host, since its last boot, in this container."""
     if rank.pid_namespace is not None:
         return rank.pid_namespace == pid_namespace()
     return rank.host is None or rank.host == platform.node()

@@ -1,4 +1,4 @@
-"""Conversion of dense checkpoints of Llama, Qwen2, Qwen3 and Mistral to NSA, tensor by tensor, and dense models as such checkpoints."""
+"""Convert dense checkpoints of Llama, Qwen2, Qwen3 and Mistral to NSA, tensor by tensor, and export dense models as such checkpoints."""
 
 from nsa_transformers.conversion.exporting import DenseForm, dense_form
 from nsa_transformers.conversion.options import ConversionOptions

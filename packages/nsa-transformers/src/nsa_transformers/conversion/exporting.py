@@ -1,4 +1,4 @@
-"""Models whose layers are all dense, as Llama, Qwen2 or Qwen3: Transformers loads them by its own classes, without this package."""
+"""Export models whose layers are all dense as Llama, Qwen2 or Qwen3: Transformers loads them with its own classes, without this package."""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from nsa_transformers.conversion.sources import ARCHITECTURES, ROPE_KEYS, Archit
 
 ELSEWHERE = "use --format hf, or train a dense twin: --set model.attention=dense --set model.layers=[]"
 NORMED = ("q_proj.weight", "k_proj.weight")
-"""Weights whose products are normed in each head, where there are norms of heads."""
+"""Weights whose products are normed in each head, if the model norms heads."""
 
 
 class DenseForm(NamedTuple):
-    """A dense model as a class of Transformers has it."""
+    """A dense model in the form of a class of Transformers."""
 
     config: Any
     """The configuration of that class."""

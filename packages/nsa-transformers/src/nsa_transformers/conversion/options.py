@@ -1,4 +1,4 @@
-"""Options of a conversion, and the gate logits that they ask for."""
+"""Options of a conversion, and the gate logits that they define."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,13 +39,13 @@ class ConversionOptions:
     kv: KeysValues = field(default="shared", validator=_choice(("shared", "separate")))
     """`shared`: the source's K and V serve all branches. `separate`: each branch has a copy."""
     gates: Gates = field(default="open", validator=_choice(get_args(Gates)))
-    """`open`: all branches of a layer count alike. `selected`: the selected branch alone, or the window in layers without one."""
+    """`open`: all branches of a layer have the same gate. `selected`: only the selected branch is open, or the window in layers without one."""
     nsa: Mapping[str, Any] = field(factory=dict)
     """Keys of the table `nsa` of config.json: sizes of blocks, phi, gate, branches."""
     layers: Sequence[Any] | None = None
     """The pattern `layers` of config.json, repeated, whole; None: all layers are sparse."""
     shard_bytes: int = SHARD_BYTES
-    """Most bytes of tensors in a file."""
+    """Maximum bytes of tensors in a file."""
 
     def __attrs_post_init__(self) -> None:
         if self.layers is not None and not (isinstance(self.layers, list | tuple) and self.layers):
@@ -61,7 +61,7 @@ def dense_branch(config: NSAConfig) -> str:
     """Return the branch that equals dense attention on short sequences: "slc", or "win" in a layer without it.
 
     Raises:
-        ConfigError: for a layer of the compressed branch alone.
+        ConfigError: for a layer with only the compressed branch.
     """
     found = [branch for branch in ("slc", "win") if branch in config.branches]
     if not found:

@@ -1,4 +1,4 @@
-"""The tensors of a converted model: their names, and where each comes from."""
+"""The tensors of a converted model: their names, and the source of each."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -35,11 +35,11 @@ OF_LAYER = {
 }
 """Module of a layer -> the source's."""
 COPIED = re.compile(r"attention\.([qkvo]_proj|[qk]_norm)(?:\.(?:cmp|slc|win))?\.(weight|bias)")
-"""Names of attention's tensors that the source has; a branch's K and V are copies of its one K and V."""
+"""Names of the attention tensors that the source has; each branch's K and V are copies of the source's one K and V."""
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old checkpoints hold, and that Transformers computes."""
 NAMED = 3
-"""Most tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -66,7 +66,7 @@ def plan_conversion(folder: Path, options: ConversionOptions) -> Conversion:
     """Return the conversion of the dense checkpoint in `folder`. Headers of files are read, and nothing is written.
 
     Raises:
-        ConfigError: where the checkpoint or an option is refused.
+        ConfigError: if the checkpoint or an option is refused.
         InputError: for files that are damaged, and tensors that are missing, extra, of another shape or of another dtype.
     """
     source = open_source(folder)
@@ -94,7 +94,7 @@ def tensor_shapes(config: NSAModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def source_name(name: str) -> str:
-    """Return the source's name of the tensor `name`; empty for one that is made."""
+    """Return the source's name of the tensor `name`; empty for a new tensor, which the source does not have."""
     if name in OF_MODEL:
         return OF_MODEL[name]
     _blocks, place, rest = name.split(".", 2)
@@ -105,9 +105,9 @@ def source_name(name: str) -> str:
 
 
 def made_tensors(config: NSAModelConfig, gates: Gates, place: int) -> dict[str, Tensor]:
-    """Return name -> tensor of the gate and phi of layer `place`, float32: freshly drawn, seeded by `place`.
+    """Return name -> tensor of the gate and phi of layer `place`, float32, drawn with the seed `place`.
 
-    phi starts at the mean. The gate's last bias opens branches as `gates` says, and its last weight is 0.
+    phi starts as the mean. The gate's last bias opens branches as `gates` says, and its last weight is 0.
     """
     layer: NSAConfig = config.decoder_layers()[place].config
     with torch.random.fork_rng(devices=[]):
@@ -135,7 +135,7 @@ def _require_dtypes(source: Source) -> None:
 
 
 def _require_sizes(source: Source) -> None:
-    """Raise InputError where config.json has other sizes than the tensors: a stranger may have chosen them, and modules are made of them."""
+    """Raise InputError if config.json has other sizes than the tensors: a stranger may have chosen them, and modules are made of them."""
     theirs = source.config
     last, hidden = f"model.layers.{theirs.num_hidden_layers - 1}", theirs.hidden_size
     wanted = {
@@ -166,7 +166,7 @@ def _misfits(found: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]])
 
 
 def _refuse(source: Source, problems: list[str]) -> None:
-    """Raise InputError where there are `problems`; the first few are named."""
+    """Raise InputError if there are `problems`; the first few are named."""
     if problems:
         more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise InputError(
@@ -175,7 +175,7 @@ def _refuse(source: Source, problems: list[str]) -> None:
 
 
 def _require_equal(head: Stored, embedding: Stored) -> None:
-    """Raise InputError where an output layer that is tied differs from the embedding."""
+    """Raise InputError if an output layer that is tied differs from the embedding."""
     is_alike = (head.code, head.shape) == (embedding.code, embedding.shape)
     if not is_alike or any(one != other for one, other in zip(head.pieces(), embedding.pieces(), strict=True)):
         raise InputError(

@@ -14,14 +14,14 @@ from nsa_transformers.conversion.tensor_files import Stored, stored_tensors
 from nsa_transformers.weights import require_safetensors, weight_files
 
 MOST_JSON = 16 * 2**20
-"""Bytes of a JSON file of a checkpoint; a larger one is not read."""
+"""Maximum bytes of a JSON file of a checkpoint; a larger file is not read."""
 
 
 class Architecture(NamedTuple):
     """A family of dense models."""
 
     prefix: str
-    """Of its classes in Transformers."""
+    """Prefix of its classes in Transformers."""
     qkv_bias: bool = False
     qk_norm: bool = False
 
@@ -93,7 +93,7 @@ def open_source(folder: Path) -> Source:
     """Return the dense checkpoint in `folder`. No weight is read, and none of its code is run.
 
     Raises:
-        ConfigError: where it is no folder, or of an architecture that is not converted.
+        ConfigError: if it is no folder, or of an architecture that is not converted.
         InputError: for pickled weights, and files that are missing or damaged.
     """
     if not folder.is_dir():
@@ -109,7 +109,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     Raises:
-        ConfigError: where there is none.
+        ConfigError: if there is none.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Modules that read their weights from files as they need them: a layer of any size takes the memory of a few rows."""
+"""Modules that read their weights from files when they need them: a layer of any size needs the memory of a few rows."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from nsa_transformers.conversion.tensor_files import PIECE_BYTES, Stored
 
 
 def streamed(module: nn.Module, tensors: Mapping[str, Stored]) -> nn.Module:
-    """Return `module`, built on the meta device, computing in float32 with the weights `tensors`, by its own names for them."""
+    """Return `module`, built on the meta device, so that it computes in float32 with the weights `tensors`, which have the module's names."""
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear):
             module.set_submodule(name, StreamedLinear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")))
@@ -21,7 +21,7 @@ def streamed(module: nn.Module, tensors: Mapping[str, Stored]) -> nn.Module:
 
 
 def whole(stored: Stored) -> Tensor:
-    """Return a stored tensor, float32."""
+    """Return a whole stored tensor, float32."""
     return stored.rows(0, stored.shape[0]).float()
 
 
@@ -43,6 +43,6 @@ class StreamedLinear(nn.Module):
 
 
 def row_pieces(stored: Stored) -> Iterator[Tensor]:
-    """Return the rows of a matrix, float32, a few at a time."""
+    """Yield the rows of a matrix, float32, a few at a time."""
     count = max(1, PIECE_BYTES // (4 * stored.shape[1]))
     return (stored.rows(first, count).float() for first in range(0, stored.shape[0], count))

@@ -1,6 +1,6 @@
 """Tensors of safetensors files, read and written piece by piece.
 
-safetensors maps a whole file into memory, and every page that was read counts as the process's own. Plain reads keep one piece.
+safetensors maps a whole file into memory, and every page that was read counts as memory of the process. Plain reads keep one piece.
 """
 
 import json
@@ -21,7 +21,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 PIECE_BYTES = 16 * 2**20
 """Bytes that are read at a time."""
 SHARD_BYTES = 4 * 10**9
-"""Most bytes of tensors in a file, unless one tensor alone has more."""
+"""Maximum bytes of tensors in a file, unless one tensor alone has more."""
 
 
 class Stored(NamedTuple):
@@ -45,7 +45,7 @@ class Stored(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def pieces(self) -> Iterator[bytes]:
-        """Return its bytes, a piece at a time."""
+        """Yield its bytes, a piece at a time."""
         with self.file.open("rb") as file:
             file.seek(self.start)
             left = self.nbytes
@@ -68,7 +68,7 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(files: Sequence[Path]) -> dict[str, Stored]:
-    """Return name -> tensor of safetensors `files`; their headers alone are read.
+    """Return name -> tensor of safetensors `files`; only their headers are read.
 
     Raises:
         InputError: for a file that is missing or damaged, or a name that two files have.
@@ -107,7 +107,7 @@ class Planned(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     source: Stored | Callable[[], Tensor]
-    """The tensor that is copied, or a function that makes it."""
+    """The tensor to copy, or a function that makes the tensor."""
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""From the configuration of a dense model to that of NSA."""
+"""Translate the configuration of a dense model to that of an NSA model."""
 
 import math
 from collections.abc import Mapping, Sequence

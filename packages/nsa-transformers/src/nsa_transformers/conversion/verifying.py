@@ -1,4 +1,4 @@
-"""Comparison of a converted model with its source, layer by layer, both read from their files."""
+"""Compare a converted model with its source, layer by layer; both are read from their files."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -20,24 +20,24 @@ from nsa_transformers.conversion.tensor_files import stored_tensors as stored_in
 from nsa_transformers.weights import weight_files
 
 TOKENS = 256
-"""Rows that go through each layer, and tokens that go through both models."""
+"""Number of rows that go through each layer, and of tokens that go through both models."""
 TOLERANCE = 1e-4
 """Largest difference of a layer's outputs, as a share of the largest output."""
 TINY = torch.finfo(torch.float32).tiny
 
 
 class Difference(NamedTuple):
-    """How a converted model differs from its source, in float32."""
+    """Differences between a converted model and its source, in float32."""
 
     layers: float
-    """Largest difference of a layer's outputs with its dense branch alone open, as a share of the largest output."""
+    """Largest difference of a layer's outputs when only its dense branch is open, as a share of the largest output."""
     logits: float
     """Largest difference of the logits, as a share of the largest logit."""
     source_loss: float
     """Mean loss of the source, in nats per token, on uniformly drawn ids."""
     converted_loss: float
     num_tokens: int
-    """Tokens of a sequence: 256, or fewer where the dense branches cover no more."""
+    """Tokens of a sequence: 256, or fewer if the dense branches cover fewer."""
 
 
 def covered_tokens(layer: Layer, window: int | None) -> float:
@@ -62,13 +62,13 @@ def comparable_tokens(conversion: Conversion) -> int:
 
 @torch.no_grad()
 def compare(conversion: Conversion, folder: Path, say: Callable[[str], None] = lambda line: None) -> Difference:
-    """Return how the weights in `folder` differ from their source. Of each model a part of one layer is in memory.
+    """Return how the weights in `folder` differ from their source. Only a part of one layer of each model is in memory.
 
-    Two batches go through the layers at once: uniformly drawn ids, each model with its own states, and rows drawn anew for every
-    layer, the same for both, with the dense branch alone open.
+    Two batches go through the layers at once: uniformly drawn ids, for which each model has its own states, and rows that are drawn again
+    for every layer, the same for both models, with only the dense branch open.
 
     Raises:
-        InputError: where a layer's outputs differ by more than 1e-4 of the largest, or logits are not finite.
+        InputError: if a layer's outputs differ by more than 1e-4 of the largest, or logits are not finite.
     """
     source, layers = conversion.source, conversion.config.decoder_layers()
     num_tokens = comparable_tokens(conversion)
@@ -159,7 +159,7 @@ def _converted_layer(conversion: Conversion, layer: Layer, tensors: dict[str, St
 
 
 def _checked_difference(place: int, expected: Tensor, found: Tensor) -> float:
-    """Return the largest difference of outputs of layer `place`, as a share of the largest; 0 where both are 0."""
+    """Return the largest difference of outputs of layer `place`, as a share of the largest; 0 if both are 0."""
     if not bool(expected.isfinite().all() & found.isfinite().all()):
         raise InputError(f"layer {place} gives NaN or Inf (its weights are not finite, or overflow float32); use another checkpoint")
     difference = float((expected - found).abs().max() / expected.abs().max().clamp(min=TINY))
@@ -192,7 +192,7 @@ def _compared_logits(states: tuple[Tensor, Tensor], heads: tuple[Stored, Stored]
 
 
 def _logits_of(logits: Tensor, columns: Tensor) -> Tensor:
-    """Return the logit at each of `columns`; 0 where it is none of these."""
+    """Return the logit at each of `columns`; 0 if it is none of these."""
     is_here = (columns >= 0) & (columns < logits.shape[-1])
     found = logits.gather(-1, columns.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
     return torch.where(is_here, found, 0)

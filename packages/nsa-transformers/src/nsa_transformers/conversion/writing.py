@@ -1,4 +1,4 @@
-"""The folder of a converted model, which loads once it is whole: config.json is written last."""
+"""Write the folder of a converted model. config.json comes last, so that only a complete folder loads."""
 
 import shutil
 from collections.abc import Callable
@@ -22,10 +22,10 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a tokenizer; they are copied as they are, and code beside them is not."""
+"""Files of a tokenizer; they are copied unchanged, and code in the same folder is not copied."""
 GENERATION = "generation_config.json"
 SHARES = 10
-"""Lines about the progress of writing."""
+"""Number of progress lines while tensors are written."""
 
 
 class Converted(NamedTuple):
@@ -36,10 +36,10 @@ class Converted(NamedTuple):
 
 
 def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], None] = lambda line: None) -> Converted:
-    """Write the converted model to `folder`, which is made, and compare it with its source; `say` takes lines of progress.
+    """Write the converted model to the new folder `folder`, and compare it with its source; `say` gets lines of progress.
 
     Raises:
-        InputError: where a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
+        InputError: if a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
     """
     source = conversion.source.folder
     folder.mkdir(parents=True)

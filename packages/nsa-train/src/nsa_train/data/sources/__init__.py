@@ -1,1 +1,1 @@
-"""Where documents come from: each source is a number of blocks of records, and which records are held out."""
+"""Sources of documents: each source has blocks of records, and decides which records are held out."""

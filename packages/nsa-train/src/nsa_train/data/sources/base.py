@@ -1,4 +1,4 @@
-"""The parts of every source: blocks of records, a record being a document or a failure to read one."""
+"""The parts of every source: blocks of records. A record is a document or a failure to read one."""
 
 import queue
 import threading
@@ -31,9 +31,9 @@ class Bad(NamedTuple):
     is_passing: bool = False
     """True for a transient failure: a retry may succeed"""
     is_loss: bool = False
-    """True where a file lost the record during the run: it counts once, in the epoch in which it is first met"""
+    """True if a file lost the record during the run: it counts once, in the epoch in which it is first met"""
     is_end: bool = False
-    """True where the rest of the block is lost with it: each reader of a shared block meets the end at a record of its own"""
+    """True if the rest of the block is lost with it: each reader of a shared block reaches the end at its own record"""
     advice: str = "fix or remove it"
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Reading:
         return self._shards.get(thread.ident if thread else None, self._last)
 
     def describe_dropped(self) -> str:
-        """Return a sentence on the file names that were left out; empty where none was."""
+        """Return a sentence on the file names that were left out; empty if none was."""
         if not self.dropped:
             return ""
         count, (path, kept) = len(self.dropped), self.dropped[0]
@@ -89,9 +89,9 @@ class Blocks(Protocol):
 
 
 class StripedBlocks:
-    """Blocks that are read by turns: of each of `blocks`, one part has records 0, turns, 2 turns, ..., the next 1, turns + 1, ...
+    """Blocks that are split into parts: for each of `blocks`, one part has records 0, turns, 2 turns, ..., the next 1, turns + 1, ...
 
-    For a corpus with fewer blocks than readers; every part reads over the records of the others.
+    This is for a corpus with fewer blocks than readers; every part skips the records of the others.
     """
 
     def __init__(self, blocks: Blocks, turns: int) -> None:
@@ -110,7 +110,7 @@ class StripedBlocks:
 
 
 def document_of(name: str, where: str, text: object, *, of: str = "") -> Record:
-    """Return the document `name` of a text field's value; a bad record where that is no string, or none that UTF-8 can spell."""
+    """Return the document `name` of a text field's value; a bad record if the value is not a string, or UTF-8 cannot encode it."""
     if not isinstance(text, str):
         return Bad(where, f"has a {type(text).__name__} in field {TEXT_FIELD!r} (it must hold a string)")
     try:
@@ -120,7 +120,7 @@ def document_of(name: str, where: str, text: object, *, of: str = "") -> Record:
 
 
 def decoded_problem(text: bytes, *, is_file: bool = False) -> str | None:
-    """Return why `text` is not UTF-8, with the byte, and the line of a file; None where it is."""
+    """Return why `text` is not UTF-8, with the byte, and the line of a file; None if it is."""
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -135,7 +135,7 @@ class _Done(NamedTuple):
 
 
 class LateError(DataError):
-    """Data of `shard` did not come within `seconds`; `option` is what sets that limit."""
+    """Raised if data of `shard` did not come within `seconds`; `option` sets that limit."""
 
     def __init__(self, seconds: float, shard: str, *, option: str = "data.timeout_s") -> None:
         super().__init__(
@@ -145,10 +145,10 @@ class LateError(DataError):
 
 
 def within(seconds: float, work: Callable[[], T], reading: Reading) -> T:
-    """Return what `work` returns; it runs in a thread, which is left behind when the time is up.
+    """Return the result of `work`, which runs in a thread; the thread is abandoned when the time is over.
 
     Raises:
-        LateError: after `seconds`, naming what was being read.
+        LateError: after `seconds`, naming the shard that was being read.
     """
     done: queue.Queue[_Done] = queue.Queue()
 

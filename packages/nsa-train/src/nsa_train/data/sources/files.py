@@ -16,9 +16,9 @@ from nsa_train.data.sources.base import Bad, Reading
 from nsa_train.errors import DataError
 
 Hashes = NDArray[np.uint32]
-"""(blocks,): the hash of each block; 0 where it is unknown"""
+"""(blocks,): the hash of each block; 0 if it is unknown"""
 MOST_DROPPED = 10_000
-"""Most names of one pattern for files that it has matched before; more than that, and than ten times the files, mean circular links."""
+"""Maximum names of one pattern for files that it has already matched; more names, if also above ten times the files, mean circular links."""
 _PIECE = 2**20
 
 
@@ -35,7 +35,7 @@ class BlockHashes:
         """Record `value` of `block`; `where` names it in messages.
 
         Raises:
-            DataError: when the run of the checkpoint read other bytes there.
+            DataError: if the run of the checkpoint read other bytes there.
         """
         if self.expected[block] not in (0, value):
             raise changed(where)
@@ -43,9 +43,9 @@ class BlockHashes:
 
 
 def hash_of(content: Iterable[bytes | memoryview], crc: int = 0) -> int:
-    """Return the CRC-32 of `content`, or 1 where that is 0; `crc` is the CRC-32 of the bytes before it.
+    """Return the CRC-32 of `content`, or 1 if that is 0; `crc` is the CRC-32 of the bytes before it.
 
-    It shows an edit as surely as 32 bits of any other hash, and is the fastest.
+    It detects an edit as reliably as 32 bits of any other hash, and is the fastest.
     """
     for piece in content:
         crc = zlib.crc32(piece, crc)
@@ -53,7 +53,7 @@ def hash_of(content: Iterable[bytes | memoryview], crc: int = 0) -> int:
 
 
 def changed(where: str) -> DataError:
-    """Return the error for a block that holds other bytes than at the checkpoint."""
+    """Return the error for a block whose bytes differ from those at the checkpoint."""
     return DataError(
         f"{where} changed after the run of the checkpoint read it (a run goes on in the data that it began with); "
         "put the file back as it was, or start a new run in another --out"
@@ -61,7 +61,7 @@ def changed(where: str) -> DataError:
 
 
 class LostError(Exception):
-    """Bytes of a file can no longer be read; the message says why, and follows the name of the record or block in a sentence."""
+    """Raised if bytes of a file can no longer be read; the message says why, and follows the name of the record or block in a sentence."""
 
     def bad(self, where: str) -> Bad:
         """Return a bad record for the lost record `where`."""
@@ -69,7 +69,7 @@ class LostError(Exception):
 
 
 class LocalFile(NamedTuple):
-    """A file as the run found it. It is read as long as it does not change."""
+    """A file in the state in which the run found it. It is read as long as it does not change."""
 
     path: Path
     size: int
@@ -82,7 +82,7 @@ class LocalFile(NamedTuple):
         """Return the present state of `path`.
 
         Raises:
-            DataError: when it is no longer there.
+            DataError: if it is no longer there.
         """
         try:
             return cls._of(path, path.stat())
@@ -97,7 +97,7 @@ class LocalFile(NamedTuple):
         """Check that the file has not changed; `now`: the status of the open file, if the caller has it.
 
         Raises:
-            LostError: when it changed, or is gone.
+            LostError: if it changed, or is gone.
         """
         try:
             current = self._of(self.path, now or self.path.stat())
@@ -110,7 +110,7 @@ class LocalFile(NamedTuple):
         """Yield the bytes `start` .. `stop` - 1, a few at a time.
 
         Raises:
-            LostError: when the file is gone or cannot be read; after the last byte, when it is not as it was found.
+            LostError: if the file is gone or cannot be read; after the last byte, when it is not as it was found.
         """
         left = stop - start
         try:
@@ -169,7 +169,7 @@ class FileBlocks:
         """Yield the bytes of `block`.
 
         Raises:
-            LostError: when they can no longer be read.
+            LostError: if they can no longer be read.
         """
         raise NotImplementedError
 
@@ -177,8 +177,8 @@ class FileBlocks:
         """Record the hash of `block`, once in a process; after that, size and time of the file show whether it changed.
 
         Raises:
-            DataError: when the run that is resumed had read other bytes there.
-            LostError: when they can no longer be read.
+            DataError: if the run that is resumed had read other bytes there.
+            LostError: if they can no longer be read.
         """
         if self.hashes is not None and not self.hashes.found[block]:
             self.hashes.add(block, hash_of(self.content(block)), self.where(block))
@@ -187,8 +187,8 @@ class FileBlocks:
         """Return the bytes of `block`, and record their hash.
 
         Raises:
-            DataError: when the run that is resumed had read other bytes there.
-            LostError: when they can no longer be read.
+            DataError: if the run that is resumed had read other bytes there.
+            LostError: if they can no longer be read.
         """
         pieces, lost = list[bytes](), None
         try:
@@ -211,10 +211,10 @@ class FileBlocks:
 def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
     """Return the files that names and globs match, sorted within each pattern, every file once, however many names it has.
 
-    `reading` gets the names that are dropped: links, also hard ones, to a file that is there already.
+    `reading` gets the names that are dropped: links, also hard ones, to a file that is already in the list.
 
     Raises:
-        DataError: when a pattern matches nothing, or a name is no readable regular file.
+        DataError: if a pattern matches nothing, or a name is not a readable regular file.
     """
     kept: dict[object, Path] = {}
     for pattern in patterns:
@@ -238,7 +238,7 @@ def files_of(patterns: Iterable[str], reading: Reading) -> list[Path]:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error that names `path` and what the system says of it."""
+    """Return the error that names `path` and the system's message."""
     return DataError(f"data.path: {path} cannot be read ({error.strerror or error}); name a readable file or a glob")
 
 

@@ -47,7 +47,7 @@ class HubBlocks:
 
 
 class LocalShards(WholeFiles):
-    """Local files in place of the hub's shards, each opened by itself: what one of them holds says nothing of the others."""
+    """Local files in place of the hub's shards. Each is opened by itself: the content of one file says nothing about the others."""
 
     def __init__(self, kind: str, paths: list[Path], reading: Reading) -> None:
         """`kind`: "parquet" or "jsonl"."""
@@ -103,10 +103,10 @@ class LocalShards(WholeFiles):
 
 
 def open_hub(data: DataTable, reading: Reading) -> HubBlocks | LocalShards:
-    """Return the shards of FineWeb-Edu, or of the local files that stand in for it.
+    """Return the shards of FineWeb-Edu, or of the local files that replace it.
 
     Raises:
-        DataError: when they cannot be reached; the message lists the commands that would work.
+        DataError: if they cannot be reached; the message lists the commands that would work.
     """
     try:
         import datasets

@@ -1,4 +1,4 @@
-"""Source `jsonl`: a record per line, its text in field "text". Lines are found by offset, so that any block can be read at once."""
+"""Source `jsonl`: one record per line, with its text in field "text". Lines are found by offset, so that any block can be read directly."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ class JsonlBlocks(FileBlocks):
         return len(self._spans)
 
     def keep_hashes(self, *, is_salvaging: bool) -> None:
-        """Keep the hashes of all blocks, which counting the lines has taken."""
+        """Keep the hashes of all blocks, which were computed when the lines were counted."""
         super().keep_hashes(is_salvaging=is_salvaging)
         for block, span in enumerate(self._spans):
             self.kept.found[block] = span.hash
@@ -85,7 +85,7 @@ class JsonlBlocks(FileBlocks):
 
 
 def record_of_line(path: Path, number: int, line: bytes) -> Record:
-    """Return the record that `line`, the `number`th of `path`, spells."""
+    """Return the record in `line`, the `number`th line of `path`."""
     where = f"data.path: {path} line {number}"
     line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
     problem = decoded_problem(line) or ("" if line.strip() else "is blank (each line holds one JSON object)")

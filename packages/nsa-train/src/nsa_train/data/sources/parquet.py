@@ -1,4 +1,4 @@
-"""Source `parquet`: a row per document, its text in the string column "text". A row group is a block."""
+"""Source `parquet`: one document per row, with its text in the string column "text". A row group is a block."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ class ParquetBlocks(FileBlocks):
         """Read the footers.
 
         Raises:
-            DataError: when pyarrow is not installed.
+            DataError: if pyarrow is not installed.
         """
         self._reading = reading
         self._blocks: list[_Group | Bad] = []
@@ -47,7 +47,7 @@ class ParquetBlocks(FileBlocks):
         return group.where if isinstance(group, Bad) else f"data.path: {group.file.path} row group {group.number}"
 
     def content(self, block: int) -> Iterator[bytes]:
-        """Yield the values of the text column in row group `block`, with their lengths; nothing of a file that is a bad record."""
+        """Yield the values of the text column in row group `block`, with their lengths; nothing for a file that is a bad record."""
         group = self._blocks[block]
         if isinstance(group, Bad):
             return

@@ -1,6 +1,6 @@
-"""Which documents are held out. Deterministic, and the same on every rank.
+"""Decide which documents are held out. The choice is deterministic, and the same on every rank.
 
-A document belongs to the validation split by a hash of its *content*, so that equal documents never stand on both sides.
+A hash of its *content* decides whether a document is held out, so that equal documents are never on both sides.
 A single document is cut by position instead: its last tenth is held out.
 """
 
@@ -16,7 +16,7 @@ VALIDATION_PERCENT = 5
 SINGLE_FILE_VALIDATION_PERCENT = 10
 """Share of a single document held out: its end."""
 END_BYTES = 256
-"""Least length of an end that is looked for in other documents: shorter ones are alike in many."""
+"""Minimum length of an end that is searched in other documents: shorter ends are equal in many documents."""
 
 
 class Split(NamedTuple):
@@ -31,21 +31,21 @@ class Split(NamedTuple):
 
 
 def rank_of(text: bytes) -> int:
-    """Return 32 bits of a hash of `text`: documents of a rank below the limit are held out."""
+    """Return 32 bits of a hash of `text`, its rank: documents with a rank below the limit are held out."""
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
 
 
 def limit_of(ranks: Collection[int]) -> int:
-    """Return the rank below which documents are held out: the share above, but never none of `ranks` and never all."""
+    """Return the rank below which documents are held out: the share above, but at least one of `ranks` and never all."""
     limit = 2**32 * VALIDATION_PERCENT // 100
     return min(max(limit, min(ranks) + 1), max(ranks))
 
 
 def split(parts: Sequence[Sequence[Document]]) -> Split:
-    """Return the documents of each of `parts`, none of them empty, split.
+    """Split the documents of `parts`, none of which is empty, into a training side and a validation side.
 
     Raises:
-        DataError: when too few of them differ to hold something out and train on something.
+        DataError: if too few documents differ to fill both sides.
     """
     texts = {document.text for documents in parts if len(documents) > 1 for document in documents}
     limit = limit_of([rank_of(text) for text in texts]) if texts else 0
@@ -70,7 +70,7 @@ def split(parts: Sequence[Sequence[Document]]) -> Split:
 
 
 def shared(split: Split) -> tuple[tuple[str, str], ...]:
-    """Return the names of what is held out and of the training document that has text of it, a pair for each.
+    """Return pairs of names: a held-out text, and a training document that contains text of it.
 
     Whole texts are compared, and the end of a document that was cut with any piece of the documents of other parts, on either side.
     """

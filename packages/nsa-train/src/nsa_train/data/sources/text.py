@@ -1,4 +1,4 @@
-"""Sources `stdlib` and `text`: every file is one document, and a block of its own."""
+"""Sources `stdlib` and `text`: every file is one document and one block."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from nsa_train.data.sources.files import FileBlocks, LocalFile, LostError
 from nsa_train.errors import DataError
 
 STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-"""Folders of the standard library that are not part of the corpus: tests, and what others installed."""
+"""Folders of the standard library that are not part of the corpus: tests, and packages that others installed."""
 
 
 class WholeFiles(FileBlocks):
@@ -63,14 +63,14 @@ class TextBlocks(_Texts):
 class StdlibBlocks(_Texts):
     """The standard library's *.py sources without its tests, named by their path below it.
 
-    Files without content, such as many `__init__.py`, and files that are not UTF-8 are no documents.
+    Files without content, such as many `__init__.py`, and files that are not UTF-8 are not documents.
     """
 
     def __init__(self, reading: Reading) -> None:
         """Find the files.
 
         Raises:
-            DataError: when this Python comes without sources.
+            DataError: if this Python comes without sources.
         """
         self.root = Path(sysconfig.get_path("stdlib"))
         found = [path for path in sorted(self.root.rglob("*.py")) if not STDLIB_SKIPPED.intersection(path.relative_to(self.root).parts)]
