@@ -57,13 +57,12 @@ def _write(
             size = num_rows * table_width
         if not RING:
             count = tl.minimum(count, size - start)
-        groups, columns = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
-        mask = (groups < G)[:, None] & (columns < D)[None, :]
-        offsets = groups[:, None] * D + columns[None, :]
-        # read before it is known whether it counts: the load does not wait for `start` and `count`
-        x = tl.load(new_ptr + (wide(sequence) * num_new + row) * (G * D) + offsets, mask=mask, other=0.0)
         slot, has_slot = _slot(sequence, start + row, (row < count) & (row >= count - size), table_ptr, num_rows, num_pages, table_width)
         if has_slot:
+            groups, columns = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+            mask = (groups < G)[:, None] & (columns < D)[None, :]
+            offsets = groups[:, None] * D + columns[None, :]
+            x = tl.load(new_ptr + (wide(sequence) * num_new + row) * (G * D) + offsets, mask=mask, other=0.0)
             if scale_ptr is not None:
                 x = x.to(tl.float32)
                 scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([GROUPS], LARGEST_FP8, tl.float32)), SMALLEST_SCALE)
