@@ -132,6 +132,19 @@ def test_left_padding_of_mixed_lengths_changes_no_token(model, prompt, from_scra
         assert torch.equal(found[row, 20 - length :], from_scratch(model, ids[row : row + 1, 20 - length :], COUNT)[0])
 
 
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_hidden_states_of_generated_tokens_are_those_from_scratch(tiny_model, prompt, implementation):
+    model, mask = tiny_model(), torch.arange(20) >= torch.tensor([[0], [9]])
+    options = {"attention_mask": mask.long(), "cache_implementation": implementation, "output_hidden_states": True}
+    found = model.generate(prompt, return_dict_in_generate=True, do_sample=False, max_new_tokens=4, **options)
+    whole = torch.cat([mask, torch.ones(2, 4, dtype=torch.bool)], 1)
+    with torch.no_grad():
+        expected = model(found.sequences, attention_mask=whole.long(), output_hidden_states=True, use_cache=False).hidden_states
+    for layer, states in enumerate(expected):
+        steps = torch.cat([step[layer] for step in found.hidden_states], 1)
+        torch.testing.assert_close(steps[whole[:, :-1]], states[:, :-1][whole[:, :-1]], rtol=1e-4, atol=1e-4)
+
+
 @kinds
 def test_a_prompts_cache_is_copied_and_used_again(model, prompt, from_scratch):
     with torch.no_grad():

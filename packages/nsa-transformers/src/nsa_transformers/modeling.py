@@ -1,7 +1,7 @@
 """NSAModel and NSAForCausalLM: the decoder of nsa-core with the interface of Transformers. Names of weights are the decoder's."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -72,7 +72,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
     def _add_head(self, config: NSAModelConfig) -> None:
         """Build the output layer, of a model that has one."""
 
-    @capture_outputs
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -82,6 +82,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         has_labels: bool = False,
+        output_hidden_states: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return `last_hidden_state` `(B, S, hidden_size)` of `input_ids` `(B, S)`, and `past_key_values` with a cache.
@@ -92,6 +93,9 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         A pass with a cache records no gradient. `use_cache=True` without `past_key_values` makes a new cache. `use_cache=None` makes
         one where no gradient is recorded; this cache stores the tokens and fills its keys and values only when a step follows, so that
         the states equal those of a pass without a cache.
+
+        `output_hidden_states`: `hidden_states` are the embeddings, the output of each layer but the last, and the normed output of the last.
+        Those of a valid token do not depend on the padding; at a position of padding they are finite and mean nothing.
 
         Raises:
             InputError: for a row without a batch, ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of
@@ -119,16 +123,14 @@ class NSAModel(Decoder, NSAPreTrainedModel):
                     "use_cache=True is ignored in training (a pass with a cache records no gradient); leave it out",
                     stacklevel=2,
                 )
-        is_recorded = bool(kwargs.get("output_hidden_states") or self.config.output_hidden_states)
         if cache is not None:
-            states = self._step(x, attention_mask, position_ids, cache, is_recorded=is_recorded)
-            return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
-        states, is_packed = self._whole(x, attention_mask, position_ids, is_recorded=is_recorded)
+            return self._step(x, attention_mask, position_ids, cache, output_hidden_states)
+        outputs, is_packed = self._whole(x, attention_mask, position_ids, output_hidden_states)
         if use_cache is None and self.config.use_cache and not (has_labels or is_packed or torch.is_grad_enabled()):
             # an evaluation never reads the cache: its stores are filled when a step follows
-            cache = NSAModelCache(self.config)
-            cache.defer(x, attention_mask)
-        return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
+            outputs.past_key_values = NSAModelCache(self.config)
+            outputs.past_key_values.defer(x, attention_mask)
+        return outputs
 
     def _is_learning(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -145,8 +147,10 @@ class NSAModel(Decoder, NSAPreTrainedModel):
                 "past_key_values came in training (a pass with a cache records no gradient); leave it out, or call model.eval()"
             )
 
-    def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, *, is_recorded: bool) -> tuple[Tensor, bool]:
-        """Return the states of whole sequences, and True where they are packed.
+    def _whole(
+        self, x: Tensor, mask: Tensor | None, positions: Tensor | None, recorded: Any = None
+    ) -> tuple[BaseModelOutputWithPast, bool]:
+        """Return the outputs for whole sequences, and True where they are packed.
 
         Padding is moved behind the valid tokens: causal attention keeps it out of their states.
         """
@@ -155,18 +159,19 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         if padding is None:
             packing = packing_of(positions, batch_size, num_tokens)
             if packing is None:
-                return self.hidden(x), False
-            require_in_place(is_recorded and batch_size > 1)
-            states = self.hidden(x.flatten(0, 1).unsqueeze(0), *packing)
-            return states.view(batch_size, num_tokens, -1), True
-        require_in_place(is_recorded)
+                return self._recorded(recorded, x), False
+            outputs = self._recorded(recorded, x.flatten(0, 1).unsqueeze(0), *packing)
+            return _each(outputs, lambda states: states.view(batch_size, num_tokens, -1)), True
         if positions is not None:
             require_positions(positions, padding, batch_size, num_tokens, None)
-        return move(self.hidden(move(x, padding.order)), padding.back), False
+        outputs = self._recorded(recorded, move(x, padding.order))
+        return _each(outputs, lambda states: move(states, padding.back)), False
 
     @torch.no_grad()
-    def _step(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache, *, is_recorded: bool = False) -> Tensor:
-        """Return the states of tokens that follow those in `cache`.
+    def _step(
+        self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache, recorded: Any = None
+    ) -> BaseModelOutputWithPast:
+        """Return the outputs for tokens that follow those in `cache`.
 
         The mask and the positions of a single token are not read on a GPU, because the host would wait for them.
         """
@@ -184,13 +189,24 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         stores = [layer.store for layer in cache.layers]
         if positions is not None and not is_single and not torch.compiler.is_compiling():
             require_positions(positions, padding, batch_size, num_tokens, stores[0].lengths)
-        require_in_place(is_recorded and padding is not None)
         if padding is None:
-            states = self.hidden(x, caches=stores)
+            outputs = self._recorded(recorded, x, caches=stores)
         else:
-            states = move(self.hidden(move(x, padding.order), caches=stores, query_count=padding.counts), padding.back)
+            outputs = self._recorded(recorded, move(x, padding.order), caches=stores, query_count=padding.counts)
+            outputs = _each(outputs, lambda states: move(states, padding.back))
         cache.advance(num_tokens)
-        return states
+        outputs.past_key_values = cache
+        return outputs
+
+    def _recorded(self, recorded: Any, x: Tensor, *inputs: Any, **options: Any) -> BaseModelOutputWithPast:
+        """Return what `hidden` returns, with the hidden states that `output_hidden_states` asks for; None: the configuration does."""
+        asked = {} if recorded is None else {"output_hidden_states": recorded}
+        outputs: BaseModelOutputWithPast = self._captured(x, *inputs, **options, **asked, return_dict=True)
+        return outputs
+
+    @capture_outputs
+    def _captured(self, x: Tensor, *inputs: Any, output_hidden_states: Any = None, **options: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden(x, *inputs, **options))
 
 
 class NSAForCausalLM(NSAModel, GenerationMixin):
@@ -220,7 +236,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return `logits` `(B, S, vocab_size)` of the last `logits_to_keep` tokens (0: all) and, with `labels` `(B, S)`, the `loss`.
@@ -313,6 +329,14 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         return None if bool((recent != 0).all()) else recent
 
 
+def _each(outputs: BaseModelOutputWithPast, change: Callable[[Tensor], Tensor]) -> BaseModelOutputWithPast:
+    """Return `outputs` after `change` of its last state and of each hidden state that was recorded."""
+    outputs.last_hidden_state = change(outputs.last_hidden_state)
+    if outputs.hidden_states is not None:
+        outputs.hidden_states = tuple(None if states is None else change(states) for states in outputs.hidden_states)
+    return outputs
+
+
 def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor | None) -> None:
     """Raise InputError where `keywords` describe packed sequences for FlashAttention and nothing here does."""
     if positions is None and keywords.get("cu_seq_lens_q") is not None:
@@ -337,14 +361,6 @@ def require_left_padding(mask: Tensor | None) -> None:
         raise InputError(
             f"attention_mask ends with padding in row {int(is_padding.int().argmax())} (new tokens follow the last column); "
             "pad prompts on the left, with padding_side='left'"
-        )
-
-
-def require_in_place(is_moved: bool) -> None:
-    """Raise InputError where the states of layers would be recorded in another order than the batch has."""
-    if is_moved:
-        raise InputError(
-            "output_hidden_states came with padding or packed rows (layers see the tokens of such a batch in another order); pass rows of one length"
         )
 
 
