@@ -240,6 +240,18 @@ def test_a_model_that_is_no_dense_one_is_refused_and_nothing_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_changed_bit_of_a_dense_export_is_found_by_convert(
+    exported: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    capsys.readouterr()
+    assert run_command(["convert", str(folder), "--out", str(tmp_path / "out")]) == 1
+    assert "model.safetensors is damaged (its data do not have the SHA-256 in its header)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_page_goes_from_a_dense_run_to_a_sparse_one(tmp_path: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa_train.telemetry.recorder.write_report", lambda paths: None)
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from nsa_core.errors import InputError
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.checkpoint.hugging_face import hugging_face_tokenizer
 from nsa_train.checkpoint.models import open_model
@@ -181,6 +182,12 @@ def _weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Non
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
 
 
+def _flipped(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -210,6 +217,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     ),
     "pickle": (_pickled, 1, "pytorch_model.bin is a pickle, which runs code when it is read"),
     "truncated": (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), 1, "is no whole safetensors file"),
+    "changed bit": (_flipped, 1, "model.safetensors is damaged (its data do not have the SHA-256 in its header); copy it again"),
     "architecture": (lambda folder: _config(folder, model_type="llama"), 2, "has model_type='llama'"),
     "class": (lambda folder: _config(folder, architectures=["LlamaForCausalLM"]), 1, "architectures=['LlamaForCausalLM']"),
     "schema": (lambda folder: _config(folder, nsa_schema=9), 2, "has nsa_schema=9 (this version of nsa-transformers reads up to 1)"),
@@ -241,6 +249,21 @@ def test_a_folder_that_is_no_model_is_refused_and_nothing_written(
         assert message in printed
         assert "Traceback" not in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_changed_bit_of_an_export_is_found_by_everything_that_reads_it(
+    exported: Callable[..., Path], tmp_path: Path, tiny_recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported()
+    _flipped(folder)
+    with pytest.raises(InputError, match=r"model.safetensors is damaged"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
+        open_model(folder)
+    capsys.readouterr()
+    words = ["run", str(tiny_recipe), "--out", str(tmp_path / "run"), "--set", f"train.init_from={folder}"]
+    assert run_command(words) == 1
+    assert "model.safetensors is damaged (its data do not have the SHA-256 in its header)" in capsys.readouterr().err
 
 
 def test_an_import_takes_no_key_of_the_model_and_overwrites_nothing(

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nsa_core.errors import InputError
+from nsa_transformers.checksums import require_undamaged
 
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -23,8 +24,8 @@ class Loaded:
         """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read from safetensors alone.
 
         Raises:
-            InputError: for pickled weights, a damaged file, another architecture, or tensors that are missing, extra, of another shape or,
-                in a folder without quantization, integers.
+            InputError: for pickled weights, a damaged file, data that are not those of the checksum in their file, another architecture, or
+                tensors that are missing, extra, of another shape or, in a folder without quantization, integers.
         """
         if kwargs.pop("use_safetensors", True) is False:
             raise InputError("use_safetensors=False asks for pickled weights (a pickle runs code when it is read); leave it out")
@@ -34,6 +35,7 @@ class Loaded:
             inner = folder / kwargs.get("subfolder", "")
             require_safetensors(inner, variant=kwargs.get("variant"))
             require_floats(inner, variant=kwargs.get("variant"))
+            require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
             if kwargs.get("config") is None:
                 require_config(inner)
         parent: Any = super()

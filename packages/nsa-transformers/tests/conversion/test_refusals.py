@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 
 from nsa_core.errors import ConfigError, InputError
+from nsa_transformers.checksums import UNSEALED, seal
 from nsa_transformers.conversion import ConversionOptions, plan_conversion, verifying, write_converted
 
 
@@ -156,6 +157,18 @@ def test_damaged_shards_are_refused(dense, damage):
     if damage != "gone":
         shard.write_bytes(content[:-1] if damage == "shortened" else b"\xff" * 100)
     assert shard.name in refusal(folder, InputError)
+
+
+def test_a_changed_bit_of_a_source_with_checksums_is_refused_before_anything_is_written(dense, tmp_path):
+    folder = dense(shards="20kB").folder
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    safetensors.torch.save_file(safetensors.torch.load_file(shard), shard, metadata={"format": "pt", **UNSEALED})
+    seal(shard)
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InputError, match=f"{shard.name} is damaged"):
+        write_converted(plan_conversion(folder, ConversionOptions()), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_index_that_names_files_elsewhere_is_refused(dense):

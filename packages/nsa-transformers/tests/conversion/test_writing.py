@@ -35,6 +35,17 @@ def test_shards_hold_at_most_as_many_bytes_as_asked(dense, convert):
     assert set(index["weight_map"].values()) == {shard.name for shard in shards}
 
 
+def test_a_changed_bit_of_a_converted_shard_is_found(dense, convert):
+    shards = sorted(convert(dense().folder, shard_bytes=20_000).folder.glob("*.safetensors"))
+    for shard in shards:
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(InputError, match=f"{shard.name} is damaged"):
+            NSAForCausalLM.from_pretrained(shard.parent)
+        shard.write_bytes(whole)
+    NSAForCausalLM.from_pretrained(shards[0].parent)
+
+
 def test_the_same_options_write_the_same_bytes(dense, tmp_path):
     folder = dense().folder
     for name in ("one", "other"):

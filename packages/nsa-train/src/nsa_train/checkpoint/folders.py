@@ -8,6 +8,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from nsa_core.errors import InputError
 from nsa_train.checkpoint.tensors import Form, read_forms
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import undrawn_weights
@@ -114,8 +115,14 @@ def folder_weights(folder: Path, files: list[Path]) -> dict[str, Tensor]:
     """Return name -> weight, float32, of the safetensors `files` of `folder`.
 
     Raises:
-        CheckpointError: naming those that are not finite.
+        CheckpointError: naming those that are not finite, or a file that differs from its checksum.
     """
+    from nsa_transformers.checksums import require_undamaged
+
+    try:
+        require_undamaged(files)
+    except InputError as error:
+        raise CheckpointError(str(error)) from None
     tensors = {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
     if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:
         raise CheckpointError(

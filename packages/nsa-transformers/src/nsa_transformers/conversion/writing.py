@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from nsa_transformers.checksums import require_undamaged
 from nsa_transformers.configuration import generation_config
 from nsa_transformers.conversion.planning import Conversion
 from nsa_transformers.conversion.sources import read_json
@@ -42,6 +43,7 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
         InputError: where a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
     """
     source = conversion.source.folder
+    require_undamaged({tensor.file for tensor in conversion.source.tensors.values()})
     folder.mkdir(parents=True)
     write_shards(folder, conversion.planned, shard_bytes=conversion.options.shard_bytes, say=_progress(conversion.nbytes, say))
     for name in TOKENIZER_FILES:
