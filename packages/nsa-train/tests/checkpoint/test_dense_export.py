@@ -40,21 +40,10 @@ ROPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 @pytest.fixture
-def exported(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+def exported(exported: Callable[..., Path]) -> Callable[..., Path]:
     """A function from overrides to the folder of an export of a dense model."""
-
-    def export(*overrides: str) -> Path:
-        out = tmp_path / "dense"
-        assert run_command(["ckpt", "export", str(saved(*DENSE, *overrides)), str(out), "--format", "llama"]) == 0
-        return out
-
-    return export
+    return lambda *overrides: exported(*DENSE, *overrides, kind="llama")
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:

@@ -40,23 +40,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture
-def exported(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """A function from overrides to the folder of an export."""
-
-    def export(*overrides: str) -> Path:
-        out = tmp_path / "exported"
-        assert run_command(["ckpt", "export", str(saved(*overrides)), str(out), "--format", "hf"]) == 0
-        return out
-
-    return export
-
-
 def _ids(vocab_size: int = 258) -> Tensor:
     return torch.randint(0, vocab_size, (2, 50), generator=torch.Generator().manual_seed(1))
 
