@@ -74,6 +74,34 @@ def test_a_mask_with_a_hole_is_refused(tiny_model, row, use_cache):
         tiny_model()(ids, attention_mask=mask, use_cache=use_cache)
 
 
+@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min, -1.0, 0.5])
+def test_a_mask_that_is_added_to_scores_is_refused(tiny_model, prompt, masked):
+    mask = torch.zeros(prompt.shape)
+    mask[1, :5] = masked
+    for call in (lambda: tiny_model()(prompt, attention_mask=mask), lambda: tiny_model().generate(prompt, attention_mask=mask)):
+        with pytest.raises(InputError, match=r"attention_mask holds .* \(1 where a token is valid, else 0; "):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
+def test_a_mask_of_any_dtype_marks_valid_tokens(tiny_model, prompt, dtype):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :5] = 0
+    found = model(prompt, attention_mask=mask.to(dtype)).logits[1, 5:]
+    torch.testing.assert_close(found, model(prompt[1:, 5:]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_attentions_are_refused_where_they_would_be_left_out(tiny_model, prompt):
+    message = "output_attentions=True has nothing to give"
+    for call in (
+        lambda: tiny_model()(prompt, output_attentions=True),
+        lambda: tiny_model(output_attentions=True)(prompt),
+        lambda: tiny_model().generate(prompt, output_attentions=True, return_dict_in_generate=True, max_new_tokens=2),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+
+
 def test_a_mask_of_another_shape_is_refused(tiny_model, prompt):
     with pytest.raises(InputError, match=r"attention_mask has shape \(2, 1, 20, 20\)"):
         tiny_model()(prompt, attention_mask=torch.ones(2, 1, 20, 20), use_cache=False)

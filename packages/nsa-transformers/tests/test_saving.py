@@ -203,6 +203,9 @@ def test_damaged_files_and_shards_are_named(saved):
     index.write_text("{")
     with pytest.raises(InputError, match="is no index of weights"):
         AutoModelForCausalLM.from_pretrained(shards)
+    index.write_text(json.dumps({"weight_map": {"norm.weight": min(shards.glob("*.safetensors")).name}}))
+    with pytest.raises(InputError, match=r"is no index of weights \(KeyError\('metadata'\)\)"):
+        AutoModelForCausalLM.from_pretrained(shards)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +218,12 @@ def test_damaged_files_and_shards_are_named(saved):
         ({"nsa": {"window": 5}}, "unknown key nsa.window .* did you mean 'window_size'"),
         ({"nsa": {"compression_stride": 3}}, "compression_stride=3 does not divide"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+        ({"vocab_size": -1}, "vocab_size=-1 is too small"),
+        ({"vocab_size": 0}, "vocab_size=0 is too small"),
+        ({"intermediate_size": -64}, "intermediate_size=-64 is too small"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0 is too small"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 is negative"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is negative or no number"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(saved, values, message):
@@ -230,6 +239,45 @@ def test_another_architecture_is_refused(saved):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(InputError, match=r"architectures=\['LlamaForCausalLM'\] \(this package has NSAForCausalLM, NSAModel\)"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("kind", "message"), [("llama", "has model_type='llama'"), (None, "has model_type=None"), (3, "has model_type=3")])
+def test_another_model_type_is_refused(saved, kind, message):
+    _, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+    with pytest.raises(InputError, match=message + r" \(the rule: 'nsa_core'\)"):
+        NSAForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3"])
+def test_a_config_that_is_no_object_is_refused(saved, text):
+    _, folder = saved
+    (folder / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config.json cannot be read"):
+        NSAForCausalLM.from_pretrained(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(saved):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    first, second = sorted(shards.glob("*.safetensors"))[:2]
+    twice = safetensors.torch.load_file(second) | {name: tensor + 1 for name, tensor in safetensors.torch.load_file(first).items()}
+    safetensors.torch.save_file(twice, second, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"{second.name} and {first.name} both hold .* \\(a tensor has one file\\)"):
+        AutoModelForCausalLM.from_pretrained(shards)
+
+
+def test_an_output_layer_that_is_tied_and_differs_is_refused(saved, prompt):
+    model, folder = saved
+    _rewritten(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["embedding.weight"].clone()}))
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.lm_head.weight is loaded.embedding.weight
+    assert torch.equal(loaded(prompt).logits, model(prompt).logits)
+    _rewritten(folder, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    with pytest.raises(InputError, match=r"lm_head.weight differs from embedding.weight .*set tie_word_embeddings to false in config.json"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -114,6 +114,11 @@ class NSACacheLayer(CacheLayerMixin):
     prefetch = offload
 
 
+def described_layers(config: Any) -> str:
+    """Return what the layers of an `NSAModelConfig` are: equal for two models where one's cache can hold the other's past."""
+    return repr(config.decoder_layers())
+
+
 class Deferred(NamedTuple):
     """Embedded tokens that no layer has seen yet."""
 
@@ -151,6 +156,8 @@ class NSAModelCache(Cache):
             raise InputError("max_cache_len=None with static=True (a static cache is allocated once, whole); use max_cache_len=4096")
         self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw}
         super().__init__(layers=[NSACacheLayer(max_cache_len, **self.options) for _ in range(config.num_hidden_layers)])
+        self.described = described_layers(config)
+        """What the layers are that it was built for."""
         self.deferred: Deferred | None = None
         """Tokens that the layers get before the next step; None where they have them all."""
 
@@ -163,13 +170,9 @@ class NSAModelCache(Cache):
         """Get ready for `num_tokens` more tokens of each of `batch_size` sequences.
 
         Raises:
-            InputError: where it holds another number of sequences, or layers.
+            InputError: where it holds another number of sequences.
             CacheOverflowError: where they do not fit, as far as the host knows.
         """
-        if len(attentions) != len(self.layers):
-            raise InputError(
-                f"past_key_values has {len(self.layers)} layers, the model {len(attentions)} (each has its own); use NSAModelCache(model.config)"
-            )
         for layer, attention in zip(self.layers, attentions, strict=True):
             layer.start(attention, batch_size)
         if self.layers[0].batch_size != batch_size:

@@ -15,9 +15,9 @@ from transformers.utils.output_capturing import capture_outputs
 
 from nsa_core.decoder import EMBEDDING_STD, Block, Decoder
 from nsa_core.errors import InputError
-from nsa_transformers.cache import NSAModelCache
+from nsa_transformers.cache import NSAModelCache, described_layers
 from nsa_transformers.configuration import NSAModelConfig, attentions
-from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_no_holes, require_positions
+from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_marks, require_no_holes, require_positions
 from nsa_transformers.weights import Loaded
 
 WORKING_CACHES = (None, "dynamic", "static")
@@ -67,6 +67,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         """Build the layers that `config` describes, with freshly drawn weights."""
         super().__init__(config.sizes(), attentions(config), config)
         self._add_head(config)
+        self._described = described_layers(config)
         self.post_init()
 
     def _add_head(self, config: NSAModelConfig) -> None:
@@ -109,6 +110,11 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         if input_ids is not None:
             self._check_ids(input_ids)
         require_positions_of_packing(kwargs, position_ids)
+        if kwargs.get("output_attentions") or self.config.output_attentions:
+            raise InputError(
+                "output_attentions=True has nothing to give (no layer of NSA has a matrix of attention, its branches see blocks and a window); "
+                "leave it out, or look with nsa-train explore"
+            )
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if x.shape[1] == 0:
             raise InputError(f"the batch has shape {tuple(x.shape[:2])} (a pass needs a token of each sequence); pass a prompt")
@@ -141,7 +147,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             require_known_ids(ids, self.config.vocab_size)
 
     def _check_cache(self, cache: Any) -> None:
-        require_own_cache(cache)
+        require_own_cache(cache, self._described)
         if self._is_learning():
             raise InputError(
                 "past_key_values came in training (a pass with a cache records no gradient); leave it out, or call model.eval()"
@@ -254,6 +260,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             use_cache,
             has_labels=labels is not None,
             output_hidden_states=output_hidden_states,
+            output_attentions=kwargs.pop("output_attentions", None),
             return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -275,14 +282,17 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         """
         given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
         require_working_cache(kwargs.get("cache_implementation") or given.cache_implementation)
-        ids = kwargs.get("input_ids") if inputs is None else inputs
+        require_own_drafts(kwargs.get("assistant_early_exit", given.assistant_early_exit))
+        ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
+        if mask is not None:
+            require_marks(mask)
         if isinstance(ids, Tensor):
             require_batch(ids, kwargs.get("inputs_embeds"))
             require_known_ids(ids, self.config.vocab_size)
-            mask = kwargs.get("attention_mask")
             is_empty = ids.shape[1] == 0 or (mask is not None and mask.dim() == 2 and bool((mask == 0).all(1).any()))
             if is_empty and kwargs.get("inputs_embeds") is None:
                 raise InputError("a prompt is empty (the model needs a first token); begin it with the tokenizer's eos_token")
+            require_new_tokens(kwargs.get("past_key_values"), ids)
         return super().generate(inputs, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +306,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         require_left_padding(model_kwargs.get("attention_mask"))
         given, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
         if given is not None:
-            require_own_cache(given)
+            require_own_cache(given, self._described)
             if kind is not None:
                 raise InputError(
                     f"cache_implementation={kind!r} came with past_key_values (which is a cache already); leave one of them out"
@@ -373,6 +383,24 @@ def require_working_cache(kind: str | None) -> None:
         )
 
 
+def require_own_drafts(early_exit: int | None) -> None:
+    """Raise InputError where drafts are to come from the model's own first layers."""
+    if early_exit is not None:
+        raise InputError(
+            f"assistant_early_exit={early_exit} is not supported (this model has no output layer behind its layer {early_exit}); "
+            "use assistant_model or prompt_lookup_num_tokens"
+        )
+
+
+def require_new_tokens(cache: Any, ids: Tensor) -> None:
+    """Raise InputError where `cache` holds the prompts `ids` `(B, S)` to their end, so that no token is left to begin with."""
+    if isinstance(cache, NSAModelCache) and (held := int(cache.get_seq_length())) >= ids.shape[1]:
+        raise InputError(
+            f"past_key_values holds {held} tokens, the prompt has {ids.shape[1]} (it is the whole text, and its tokens behind those held are new); "
+            f"use past_key_values.crop({ids.shape[1] - 1 - held}) or a longer prompt"
+        )
+
+
 def require_known_ids(ids: Tensor, vocab_size: int) -> None:
     """Raise InputError where `ids` name tokens beyond the vocabulary; waits for their device."""
     if ids.numel() and bool(((ids < 0) | (ids >= vocab_size)).any()):
@@ -380,10 +408,14 @@ def require_known_ids(ids: Tensor, vocab_size: int) -> None:
         raise InputError(f"input_ids holds {wrong} (the vocabulary has ids 0 .. {vocab_size - 1}); use the tokenizer of this model")
 
 
-def require_own_cache(cache: Any) -> None:
-    """Raise InputError unless `cache` is an `NSAModelCache`."""
+def require_own_cache(cache: Any, described: str) -> None:
+    """Raise InputError unless `cache` is an `NSAModelCache` for the layers that `described_layers` describes."""
     if not isinstance(cache, NSAModelCache):
         raise InputError(
             f"past_key_values is a {type(cache).__name__} (it holds one K and V per layer, NSA has stores per branch); "
             "leave it out, or use NSAModelCache(model.config)"
+        )
+    if cache.described != described:
+        raise InputError(
+            "past_key_values was built for layers of another model (their sizes, branches or number differ); use NSAModelCache(model.config)"
         )

@@ -9,6 +9,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nsa_core.errors import InputError
 from nsa_transformers.checksums import require_undamaged
+from nsa_transformers.configuration import NSAModelConfig
 
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -51,6 +52,7 @@ class Loaded:
             raise InputError(f"{folder} holds a damaged safetensors file ({error}); copy it again") from None
         require_architecture(model.config)
         require_whole(info, str(folder))
+        require_tied(model, str(folder))
         return (model, info) if wants_info else model
 
     @classmethod
@@ -80,18 +82,43 @@ def require_whole(info: Any, where: str) -> None:
         raise InputError(f"the weights at {where} are not those of config.json ({'; '.join(problems)}); use the files of one export")
 
 
+def require_tied(model: Any, where: str) -> None:
+    """Raise InputError where the output layer of `model` is tied by its configuration, and loading found another weight for it."""
+    head = getattr(model, "lm_head", None)
+    if head is None or not model.config.tie_word_embeddings or head.weight is model.embedding.weight or head.weight.is_meta:
+        return
+    raise InputError(
+        f"lm_head.weight differs from embedding.weight at {where} (tie_word_embeddings=true would lose it); "
+        "set tie_word_embeddings to false in config.json"
+    )
+
+
 def _with_shapes(name: str, found: Any, expected: Any) -> str:
     return f"{name} {list(found)} in place of {list(expected)}"
 
 
 def require_config(folder: Path) -> None:
-    """Raise InputError where `folder` has no configuration, of a model or of an adapter; Transformers would take its defaults."""
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    """Raise InputError unless `folder` has a configuration of this package's, or of an adapter.
+
+    Transformers would take its defaults where there is none, and any other model's.
+    """
+    path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        return
+    if not path.is_file():
         raise InputError(f"{folder} has no config.json (it is written last: the folder is not whole); write it again")
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read ({error!r:.120}); copy it again") from None
+    if kind != NSAModelConfig.model_type:
+        raise InputError(
+            f"{path} has model_type={kind!r} (the rule: {NSAModelConfig.model_type!r}); use AutoModelForCausalLM for other models"
+        )
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
-    """Raise InputError unless `folder` has safetensors files whose headers can be read, or an adapter's."""
+    """Raise InputError unless `folder` has safetensors files whose headers can be read and name each tensor once, or an adapter's."""
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return
     files = weight_files(folder, variant=variant)
@@ -99,12 +126,16 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         found = f"{', '.join(pickles[:NAMED])} is a pickle, which runs code when it is read" if pickles else "it has no weights"
         raise InputError(f"{folder} has no {SAFE_WEIGHTS_NAME} ({found}); save it with safetensors")
+    holders: dict[str, Path] = {}
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                opened.keys()
+                names = list(opened.keys())
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is no whole safetensors file ({error}); copy it again") from None
+        if twice := [name for name in names if name in holders]:
+            raise InputError(f"{file} and {holders[twice[0]].name} both hold {twice[0]} (a tensor has one file); use the files of one save")
+        holders |= dict.fromkeys(names, file)
 
 
 def require_floats(folder: Path, *, variant: str | None = None) -> None:
@@ -142,7 +173,10 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        content = json.loads(index.read_text(encoding="utf-8"))
+        # transformers reads both
+        _metadata, places = content["metadata"], content["weight_map"]
+        names = sorted(set(places.values()))
         is_plain = all(isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in names)
     except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None

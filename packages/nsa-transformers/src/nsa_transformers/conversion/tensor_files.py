@@ -72,17 +72,9 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, Stored]:
     """Return name -> tensor of safetensors `files`; their headers alone are read.
 
     Raises:
-        InputError: for a file that is missing or damaged, or a name that two files have.
+        InputError: for a file that is missing or damaged.
     """
-    found: dict[str, Stored] = {}
-    for file in files:
-        own = _tensors_of(file)
-        if twice := sorted(own.keys() & found):
-            raise InputError(
-                f"{file} and {found[twice[0]].file.name} both hold {twice[0]} (a tensor has one file); use the files of one save"
-            )
-        found |= own
-    return found
+    return {name: tensor for file in files for name, tensor in _tensors_of(file).items()}
 
 
 def _tensors_of(file: Path) -> dict[str, Stored]:
