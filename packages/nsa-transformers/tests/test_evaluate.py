@@ -120,6 +120,16 @@ def test_a_file_that_holds_no_tasks_is_refused(tmp_path, text, message):
         evaluate(tmp_path, tmp_path / "nowhere.yaml")
 
 
+def test_a_folder_without_a_tokenizer_ends_with_2(folder, tmp_path, tasks, capsys):
+    _needs_lm_eval()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (alone / name).write_bytes((folder / name).read_bytes())
+    assert main([str(alone), "--tasks", str(tasks)]) == 2
+    assert "cannot be loaded (" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_model_ends_with_2(tmp_path, tasks, capsys):
     _needs_lm_eval()
     assert main([str(tmp_path / "nowhere"), "--tasks", str(tasks)]) == 2

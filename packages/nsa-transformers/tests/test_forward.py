@@ -280,6 +280,15 @@ def test_a_cache_that_is_still_to_be_filled_crops_as_a_filled_one(tiny_model, pr
         cache.crop(-10)
 
 
+def test_a_padded_cache_that_comes_without_its_mask_says_what_is_missing(tiny_model, prompt):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :6] = 0
+    with torch.no_grad():
+        cache = model(prompt, attention_mask=mask, use_cache=True).past_key_values
+    with pytest.raises(InputError, match="leave position_ids out, or pass the attention_mask of the whole text"):
+        model.generate(torch.cat([prompt, prompt], 1), past_key_values=cache, max_new_tokens=2)
+
+
 @pytest.mark.parametrize("name", ["rope_theta", "rope_parameters", "head_dim", "attention_bias", "num_selected_blocks", "qk_norm"])
 def test_keys_of_other_models_are_not_ignored(tiny_config, name):
     with pytest.raises(ConfigError, match=f"config.json has {name} .*use "):

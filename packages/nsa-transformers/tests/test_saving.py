@@ -114,6 +114,22 @@ def test_shards_dtypes_and_device_maps_load(saved, prompt):
     assert half.generate(prompt, max_new_tokens=3).shape == (2, 23)
 
 
+PARTS = {"embedding": "cpu", "blocks.0": "cpu", "blocks.1": "disk", "norm": "cpu", "lm_head": "cpu"}
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("nsa", {"": "disk"}), ("shared", PARTS), ("mixed", PARTS), ("dense", {"": "disk"})])
+def test_layers_that_lie_on_disk_compute_the_same(tiny_model, prompt, tmp_path, kind, parts):
+    pytest.importorskip("accelerate", reason="accelerate is not installed (an extra, nsa-transformers[train])")
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "model")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=parts, offload_folder=tmp_path / "offloaded")
+    assert any(weight.is_meta for weight in found.parameters())
+    assert torch.equal(found(prompt).logits, model(prompt).logits)
+    for options in ({"num_beams": 2}, {"cache_implementation": "static"}):
+        tokens, expected = (one.generate(prompt, max_new_tokens=5, do_sample=False, **options) for one in (found, model))
+        assert torch.equal(tokens, expected)
+
+
 def test_the_config_holds_every_size_and_the_three_line_module(saved):
     model, folder = saved
     values = json.loads((folder / "config.json").read_text())

@@ -26,10 +26,12 @@ class NSACacheLayer(CacheLayerMixin):
         self.length: Any = 0
         """Columns of the batch so far, padding included: an int, or of a static cache a tensor, which a compiled step advances."""
 
-    def start(self, attention: Any, batch_size: int) -> None:
-        """Make the tensors for `batch_size` sequences of the module `attention`, where there are none yet."""
+    def start(self, attention: Any, x: Tensor) -> None:
+        """Make the tensors for the sequences x `(B, S, hidden_size)` of the module `attention`, where there are none yet."""
         if self.store is None:
-            self.store = attention.new_cache(batch_size, self.max_cache_len, **self.options)
+            # weights that accelerate has offloaded are on the meta device
+            device = x.device if attention.q_proj.weight.is_meta else None
+            self.store = attention.new_cache(len(x), self.max_cache_len, device=device, **self.options)
             if self.is_compileable:
                 self.length = torch.zeros((), dtype=torch.int64, device=self.store.lengths.device)
             self.is_initialized = True
@@ -166,15 +168,16 @@ class NSAModelCache(Cache):
         """Return True where the stores never grow."""
         return bool(self.layers[0].is_compileable)
 
-    def start(self, attentions: list[Any], batch_size: int, num_tokens: int) -> None:
-        """Get ready for `num_tokens` more tokens of each of `batch_size` sequences.
+    def start(self, attentions: list[Any], x: Tensor) -> None:
+        """Get ready for the tokens x `(B, S, hidden_size)`.
 
         Raises:
             InputError: where it holds another number of sequences.
             CacheOverflowError: where they do not fit, as far as the host knows.
         """
+        batch_size, num_tokens = x.shape[:2]
         for layer, attention in zip(self.layers, attentions, strict=True):
-            layer.start(attention, batch_size)
+            layer.start(attention, x)
         if self.layers[0].batch_size != batch_size:
             repeats = max(1, batch_size // max(1, self.layers[0].batch_size))
             raise InputError(

@@ -40,10 +40,10 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
             f"an evaluation needs lm-eval, which is not installed ({error}); install the extra nsa-transformers[evaluate]"
         ) from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder).to(device)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).to(device), AutoTokenizer.from_pretrained(folder)
     except (StrictDataclassError, ValueError) as error:
         raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({' '.join(str(error).split())[:300]}); name an export") from None
-    wrapped = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=batch_size)
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     results = simple_evaluate(model=wrapped, tasks=[ConfigurableTask(config=config) for config in configs], limit=limit, log_samples=False)
     return dict(results)
 

@@ -118,7 +118,7 @@ def require_positions(positions: Tensor, padding: Padding | None, batch_size: in
     if bool(((moved != expected) & is_valid).any()):
         raise InputError(
             "position_ids are not those of the tokens (after a cache or beside padding they count on from the tokens before, in steps of 1); "
-            "leave position_ids out"
+            "leave position_ids out, or pass the attention_mask of the whole text"
         )
 
 

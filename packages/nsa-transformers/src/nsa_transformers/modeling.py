@@ -185,7 +185,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             deferred, cache.deferred = cache.deferred, None
             self._step(deferred.x, deferred.mask, None, cache)
         batch_size, num_tokens = x.shape[:2]
-        cache.start([block.attention for block in self.blocks], batch_size, num_tokens)
+        cache.start([block.attention for block in self.blocks], x)
         is_single = num_tokens == 1 and x.device.type != "cpu"
         padding = None
         if torch.compiler.is_compiling():
