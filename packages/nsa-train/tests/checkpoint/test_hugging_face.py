@@ -247,8 +247,9 @@ def test_a_changed_bit_of_an_export_is_found_by_everything_that_reads_it(
         open_model(folder)
     capsys.readouterr()
     words = ["run", str(tiny_recipe), "--out", str(tmp_path / "run"), "--set", f"train.init_from={folder}"]
-    assert run_command(words) == 1
+    assert run_command(words) == 2
     assert "model.safetensors is damaged (its data do not have the SHA-256 in its header)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_import_takes_no_key_of_the_model_and_overwrites_nothing(

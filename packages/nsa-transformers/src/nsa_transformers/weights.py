@@ -108,10 +108,12 @@ def require_config(folder: Path) -> None:
     if not path.is_file():
         raise InputError(f"{folder} has no config.json (it is written last: the folder is not whole); write it again")
     try:
-        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({error!r:.120}); copy it again") from None
-    if kind != NSAModelConfig.model_type:
+    if (kind := content.get("model_type")) != NSAModelConfig.model_type:
         raise InputError(
             f"{path} has model_type={kind!r} (the rule: {NSAModelConfig.model_type!r}); use AutoModelForCausalLM for other models"
         )

@@ -8,7 +8,6 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from nsa_core.errors import InputError
 from nsa_train.checkpoint.tensors import Form, read_forms
 from nsa_train.errors import CheckpointError, ConfigError
 from nsa_train.model.decoder import undrawn_weights
@@ -82,7 +81,7 @@ def ends_with(config: Any, separator: int) -> bool:
 
 
 def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[Path]:
-    """Return the files of the weights in `folder`, which are those of `config`'s decoder; their headers alone are read.
+    """Return the files of the weights in `folder`, which are those of `config`'s decoder; beyond their headers, what has a checksum is read.
 
     `of`: what describes the decoder, for the message.
 
@@ -90,6 +89,7 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
         CheckpointError: naming those that are missing, extra or of another shape.
         InputError: naming a pickle, a damaged file or integers.
     """
+    from nsa_transformers.checksums import require_undamaged
     from nsa_transformers.weights import require_floats, require_safetensors, weight_files
 
     require_safetensors(folder)
@@ -108,6 +108,7 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
         raise CheckpointError(
             f"the weights in {folder} are not those of {of}: {_some(problems)}; use the recipe that lies beside them, or its sizes"
         )
+    require_undamaged(files)
     return files
 
 
@@ -115,14 +116,8 @@ def folder_weights(folder: Path, files: list[Path]) -> dict[str, Tensor]:
     """Return name -> weight, float32, of the safetensors `files` of `folder`.
 
     Raises:
-        CheckpointError: naming those that are not finite, or a file that differs from its checksum.
+        CheckpointError: naming those that are not finite.
     """
-    from nsa_transformers.checksums import require_undamaged
-
-    try:
-        require_undamaged(files)
-    except InputError as error:
-        raise CheckpointError(str(error)) from None
     tensors = {name: value.float() for file in files for name, value in safetensors.torch.load_file(file).items()}
     if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:
         raise CheckpointError(
