@@ -67,6 +67,12 @@ def test_sizes_that_are_not_those_of_the_tensors_are_refused_at_once(dense, key,
     assert "are not those of its config.json: " in message or "describes no LlamaForCausalLM" in message
 
 
+def test_heads_without_dimensions_are_not_taken_for_the_usual_ones(dense):
+    folder = dense(head_dim=8).folder
+    edit_config(folder, head_dim=0)
+    assert "q_proj.weight expected [0, 32], found [32, 32]" in refusal(folder, InputError)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

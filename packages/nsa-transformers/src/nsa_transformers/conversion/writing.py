@@ -40,17 +40,19 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
     """Write the converted model to `folder`, which is made, and compare it with its source; `say` takes lines of progress.
 
     Raises:
+        ConfigError: where the source's settings of generation cannot be read; nothing is written.
         InputError: where a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
     """
     source = conversion.source.folder
     require_undamaged({tensor.file for tensor in conversion.source.tensors.values()})
+    if (source / GENERATION).is_file():
+        read_json(source / GENERATION)
     folder.mkdir(parents=True)
     write_shards(folder, conversion.planned, shard_bytes=conversion.options.shard_bytes, say=_progress(conversion.nbytes, say))
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if (source / GENERATION).is_file():
-        read_json(source / GENERATION)
         shutil.copyfile(source / GENERATION, folder / GENERATION)
     else:
         generation_config(conversion.config).save_pretrained(folder)
