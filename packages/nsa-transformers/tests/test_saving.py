@@ -114,10 +114,12 @@ def test_shards_dtypes_and_device_maps_load(saved, prompt):
     assert half.generate(prompt, max_new_tokens=3).shape == (2, 23)
 
 
+# generate of 5.16 warns where the embedding lies on disk
+MOST = {"embedding": "cpu", "blocks": "disk", "norm": "disk", "lm_head": "cpu"}
 PARTS = {"embedding": "cpu", "blocks.0": "cpu", "blocks.1": "disk", "norm": "cpu", "lm_head": "cpu"}
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("nsa", {"": "disk"}), ("shared", PARTS), ("mixed", PARTS), ("dense", {"": "disk"})])
+@pytest.mark.parametrize(("kind", "parts"), [("nsa", MOST), ("shared", PARTS), ("mixed", PARTS), ("dense", MOST)])
 def test_layers_that_lie_on_disk_compute_the_same(tiny_model, prompt, tmp_path, kind, parts):
     pytest.importorskip("accelerate", reason="accelerate is not installed (an extra, nsa-transformers[train])")
     model = tiny_model(kind)
