@@ -81,6 +81,22 @@ def test_a_model_with_a_changed_bit_in_one_shard_does_not_load(tiny_model, promp
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_changed_bit_of_a_header_is_found_or_changes_no_weight(tiny_model, tmp_path):
+    model = tiny_model(num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    sealed_again(file)
+    places = torch.randint(8 + int.from_bytes(file.read_bytes()[:8], "little"), (40,), generator=torch.Generator().manual_seed(0))
+    for count, place in enumerate(places.tolist()):
+        flip(file, place, count % 8)
+        try:
+            found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        except InputError:
+            found = model.state_dict()
+        assert all(torch.equal(found[name], weight) for name, weight in model.state_dict().items())
+        flip(file, place, count % 8)
+
+
 def test_what_transformers_saves_has_no_checksum_and_loads(tiny_model, tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
