@@ -221,9 +221,20 @@ def test_damaged_files_and_shards_are_named(saved):
     index.write_text("{")
     with pytest.raises(InputError, match="is no index of weights"):
         AutoModelForCausalLM.from_pretrained(shards)
-    index.write_text(json.dumps({"weight_map": {"norm.weight": min(shards.glob("*.safetensors")).name}}))
-    with pytest.raises(InputError, match=r"is no index of weights \(KeyError\('metadata'\)\)"):
+
+
+def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(saved, prompt):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    index = shards / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["metadata"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="has no metadata .*add an empty table"):
         AutoModelForCausalLM.from_pretrained(shards)
+    index.write_text(json.dumps({**content, "metadata": {}}))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(shards)(prompt).logits, model(prompt).logits)
 
 
 @pytest.mark.parametrize(

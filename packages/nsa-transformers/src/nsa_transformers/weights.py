@@ -50,6 +50,10 @@ class Loaded:
             )
         except SafetensorError as error:
             raise InputError(f"{folder} holds a damaged safetensors file ({error}); copy it again") from None
+        except KeyError as error:
+            if error.args != ("metadata",):
+                raise
+            raise InputError(f"the index of weights in {folder} has no metadata (Transformers reads them); add an empty table") from None
         require_architecture(model.config)
         require_whole(info, str(folder))
         require_tied(model, str(folder))
@@ -175,10 +179,7 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        # transformers reads both
-        _metadata, places = content["metadata"], content["weight_map"]
-        names = sorted(set(places.values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         is_plain = all(isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in names)
     except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None
