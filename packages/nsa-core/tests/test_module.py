@@ -612,3 +612,13 @@ def test_the_bounds_of_a_packed_call_are_checked_once(random_layer, random_input
     random_layer(CONFIG)(random_input(1, 9, 8), cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
 
     assert len(checked) == 1
+
+
+@pytest.mark.parametrize("kind", [NativeSparseAttention, DenseAttention])
+def test_a_cache_lies_where_the_tokens_are_if_the_weights_are_elsewhere(kind):
+    with torch.device("meta"):
+        layer = kind(CONFIG)
+    assert layer.new_cache(2, 8).lengths.is_meta
+    cache = layer.new_cache(2, 8, device=torch.device("cpu"))
+    assert cache.lengths.device.type == "cpu"
+    assert cache.nbytes > 0

@@ -110,6 +110,7 @@ def test_the_command_of_lm_eval_loads_an_export_by_remote_code(folder, tmp_path)
         ("{task: a, data: [3]}", "task 'a' has data that are no documents"),
         ("{task: a, data: []}", "task 'a' has data that are no documents"),
         ("{task: !!python/object/apply:os.system ['true']}", "cannot be read"),
+        ("[{task: a, data: [{q: x}]}, {task: a, data: [{q: y}]}]", "has two tasks named 'a'"),
     ],
 )
 def test_a_file_that_holds_no_tasks_is_refused(tmp_path, text, message):
@@ -118,6 +119,47 @@ def test_a_file_that_holds_no_tasks_is_refused(tmp_path, text, message):
         read_tasks(tmp_path / "tasks.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         evaluate(tmp_path, tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "nowhere"], "--device='nowhere' is not to be had here"),
+        (["--batch-size", "0"], "--batch-size=0 is below 1"),
+        (["--limit", "0"], "--limit=0 is below 1"),
+        (["--json", "nowhere/out.json"], "--json='nowhere/out.json' lies in no directory"),
+    ],
+)
+def test_an_option_that_cannot_be_ends_with_2_before_a_model_is_loaded(folder, tasks, capsys, monkeypatch, words, message):
+    monkeypatch.setattr("nsa_transformers.evaluate.AutoModelForCausalLM", None)
+    assert main([str(folder), "--tasks", str(tasks), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("loglikelihood_rolling", "poetry", "invalid output_type 'poetry'"),
+        ("max_gen_toks: 4", "max_gen_toks: 400", r"requested max tokens"),
+    ],
+)
+def test_tasks_that_lm_eval_refuses_end_with_2(folder, tasks, capsys, before, after, message):
+    _needs_lm_eval()
+    tasks.write_text(tasks.read_text().replace(before, after))
+    assert main([str(folder), "--tasks", str(tasks)]) == 2
+    printed = capsys.readouterr().err
+    assert "lm-eval refuses them (" in printed
+    assert message in printed
+
+
+def test_a_folder_without_a_tokenizer_ends_with_2(folder, tmp_path, tasks, capsys):
+    _needs_lm_eval()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (alone / name).write_bytes((folder / name).read_bytes())
+    assert main([str(alone), "--tasks", str(tasks)]) == 2
+    assert "cannot be loaded (" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_ends_with_2(tmp_path, tasks, capsys):

@@ -74,6 +74,34 @@ def test_a_mask_with_a_hole_is_refused(tiny_model, row, use_cache):
         tiny_model()(ids, attention_mask=mask, use_cache=use_cache)
 
 
+@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min, -1.0, 0.5])
+def test_a_mask_that_is_added_to_scores_is_refused(tiny_model, prompt, masked):
+    mask = torch.zeros(prompt.shape)
+    mask[1, :5] = masked
+    for call in (lambda: tiny_model()(prompt, attention_mask=mask), lambda: tiny_model().generate(prompt, attention_mask=mask)):
+        with pytest.raises(InputError, match=r"attention_mask holds .* \(1 where a token is valid, else 0; "):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
+def test_a_mask_of_any_dtype_marks_valid_tokens(tiny_model, prompt, dtype):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :5] = 0
+    found = model(prompt, attention_mask=mask.to(dtype)).logits[1, 5:]
+    torch.testing.assert_close(found, model(prompt[1:, 5:]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_attentions_are_refused_where_they_would_be_left_out(tiny_model, prompt):
+    message = "output_attentions=True has nothing to give"
+    for call in (
+        lambda: tiny_model()(prompt, output_attentions=True),
+        lambda: tiny_model(output_attentions=True)(prompt),
+        lambda: tiny_model().generate(prompt, output_attentions=True, return_dict_in_generate=True, max_new_tokens=2),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+
+
 def test_a_mask_of_another_shape_is_refused(tiny_model, prompt):
     with pytest.raises(InputError, match=r"attention_mask has shape \(2, 1, 20, 20\)"):
         tiny_model()(prompt, attention_mask=torch.ones(2, 1, 20, 20), use_cache=False)
@@ -89,24 +117,73 @@ def test_the_loss_is_that_of_the_next_token(tiny_model, prompt):
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
 
 
-def test_the_last_logits_alone_and_hidden_states_are_given(tiny_model, prompt):
+def test_the_last_logits_alone_and_embedded_tokens_are_taken(tiny_model, prompt):
     model = tiny_model()
     outputs = model(prompt, output_hidden_states=True, use_cache=False)
-    assert len(outputs.hidden_states) == 3
     torch.testing.assert_close(model(prompt, logits_to_keep=2, use_cache=False).logits, outputs.logits[:, -2:])
     torch.testing.assert_close(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
     embedded = model(inputs_embeds=model.get_input_embeddings()(prompt), use_cache=False)
     torch.testing.assert_close(embedded.logits, outputs.logits)
 
 
-def test_hidden_states_in_another_order_are_refused_and_a_cache_in_training_warns(tiny_model, prompt):
-    model, mask = tiny_model(), torch.ones_like(prompt)
-    mask[1, :3] = 0
-    for options in ({"attention_mask": mask}, {"position_ids": torch.arange(20)[None] % 10}):
-        with pytest.raises(InputError, match="output_hidden_states came with padding or packed rows"):
-            model(prompt, output_hidden_states=True, use_cache=False, **options)
+def test_a_cache_in_training_warns(tiny_model, prompt):
     with pytest.warns(UserWarning, match="use_cache=True is ignored in training"):
-        assert model.train()(prompt, use_cache=True).past_key_values is None
+        assert tiny_model().train()(prompt, use_cache=True).past_key_values is None
+
+
+@kinds
+def test_hidden_states_are_the_embeddings_the_layers_outputs_and_last_the_normed_one(model, prompt):
+    outputs = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, out: outputs.append(out))
+    found = model(prompt, output_hidden_states=True, use_cache=False).hidden_states
+    expected = [model.embedding(prompt), *outputs[:-1], model.norm(outputs[-1])]
+    assert len(found) == len(model.blocks) + 1
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@kinds
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_hidden_states_of_a_padded_batch_are_those_of_each_prompt_alone(model, prompt, use_cache):
+    lengths = [20, 3, 11]
+    mask = torch.arange(20) >= 20 - torch.tensor(lengths)[:, None]
+    ids = torch.where(mask, torch.cat([prompt, prompt[:1].flip(1)]), PAD)
+    options = {"output_hidden_states": True, "use_cache": use_cache}
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask.long(), **options)
+        assert torch.equal(found.hidden_states[0], model.embedding(ids))
+        for row, length in enumerate(lengths):
+            alone = model(ids[row : row + 1, 20 - length :], **options).hidden_states
+            for states, expected in zip(found.hidden_states, alone, strict=True):
+                # a position of padding holds finite numbers that mean nothing
+                assert states.isfinite().all()
+                torch.testing.assert_close(states[row, 20 - length :], expected[0], rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_states_of_packed_rows_stay_in_their_rows(tiny_model, prompt):
+    model, positions = tiny_model(), torch.stack([torch.arange(20), torch.arange(20) % 10])
+    found = model(prompt, position_ids=positions, output_hidden_states=True).hidden_states
+    parts = [model(part, output_hidden_states=True).hidden_states for part in prompt[1:].split(10, 1)]
+    for states, *alone in zip(found, *parts, strict=True):
+        assert states.shape == (2, 20, 32)
+        torch.testing.assert_close(states[1:], torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_states_of_a_step_leave_out_the_tokens_that_its_cache_still_had_to_take(tiny_model, prompt):
+    model = tiny_model()
+    with torch.no_grad():
+        caches = [model(prompt).past_key_values, model(prompt, use_cache=True).past_key_values]
+        found, expected = (model(prompt[:, :1], past_key_values=cache, output_hidden_states=True).hidden_states for cache in caches)
+    for states, others in zip(found, expected, strict=True):
+        torch.testing.assert_close(states, others, rtol=1e-4, atol=1e-4)
+
+
+def test_a_configuration_that_asks_for_hidden_states_gets_them(tiny_model, prompt):
+    model = tiny_model(output_hidden_states=True)
+    assert len(model(prompt).hidden_states) == 3
+    assert model(prompt, output_hidden_states=False).hidden_states is None
+    loss, logits, *_cache, states = model(prompt, labels=prompt, return_dict=False)
+    assert (loss.shape, logits.shape, len(states)) == ((), (2, 20, 50), 3)
 
 
 def test_a_bare_call_gives_a_cache_without_gradients_alone(tiny_model, prompt):
@@ -201,6 +278,15 @@ def test_a_cache_that_is_still_to_be_filled_crops_as_a_filled_one(tiny_model, pr
         cache = tiny_model()(prompt[:1, :9]).past_key_values
     with pytest.raises(CacheOverflowError, match=r"cannot go back by 10 tokens \(it has 9\)"):
         cache.crop(-10)
+
+
+def test_a_padded_cache_that_comes_without_its_mask_says_what_is_missing(tiny_model, prompt):
+    model, mask = tiny_model(), torch.ones_like(prompt)
+    mask[1, :6] = 0
+    with torch.no_grad():
+        cache = model(prompt, attention_mask=mask, use_cache=True).past_key_values
+    with pytest.raises(InputError, match="leave position_ids out, or pass the attention_mask of the whole text"):
+        model.generate(torch.cat([prompt, prompt], 1), past_key_values=cache, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["rope_theta", "rope_parameters", "head_dim", "attention_bias", "num_selected_blocks", "qk_norm"])

@@ -132,6 +132,19 @@ def test_left_padding_of_mixed_lengths_changes_no_token(model, prompt, from_scra
         assert torch.equal(found[row, 20 - length :], from_scratch(model, ids[row : row + 1, 20 - length :], COUNT)[0])
 
 
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_hidden_states_of_generated_tokens_are_those_from_scratch(tiny_model, prompt, implementation):
+    model, mask = tiny_model(), torch.arange(20) >= torch.tensor([[0], [9]])
+    options = {"attention_mask": mask.long(), "cache_implementation": implementation, "output_hidden_states": True}
+    found = model.generate(prompt, return_dict_in_generate=True, do_sample=False, max_new_tokens=4, **options)
+    whole = torch.cat([mask, torch.ones(2, 4, dtype=torch.bool)], 1)
+    with torch.no_grad():
+        expected = model(found.sequences, attention_mask=whole.long(), output_hidden_states=True, use_cache=False).hidden_states
+    for layer, states in enumerate(expected):
+        steps = torch.cat([step[layer] for step in found.hidden_states], 1)
+        torch.testing.assert_close(steps[whole[:, :-1]], states[:, :-1][whole[:, :-1]], rtol=1e-4, atol=1e-4)
+
+
 @kinds
 def test_a_prompts_cache_is_copied_and_used_again(model, prompt, from_scratch):
     with torch.no_grad():
@@ -191,6 +204,40 @@ def test_another_cache_is_refused(tiny_model, prompt):
         model.generate(prompt, past_key_values=DynamicCache(), **GREEDY)
     with pytest.raises(InputError, match="past_key_values is a DynamicCache"):
         model(prompt, past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize(("one", "other"), [("dense", "nsa"), ("nsa", "dense"), ("nsa", "mixed"), ("nsa", "shared")])
+def test_a_cache_of_a_model_with_other_layers_is_refused(tiny_model, prompt, one, other):
+    model, whole = tiny_model(other), torch.cat([prompt, prompt], 1)
+    with torch.no_grad():
+        filled = tiny_model(one)(prompt, use_cache=True).past_key_values
+    others = [filled, NSAModelCache(tiny_model(one).config), NSAModelCache(tiny_model(other, num_hidden_layers=4).config)]
+    for cache in others:
+        for call in (
+            lambda cache: model.generate(whole, past_key_values=cache, **GREEDY),
+            lambda cache: model(prompt, past_key_values=cache),
+        ):
+            with pytest.raises(InputError, match=r"past_key_values was built for layers of another model .*NSAModelCache\(model.config\)"):
+                call(cache)
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+def test_a_cache_that_holds_the_whole_prompt_is_refused(tiny_model, prompt, is_deferred):
+    model = tiny_model()
+    with torch.no_grad():
+        cache = model(prompt, use_cache=None if is_deferred else True).past_key_values
+    for length in (20, 11):
+        with pytest.raises(
+            InputError, match=rf"past_key_values holds 20 tokens, the prompt has {length} .*; use past_key_values.crop\({length - 21}\)"
+        ):
+            model.generate(prompt[:, :length], past_key_values=cache, **GREEDY)
+    cache.crop(-1)
+    assert torch.equal(model.generate(prompt, past_key_values=cache, **GREEDY), model.generate(prompt, **GREEDY))
+
+
+def test_drafts_of_the_models_own_early_layers_are_refused(tiny_model, prompt):
+    with pytest.raises(InputError, match="assistant_early_exit=1 .*use assistant_model or prompt_lookup_num_tokens"):
+        tiny_model().generate(prompt[:1], assistant_early_exit=1, **GREEDY)
 
 
 def test_a_prompt_that_does_not_fit_the_cache_is_refused_before_any_token(tiny_model, prompt):

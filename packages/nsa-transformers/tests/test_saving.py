@@ -114,6 +114,24 @@ def test_shards_dtypes_and_device_maps_load(saved, prompt):
     assert half.generate(prompt, max_new_tokens=3).shape == (2, 23)
 
 
+# generate of 5.16 warns where the embedding lies on disk
+MOST = {"embedding": "cpu", "blocks": "disk", "norm": "disk", "lm_head": "cpu"}
+PARTS = {"embedding": "cpu", "blocks.0": "cpu", "blocks.1": "disk", "norm": "cpu", "lm_head": "cpu"}
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("nsa", MOST), ("shared", PARTS), ("mixed", PARTS), ("dense", MOST)])
+def test_layers_that_lie_on_disk_compute_the_same(tiny_model, prompt, tmp_path, kind, parts):
+    pytest.importorskip("accelerate", reason="accelerate is not installed (an extra, nsa-transformers[train])")
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "model")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=parts, offload_folder=tmp_path / "offloaded")
+    assert any(weight.is_meta for weight in found.parameters())
+    assert torch.equal(found(prompt).logits, model(prompt).logits)
+    for options in ({"num_beams": 2}, {"cache_implementation": "static"}):
+        tokens, expected = (one.generate(prompt, max_new_tokens=5, do_sample=False, **options) for one in (found, model))
+        assert torch.equal(tokens, expected)
+
+
 def test_the_config_holds_every_size_and_the_three_line_module(saved):
     model, folder = saved
     values = json.loads((folder / "config.json").read_text())
@@ -205,6 +223,20 @@ def test_damaged_files_and_shards_are_named(saved):
         AutoModelForCausalLM.from_pretrained(shards)
 
 
+def test_an_index_without_metadata_is_refused_and_an_empty_table_is_enough(saved, prompt):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    index = shards / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["metadata"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="has no metadata .*add an empty table"):
+        AutoModelForCausalLM.from_pretrained(shards)
+    index.write_text(json.dumps({**content, "metadata": {}}))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(shards)(prompt).logits, model(prompt).logits)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -215,6 +247,12 @@ def test_damaged_files_and_shards_are_named(saved):
         ({"nsa": {"window": 5}}, "unknown key nsa.window .* did you mean 'window_size'"),
         ({"nsa": {"compression_stride": 3}}, "compression_stride=3 does not divide"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+        ({"vocab_size": -1}, "vocab_size=-1 is too small"),
+        ({"vocab_size": 0}, "vocab_size=0 is too small"),
+        ({"intermediate_size": -64}, "intermediate_size=-64 is too small"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0 is too small"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 is negative"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is negative or no number"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(saved, values, message):
@@ -230,6 +268,45 @@ def test_another_architecture_is_refused(saved):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(InputError, match=r"architectures=\['LlamaForCausalLM'\] \(this package has NSAForCausalLM, NSAModel\)"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("kind", "message"), [("llama", "has model_type='llama'"), (None, "has model_type=None"), (3, "has model_type=3")])
+def test_another_model_type_is_refused(saved, kind, message):
+    _, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+    with pytest.raises(InputError, match=message + r" \(the rule: 'nsa_core'\)"):
+        NSAForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3"])
+def test_a_config_that_is_no_object_is_refused(saved, text):
+    _, folder = saved
+    (folder / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config.json cannot be read"):
+        NSAForCausalLM.from_pretrained(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(saved):
+    model, folder = saved
+    shards = folder.parent / "shards"
+    model.save_pretrained(shards, max_shard_size="20KB")
+    first, second = sorted(shards.glob("*.safetensors"))[:2]
+    twice = safetensors.torch.load_file(second) | {name: tensor + 1 for name, tensor in safetensors.torch.load_file(first).items()}
+    safetensors.torch.save_file(twice, second, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"{second.name} and {first.name} both hold .* \\(a tensor has one file\\)"):
+        AutoModelForCausalLM.from_pretrained(shards)
+
+
+def test_an_output_layer_that_is_tied_and_differs_is_refused(saved, prompt):
+    model, folder = saved
+    _rewritten(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["embedding.weight"].clone()}))
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.lm_head.weight is loaded.embedding.weight
+    assert torch.equal(loaded(prompt).logits, model(prompt).logits)
+    _rewritten(folder, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    with pytest.raises(InputError, match=r"lm_head.weight differs from embedding.weight .*set tie_word_embeddings to false in config.json"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

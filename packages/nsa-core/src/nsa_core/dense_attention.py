@@ -181,8 +181,12 @@ class DenseAttention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim_qk))
         return (self.q_norm(q), self.k_norm(k)) if self.has_norms else (q, k)
 
-    def new_cache(self, batch_size: int, max_seqlen: int | None = None, *, static: bool = False, **_: Any) -> DenseCache:
+    def new_cache(
+        self, batch_size: int, max_seqlen: int | None = None, *, static: bool = False, device: torch.device | None = None, **_: Any
+    ) -> DenseCache:
         """Return an empty cache for sequences of at most `max_seqlen` tokens; see `DenseCache`. Other options are a sparse layer's.
+
+        It lies on `device` (None: that of the weights).
 
         Raises:
             InputError: for a static cache without a bound.
@@ -193,7 +197,7 @@ class DenseAttention(nn.Module):
         # built anew, not from the weight: under fsdp that is a shard
         weight = self.k_proj.weight
         keys, values = (
-            torch.zeros(batch_size, rows + 1, self.kv_heads, dim, dtype=weight.dtype, device=weight.device)
+            torch.zeros(batch_size, rows + 1, self.kv_heads, dim, dtype=weight.dtype, device=weight.device if device is None else device)
             for dim in (self.dim_qk, self.dim_v)
         )
         return DenseCache(keys, values, max_seqlen, static=static)

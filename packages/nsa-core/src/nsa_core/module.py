@@ -133,8 +133,9 @@ class NativeSparseAttention(nn.Module):
         keep_raw: bool = False,
         count_reads: bool = True,
         dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> NSACache:
-        """Return an empty cache on this layer's device; see `NSACache`. `dtype` None: autocast's, or the weights' own."""
+        """Return an empty cache on `device` (None: the weights' own); see `NSACache`. `dtype` None: autocast's, or the weights' own."""
         weight = self.q_proj.weight
         if dtype is None and weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type):
             dtype = torch.get_autocast_dtype(weight.device.type)
@@ -151,7 +152,7 @@ class NativeSparseAttention(nn.Module):
             count_reads=count_reads,
             num_kv_heads=self._num_kv_heads(),
             dtype=weight.dtype if dtype is None else dtype,
-            device=weight.device,
+            device=weight.device if device is None else device,
         )
 
     def _num_kv_heads(self) -> int:
@@ -216,7 +217,9 @@ class NativeSparseAttention(nn.Module):
         if x.dim() != 3 or x.shape[2] != hidden:
             raise InputError(f"x has shape {tuple(x.shape)} (the layout is (B, S, hidden_size={hidden})); reshape it")
         weight = self.q_proj.weight
-        checks.check_device("x", x, "the layer", weight)
+        # weights that something else keeps until a projection runs are on the meta device
+        if not weight.is_meta:
+            checks.check_device("x", x, "the layer", weight)
         is_autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
         if not is_autocast and x.dtype != weight.dtype:
             raise InputError(f"x is {x.dtype}, the layer's weights are {weight.dtype} (they meet in products); cast one with .to()")

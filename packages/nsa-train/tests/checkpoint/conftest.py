@@ -11,6 +11,7 @@ import torch
 
 from nsa_train.checkpoint import CheckpointWriter, capture
 from nsa_train.checkpoint.snapshot import Snapshot
+from nsa_train.cli import run_command
 from nsa_train.data.stream import state_of
 from nsa_train.model.decoder import Decoder, build_model
 from nsa_train.settings.config import RunConfig
@@ -92,6 +93,23 @@ def saved(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[...
             return writer.save(7, capture(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, data={}))
 
     return save
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def exported(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A function from overrides to the folder of an export."""
+
+    def export(*overrides: str, kind: str = "hf") -> Path:
+        out = tmp_path / "exported"
+        assert run_command(["ckpt", "export", str(saved(*overrides)), str(out), "--format", kind]) == 0
+        return out
+
+    return export
 
 
 @pytest.fixture

@@ -35,11 +35,6 @@ class Usage(NamedTuple):
     free: int
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 @pytest.fixture
 def dense(tmp_path: Path) -> Callable[..., Path]:
     """A function from overrides of LlamaConfig to the folder of a model with the ids of bytes, in bfloat16 and in shards."""

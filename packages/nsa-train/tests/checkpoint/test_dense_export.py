@@ -17,7 +17,6 @@ from nsa_train.checkpoint.models import open_model
 from nsa_train.checkpoint.tensors import read_tensors
 from nsa_train.cli import run_command
 from nsa_train.data.tokenizer import build_tokenizer
-from nsa_train.errors import ConfigError
 from nsa_train.model.decoder import vocab_size_of
 from nsa_train.settings.recipe import load_config
 
@@ -41,21 +40,10 @@ ROPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 @pytest.fixture
-def exported(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+def exported(exported: Callable[..., Path]) -> Callable[..., Path]:
     """A function from overrides to the folder of an export of a dense model."""
-
-    def export(*overrides: str) -> Path:
-        out = tmp_path / "dense"
-        assert run_command(["ckpt", "export", str(saved(*DENSE, *overrides)), str(out), "--format", "llama"]) == 0
-        return out
-
-    return export
+    return lambda *overrides: exported(*DENSE, *overrides, kind="llama")
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
@@ -184,19 +172,22 @@ def test_a_conversion_takes_the_export(
         assert _difference(expected, sparse.logits(sparse.hidden(sparse.embedding(ids)))) <= 1e-4
 
 
-def test_the_recipe_of_a_conversion_takes_the_tokenizer_of_the_dense_run(
-    exported: Callable[..., Path], gpt2_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["byte", "gpt2"])
+def test_the_recipe_of_a_converted_export_reads_its_ids(
+    exported: Callable[..., Path], gpt2_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    pytest.importorskip("tiktoken", reason="tiktoken is not installed (an extra, nsa-train[bpe])")
-    own = ["data.tokenizer=gpt2", f"data.tokenizer_path={gpt2_files}"]
-    out = tmp_path / "sparse"
-    assert run_command(["convert", str(exported(*own)), "--out", str(out), "--nsa", "gate_hidden_size=8"]) == 0
-    assert "tokenizer: nsa-train reads none here" in capsys.readouterr().out
-    recipe = str(out / "recipe.toml")
-    rows = len(read_tensors(out / "model.safetensors")["embedding.weight"])
-    assert vocab_size_of(load_config(recipe, own)) == rows
-    with pytest.raises(ConfigError, match="is below the"):
-        vocab_size_of(load_config(recipe, [own[0], f"data.tokenizer_path={out / 'tokenizer.json'}"]))
+    data = [] if kind == "byte" else ["data.tokenizer=gpt2", f"data.tokenizer_path={gpt2_files}"]
+    if data:
+        pytest.importorskip("tiktoken", reason="tiktoken is not installed (an extra, nsa-train[bpe])")
+    assert run_command(["convert", str(exported(*data)), "--out", str(tmp_path / "sparse"), "--nsa", "window_size=16"]) == 0
+    assert "tokenizer: nsa-train reads none" not in capsys.readouterr().out
+    config = load_config(str(tmp_path / "sparse/recipe.toml"))
+    found, rows = config.data, len(read_tensors(tmp_path / "sparse/model.safetensors")["embedding.weight"])
+    assert vocab_size_of(config) == build_tokenizer(found).vocab_size == rows
+    assert (found.tokenizer, found.tokenizer_path) == (kind, None if kind == "byte" else str(tmp_path / "sparse/tokenizer.json"))
+    read, own = build_tokenizer(found), build_tokenizer(open_checkpoint(tmp_path / "checkpoints").config.data)
+    assert read.encode(TEXT.encode()).tolist() == own.encode(TEXT.encode()).tolist()
+    assert (read.separator, read.pad, read.vocab_size) == (own.separator, own.pad, own.vocab_size)
 
 
 REFUSED = {
@@ -238,6 +229,18 @@ def test_a_model_that_is_no_dense_one_is_refused_and_nothing_written(
     assert message in printed
     assert len(printed.splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_changed_bit_of_a_dense_export_is_found_by_convert(
+    exported: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported()
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    capsys.readouterr()
+    assert run_command(["convert", str(folder), "--out", str(tmp_path / "out")]) == 1
+    assert "model.safetensors is damaged (its data do not have the SHA-256 in its header)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_page_goes_from_a_dense_run_to_a_sparse_one(tmp_path: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from nsa_core.errors import InputError
 from nsa_train.checkpoint import load_model, open_checkpoint
 from nsa_train.checkpoint.hugging_face import hugging_face_tokenizer
 from nsa_train.checkpoint.models import open_model
@@ -37,23 +38,6 @@ KINDS = {
         *("model.max_position=512", "nsa.rope_scaling={rope_type = 'llama3', factor = 8.0}", "nsa.backends={cmp = 'sdpa'}"),
     ],
 }
-
-
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture
-def exported(saved: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """A function from overrides to the folder of an export."""
-
-    def export(*overrides: str) -> Path:
-        out = tmp_path / "exported"
-        assert run_command(["ckpt", "export", str(saved(*overrides)), str(out), "--format", "hf"]) == 0
-        return out
-
-    return export
 
 
 def _ids(vocab_size: int = 258) -> Tensor:
@@ -112,9 +96,11 @@ def test_byte_pair_tokenizers_give_the_ids_of_training(tiny_config: Callable[...
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (own.separator, own.pad)
     tokenizer.save_pretrained(tmp_path / "json")
     again = tiny_config("data.tokenizer=gpt2", f"data.tokenizer_path={tmp_path / 'json/tokenizer.json'}").data
-    # its pad is an id of the file by now
-    assert build_tokenizer(again).encode(TEXT.encode()).tolist() == tokenizer(TEXT)["input_ids"]
-    assert hugging_face_tokenizer(again, max_length=64)(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]
+    # its pad is an id of the file by now, and stays the only one
+    read = build_tokenizer(again)
+    assert read.encode(TEXT.encode()).tolist() == tokenizer(TEXT)["input_ids"]
+    assert (read.separator, read.pad, read.vocab_size) == (own.separator, own.pad, own.vocab_size)
+    assert hugging_face_tokenizer(again, max_length=64).get_vocab() == tokenizer.get_vocab()
 
 
 def test_random_ids_get_a_tokenizer_of_numbers(exported: Callable[..., Path]) -> None:
@@ -181,6 +167,12 @@ def _weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Non
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
 
 
+def _flipped(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -210,6 +202,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     ),
     "pickle": (_pickled, 1, "pytorch_model.bin is a pickle, which runs code when it is read"),
     "truncated": (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08"), 1, "is no whole safetensors file"),
+    "changed bit": (_flipped, 1, "model.safetensors is damaged (its data do not have the SHA-256 in its header); copy it again"),
     "architecture": (lambda folder: _config(folder, model_type="llama"), 2, "has model_type='llama'"),
     "class": (lambda folder: _config(folder, architectures=["LlamaForCausalLM"]), 1, "architectures=['LlamaForCausalLM']"),
     "schema": (lambda folder: _config(folder, nsa_schema=9), 2, "has nsa_schema=9 (this version of nsa-transformers reads up to 1)"),
@@ -241,6 +234,22 @@ def test_a_folder_that_is_no_model_is_refused_and_nothing_written(
         assert message in printed
         assert "Traceback" not in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_changed_bit_of_an_export_is_found_by_everything_that_reads_it(
+    exported: Callable[..., Path], tmp_path: Path, tiny_recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = exported()
+    _flipped(folder)
+    with pytest.raises(InputError, match=r"model.safetensors is damaged"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
+        open_model(folder)
+    capsys.readouterr()
+    words = ["run", str(tiny_recipe), "--out", str(tmp_path / "run"), "--set", f"train.init_from={folder}"]
+    assert run_command(words) == 2
+    assert "model.safetensors is damaged (its data do not have the SHA-256 in its header)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_import_takes_no_key_of_the_model_and_overwrites_nothing(

@@ -100,6 +100,22 @@ def test_specials_stand_at_the_end(bpe: BytePairTokenizer) -> None:
     assert bpe.decode(torch.tensor([*bpe.encode(b"cat").tolist(), bpe.separator, bpe.pad])) == "cat"
 
 
+@pytest.mark.parametrize(
+    ("name", "special", "is_pad"),
+    [("<|pad|>", True, True), ("<|pad-{}|>", True, True), ("<|pad-7|>", True, False), ("<|pad|>", False, False), ("<|fill|>", True, False)],
+)
+def test_the_pad_of_an_export_is_the_pad(vocabulary: Path, tmp_path: Path, name: str, special: bool, is_pad: bool) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(vocabulary / "tokenizer.json"))
+    last = tokenizer.get_vocab_size()
+    tokenizer.add_tokens([tokenizers.AddedToken(name.format(last), special=special, normalized=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = open_bpe(str(tmp_path / "tokenizer.json"))
+    assert (found.pad, found.vocab_size) == (last, last + 1) if is_pad else (last + 1, last + 2)
+    text = f"cat{name.format(last)}dog"
+    assert found.decode(found.encode(text.encode())) == text
+    assert found.pad not in found.encode(text.encode()).tolist()
+
+
 def test_both_files_give_equal_pieces(vocabulary: Path) -> None:
     text = "the cat, and 123 dogs' ends\n\n  of the text"
     one, other = (open_bpe(str(vocabulary / name)) for name in ("tokenizer.json", "vocab.bpe"))

@@ -26,10 +26,12 @@ class NSACacheLayer(CacheLayerMixin):
         self.length: Any = 0
         """Columns of the batch so far, padding included: an int, or of a static cache a tensor, which a compiled step advances."""
 
-    def start(self, attention: Any, batch_size: int) -> None:
-        """Create the tensors for `batch_size` sequences of the module `attention`, if there are none yet."""
+    def start(self, attention: Any, x: Tensor) -> None:
+        """Make the tensors for the sequences x `(B, S, hidden_size)` of the module `attention`, where there are none yet."""
         if self.store is None:
-            self.store = attention.new_cache(batch_size, self.max_cache_len, **self.options)
+            # weights that accelerate has offloaded are on the meta device
+            device = x.device if attention.q_proj.weight.is_meta else None
+            self.store = attention.new_cache(len(x), self.max_cache_len, device=device, **self.options)
             if self.is_compileable:
                 self.length = torch.zeros((), dtype=torch.int64, device=self.store.lengths.device)
             self.is_initialized = True
@@ -114,6 +116,11 @@ class NSACacheLayer(CacheLayerMixin):
     prefetch = offload
 
 
+def described_layers(config: Any) -> str:
+    """Return what the layers of an `NSAModelConfig` are: equal for two models where one's cache can hold the other's past."""
+    return repr(config.decoder_layers())
+
+
 class Deferred(NamedTuple):
     """Embedded tokens that no layer has seen yet."""
 
@@ -151,6 +158,8 @@ class NSAModelCache(Cache):
             raise InputError("max_cache_len=None with static=True (a static cache is allocated once, whole); use max_cache_len=4096")
         self.options: dict[str, Any] = {"static": static, "max_rollback": max_rollback, "keep_raw": keep_raw}
         super().__init__(layers=[NSACacheLayer(max_cache_len, **self.options) for _ in range(config.num_hidden_layers)])
+        self.described = described_layers(config)
+        """What the layers are that it was built for."""
         self.deferred: Deferred | None = None
         """Tokens that the layers get before the next step; None if they have them all."""
 
@@ -159,19 +168,16 @@ class NSAModelCache(Cache):
         """Return True if the stores never grow."""
         return bool(self.layers[0].is_compileable)
 
-    def start(self, attentions: list[Any], batch_size: int, num_tokens: int) -> None:
-        """Prepare for `num_tokens` more tokens of each of `batch_size` sequences.
+    def start(self, attentions: list[Any], x: Tensor) -> None:
+        """Get ready for the tokens x `(B, S, hidden_size)`.
 
         Raises:
-            InputError: if it holds another number of sequences, or layers.
-            CacheOverflowError: if they do not fit, as far as the host knows.
+            InputError: where it holds another number of sequences.
+            CacheOverflowError: where they do not fit, as far as the host knows.
         """
-        if len(attentions) != len(self.layers):
-            raise InputError(
-                f"past_key_values has {len(self.layers)} layers, the model {len(attentions)} (each has its own); use NSAModelCache(model.config)"
-            )
+        batch_size, num_tokens = x.shape[:2]
         for layer, attention in zip(self.layers, attentions, strict=True):
-            layer.start(attention, batch_size)
+            layer.start(attention, x)
         if self.layers[0].batch_size != batch_size:
             repeats = max(1, batch_size // max(1, self.layers[0].batch_size))
             raise InputError(

@@ -106,6 +106,7 @@ class NSAModelConfig(PreTrainedConfig):
         for name, ours in ELSEWHERE.items():
             if kwargs.get(name) is not None:
                 raise ConfigError(f"config.json has {name} (it would be ignored: the sizes of NSA are in the table nsa); use {ours}")
+        self._require_sizes()
         head_dim = self.hidden_size // max(self.num_attention_heads, 1)
         self.intermediate_size = self.intermediate_size or mlp_width(self.hidden_size)
         self.head_dim_qk = self.head_dim_qk or head_dim
@@ -153,6 +154,15 @@ class NSAModelConfig(PreTrainedConfig):
             )
         built = [self._layer(f"layers[{index}]", entry) for index, entry in enumerate(pattern)]
         return built * (self.num_hidden_layers // len(pattern))
+
+    def _require_sizes(self) -> None:
+        """Raise ConfigError for a size that the layers do not have; `nsa_core` judges theirs."""
+        for name in ("vocab_size", "intermediate_size", "max_position_embeddings"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{name}={size} is too small (the rule: an integer >= 1); use the size that the weights have")
+        if self.rms_norm_eps is not None and not self.rms_norm_eps >= 0:
+            raise ConfigError(f"rms_norm_eps={self.rms_norm_eps} is negative or no number (it is added to a mean square); use 1e-5")
 
     def _layer(self, key: str, entry: Any) -> Layer:
         own = dict(entry) if isinstance(entry, Mapping) else {"attention": entry}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,9 +25,10 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
     """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: maximum documents of each task.
 
     Raises:
-        ConfigError: if lm-eval is not installed, the file holds no tasks, or the folder no model.
+        ConfigError: where lm-eval is not installed or refuses a task, an option cannot be, the file holds no tasks, or the folder no model.
     """
     configs = read_tasks(tasks)
+    _require_options(device, batch_size, limit)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"DIR={str(folder)!r} has no config.json (an export has one); name the folder that `ckpt export --format hf` wrote"
@@ -40,12 +42,30 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
             f"an evaluation needs lm-eval, which is not installed ({error}); install the extra nsa-transformers[evaluate]"
         ) from None
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder).to(device)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).to(device), AutoTokenizer.from_pretrained(folder)
     except (StrictDataclassError, ValueError) as error:
-        raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({' '.join(str(error).split())[:300]}); name an export") from None
-    wrapped = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=batch_size)
-    results = simple_evaluate(model=wrapped, tasks=[ConfigurableTask(config=config) for config in configs], limit=limit, log_samples=False)
-    return dict(results)
+        raise ConfigError(f"DIR={str(folder)!r} cannot be loaded ({_line(error)}); name an export") from None
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    try:
+        built = [ConfigurableTask(config=config) for config in configs]
+        return dict(simple_evaluate(model=wrapped, tasks=built, limit=limit, log_samples=False))
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--tasks={str(tasks)!r}: lm-eval refuses them ({_line(error)}); see lm-eval's keys") from error
+
+
+def _require_options(device: str, batch_size: int, limit: int | None) -> None:
+    for name, count in (("--batch-size", batch_size), ("--limit", limit)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}={count} is below 1 (each task has a document at least); use 8, or leave it out")
+    try:
+        torch.empty(0, device=device)
+    # torch without CUDA asserts it
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"--device={device!r} is not to be had here ({_line(error)}); use cpu") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def read_tasks(path: Path) -> list[dict[str, Any]]:
@@ -65,6 +85,9 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(
             f"--tasks={str(path)!r} holds no tasks (the rule: a table with `task`, its name, or a list of them); see lm-eval's keys"
         )
+    names = [entry["task"] for entry in entries]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--tasks={str(path)!r} has two tasks named {twice[0]!r} (results have one entry for each name); rename one")
     return [_with_data(dict(entry)) for entry in entries]
 
 
@@ -100,6 +123,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the results here")
     given = parser.parse_args(arguments)
     try:
+        if given.json is not None and not given.json.absolute().parent.is_dir():
+            raise ConfigError(f"--json={str(given.json)!r} lies in no directory ({str(given.json.parent)!r} does not exist); make it first")
         results = evaluate(given.folder, given.tasks, device=given.device, batch_size=given.batch_size, limit=given.limit)
     except (NSAError, OSError) as error:
         sys.stderr.write(f"nsa_transformers.evaluate: {error}\n")

@@ -47,13 +47,19 @@ def padding_of(mask: Tensor | None, batch_size: int, num_tokens: int, past: int)
             f"attention_mask has shape {tuple(mask.shape)} (the layout is (B, past + S) = ({batch_size}, {past + num_tokens}), 1 where a token is "
             "valid); causality is built in, so leave other masks out"
         )
+    require_marks(mask)
     is_valid = mask != 0
-    if bool((mask > 1).any()):
-        raise InputError(
-            f"attention_mask holds {int(mask.max())} (1 where a token is valid, else 0; packed sequences are told by position_ids); pass these"
-        )
     require_no_holes(is_valid)
     return None if bool(is_valid[:, -num_tokens:].all()) else padding_in_graph(mask, num_tokens)
+
+
+def require_marks(mask: Tensor) -> None:
+    """Raise InputError where `mask` holds anything but 0 and 1; waits for its device."""
+    if bool((is_other := (mask != 0) & (mask != 1)).any()):
+        raise InputError(
+            f"attention_mask holds {mask[is_other][0].item()} (1 where a token is valid, else 0; position_ids say where packed sequences begin, and "
+            "nothing is added to scores); pass 0 and 1"
+        )
 
 
 def padding_in_graph(mask: Tensor, num_tokens: int) -> Padding:
@@ -112,7 +118,7 @@ def require_positions(positions: Tensor, padding: Padding | None, batch_size: in
     if bool(((moved != expected) & is_valid).any()):
         raise InputError(
             "position_ids are not those of the tokens (after a cache or beside padding they count on from the tokens before, in steps of 1); "
-            "leave position_ids out"
+            "leave position_ids out, or pass the attention_mask of the whole text"
         )
 
 

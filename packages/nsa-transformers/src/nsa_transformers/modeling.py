@@ -1,7 +1,7 @@
 """`NSAModel` and `NSAForCausalLM`: the decoder of nsa-core with the interface of Transformers. Names of weights are the decoder's."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,13 +15,21 @@ from transformers.utils.output_capturing import capture_outputs
 
 from nsa_core.decoder import EMBEDDING_STD, Block, Decoder
 from nsa_core.errors import InputError
-from nsa_transformers.cache import NSAModelCache
+from nsa_transformers.arguments import (
+    require_batch,
+    require_known_ids,
+    require_left_padding,
+    require_new_tokens,
+    require_no_attentions,
+    require_own_cache,
+    require_own_drafts,
+    require_positions_of_packing,
+    require_working_cache,
+)
+from nsa_transformers.cache import NSAModelCache, described_layers
 from nsa_transformers.configuration import NSAModelConfig, attentions
-from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_no_holes, require_positions
+from nsa_transformers.layout import move, packing_of, padding_in_graph, padding_of, require_marks, require_no_holes, require_positions
 from nsa_transformers.weights import Loaded
-
-WORKING_CACHES = (None, "dynamic", "static")
-"""The values of `cache_implementation` that `generate` supports."""
 
 
 class NSABlock(GradientCheckpointingLayer, Block):
@@ -67,12 +75,13 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         """Build the layers that `config` describes, with freshly drawn weights."""
         super().__init__(config.sizes(), attentions(config), config)
         self._add_head(config)
+        self._described = described_layers(config)
         self.post_init()
 
     def _add_head(self, config: NSAModelConfig) -> None:
         """Build the output layer, of a model that has one."""
 
-    @capture_outputs
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -82,6 +91,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         has_labels: bool = False,
+        output_hidden_states: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return `last_hidden_state` `(B, S, hidden_size)` of `input_ids` `(B, S)`, and `past_key_values` with a cache.
@@ -92,6 +102,9 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         A pass with a cache records no gradient. `use_cache=True` without `past_key_values` makes a new cache. `use_cache=None` makes
         one where no gradient is recorded; this cache stores the tokens and fills its keys and values only when a step follows, so that
         the states equal those of a pass without a cache.
+
+        `output_hidden_states`: `hidden_states` are the embeddings, the output of each layer but the last, and the normed output of the last.
+        Those of a valid token do not depend on the padding; at a position of padding they are finite and mean nothing.
 
         Raises:
             InputError: for a row without a batch, ids beyond the vocabulary (on a CPU), a mask with holes, other positions, or a cache of
@@ -105,6 +118,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         if input_ids is not None:
             self._check_ids(input_ids)
         require_positions_of_packing(kwargs, position_ids)
+        require_no_attentions(kwargs.get("output_attentions") or self.config.output_attentions)
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if x.shape[1] == 0:
             raise InputError(f"the batch has shape {tuple(x.shape[:2])} (a pass needs a token of each sequence); pass a prompt")
@@ -119,16 +133,14 @@ class NSAModel(Decoder, NSAPreTrainedModel):
                     "use_cache=True is ignored in training (a pass with a cache records no gradient); leave it out",
                     stacklevel=2,
                 )
-        is_recorded = bool(kwargs.get("output_hidden_states") or self.config.output_hidden_states)
         if cache is not None:
-            states = self._step(x, attention_mask, position_ids, cache, is_recorded=is_recorded)
-            return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
-        states, is_packed = self._whole(x, attention_mask, position_ids, is_recorded=is_recorded)
+            return self._step(x, attention_mask, position_ids, cache, output_hidden_states)
+        outputs, is_packed = self._whole(x, attention_mask, position_ids, output_hidden_states)
         if use_cache is None and self.config.use_cache and not (has_labels or is_packed or torch.is_grad_enabled()):
             # an evaluation never reads the cache: its stores are filled when a step follows
-            cache = NSAModelCache(self.config)
-            cache.defer(x, attention_mask)
-        return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
+            outputs.past_key_values = NSAModelCache(self.config)
+            outputs.past_key_values.defer(x, attention_mask)
+        return outputs
 
     def _is_learning(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -139,14 +151,16 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             require_known_ids(ids, self.config.vocab_size)
 
     def _check_cache(self, cache: Any) -> None:
-        require_own_cache(cache)
+        require_own_cache(cache, self._described)
         if self._is_learning():
             raise InputError(
                 "past_key_values came in training (a pass with a cache records no gradient); leave it out, or call model.eval()"
             )
 
-    def _whole(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, *, is_recorded: bool) -> tuple[Tensor, bool]:
-        """Return the states of whole sequences, and True if they are packed.
+    def _whole(
+        self, x: Tensor, mask: Tensor | None, positions: Tensor | None, recorded: Any = None
+    ) -> tuple[BaseModelOutputWithPast, bool]:
+        """Return the outputs for whole sequences, and True where they are packed.
 
         Padding is moved behind the valid tokens: causal attention keeps it out of their states.
         """
@@ -155,18 +169,19 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         if padding is None:
             packing = packing_of(positions, batch_size, num_tokens)
             if packing is None:
-                return self.hidden(x), False
-            require_in_place(is_recorded and batch_size > 1)
-            states = self.hidden(x.flatten(0, 1).unsqueeze(0), *packing)
-            return states.view(batch_size, num_tokens, -1), True
-        require_in_place(is_recorded)
+                return self._recorded(recorded, x), False
+            outputs = self._recorded(recorded, x.flatten(0, 1).unsqueeze(0), *packing)
+            return _each(outputs, lambda states: states.view(batch_size, num_tokens, -1)), True
         if positions is not None:
             require_positions(positions, padding, batch_size, num_tokens, None)
-        return move(self.hidden(move(x, padding.order)), padding.back), False
+        outputs = self._recorded(recorded, move(x, padding.order))
+        return _each(outputs, lambda states: move(states, padding.back)), False
 
     @torch.no_grad()
-    def _step(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache, *, is_recorded: bool = False) -> Tensor:
-        """Return the states of tokens that follow those in `cache`.
+    def _step(
+        self, x: Tensor, mask: Tensor | None, positions: Tensor | None, cache: NSAModelCache, recorded: Any = None
+    ) -> BaseModelOutputWithPast:
+        """Return the outputs for tokens that follow those in `cache`.
 
         The mask and the positions of a single token are not read on a GPU, because the host would wait for them.
         """
@@ -174,7 +189,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
             deferred, cache.deferred = cache.deferred, None
             self._step(deferred.x, deferred.mask, None, cache)
         batch_size, num_tokens = x.shape[:2]
-        cache.start([block.attention for block in self.blocks], batch_size, num_tokens)
+        cache.start([block.attention for block in self.blocks], x)
         is_single = num_tokens == 1 and x.device.type != "cpu"
         padding = None
         if torch.compiler.is_compiling():
@@ -184,13 +199,24 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         stores = [layer.store for layer in cache.layers]
         if positions is not None and not is_single and not torch.compiler.is_compiling():
             require_positions(positions, padding, batch_size, num_tokens, stores[0].lengths)
-        require_in_place(is_recorded and padding is not None)
         if padding is None:
-            states = self.hidden(x, caches=stores)
+            outputs = self._recorded(recorded, x, caches=stores)
         else:
-            states = move(self.hidden(move(x, padding.order), caches=stores, query_count=padding.counts), padding.back)
+            outputs = self._recorded(recorded, move(x, padding.order), caches=stores, query_count=padding.counts)
+            outputs = _each(outputs, lambda states: move(states, padding.back))
         cache.advance(num_tokens)
-        return states
+        outputs.past_key_values = cache
+        return outputs
+
+    def _recorded(self, recorded: Any, x: Tensor, *inputs: Any, **options: Any) -> BaseModelOutputWithPast:
+        """Return what `hidden` returns, with the hidden states that `output_hidden_states` asks for; None: the configuration does."""
+        asked = {} if recorded is None else {"output_hidden_states": recorded}
+        outputs: BaseModelOutputWithPast = self._captured(x, *inputs, **options, **asked, return_dict=True)
+        return outputs
+
+    @capture_outputs
+    def _captured(self, x: Tensor, *inputs: Any, output_hidden_states: Any = None, **options: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden(x, *inputs, **options))
 
 
 class NSAForCausalLM(NSAModel, GenerationMixin):
@@ -220,7 +246,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return `logits` `(B, S, vocab_size)` of the last `logits_to_keep` tokens (0: all) and, with `labels` `(B, S)`, the `loss`.
@@ -238,6 +264,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
             use_cache,
             has_labels=labels is not None,
             output_hidden_states=output_hidden_states,
+            output_attentions=kwargs.pop("output_attentions", None),
             return_dict=True,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -259,14 +286,17 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         """
         given = kwargs.get("generation_config", args[0] if args else None) or self.generation_config
         require_working_cache(kwargs.get("cache_implementation") or given.cache_implementation)
-        ids = kwargs.get("input_ids") if inputs is None else inputs
+        require_own_drafts(kwargs.get("assistant_early_exit", given.assistant_early_exit))
+        ids, mask = kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask")
+        if mask is not None:
+            require_marks(mask)
         if isinstance(ids, Tensor):
             require_batch(ids, kwargs.get("inputs_embeds"))
             require_known_ids(ids, self.config.vocab_size)
-            mask = kwargs.get("attention_mask")
             is_empty = ids.shape[1] == 0 or (mask is not None and mask.dim() == 2 and bool((mask == 0).all(1).any()))
             if is_empty and kwargs.get("inputs_embeds") is None:
                 raise InputError("a prompt is empty (the model needs a first token); begin it with the tokenizer's eos_token")
+            require_new_tokens(kwargs.get("past_key_values"), ids)
         return super().generate(inputs, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +310,7 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         require_left_padding(model_kwargs.get("attention_mask"))
         given, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
         if given is not None:
-            require_own_cache(given)
+            require_own_cache(given, self._described)
             if kind is not None:
                 raise InputError(
                     f"cache_implementation={kind!r} came with past_key_values (which is a cache already); leave one of them out"
@@ -313,61 +343,9 @@ class NSAForCausalLM(NSAModel, GenerationMixin):
         return None if bool((recent != 0).all()) else recent
 
 
-def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor | None) -> None:
-    """Raise InputError if `keywords` describe packed sequences for FlashAttention and nothing here does."""
-    if positions is None and keywords.get("cu_seq_lens_q") is not None:
-        raise InputError(
-            "cu_seq_lens_q came without position_ids (packed sequences are found where positions start again at 0, or they would see one another); "
-            "pass position_ids"
-        )
-
-
-def require_batch(ids: Tensor | None, embedded: Tensor | None) -> None:
-    """Raise InputError unless `ids` are `(B, S)` and `embedded` tokens `(B, S, hidden_size)`, where given."""
-    for name, x, layout in (("input_ids", ids, ("B", "S")), ("inputs_embeds", embedded, ("B", "S", "hidden_size"))):
-        if x is not None and x.dim() != len(layout):
-            raise InputError(
-                f"{name} has shape {tuple(x.shape)} (the layout is ({', '.join(layout)}), a row for each sequence); use {name}.unsqueeze(0) for one"
-            )
-
-
-def require_left_padding(mask: Tensor | None) -> None:
-    """Raise InputError if the last token of a prompt is padding, so that no token can follow it; waits for the mask's device."""
-    if mask is not None and mask.dim() == 2 and mask.shape[1] and bool((is_padding := mask[:, -1] == 0).any()):
-        raise InputError(
-            f"attention_mask ends with padding in row {int(is_padding.int().argmax())} (new tokens follow the last column); "
-            "pad prompts on the left, with padding_side='left'"
-        )
-
-
-def require_in_place(is_moved: bool) -> None:
-    """Raise InputError if the states of layers would be recorded in another order than the batch has."""
-    if is_moved:
-        raise InputError(
-            "output_hidden_states came with padding or packed rows (layers see the tokens of such a batch in another order); pass rows of one length"
-        )
-
-
-def require_working_cache(kind: str | None) -> None:
-    """Raise InputError for a `cache_implementation` that cannot hold the stores of NSA."""
-    if kind not in WORKING_CACHES:
-        raise InputError(
-            f"cache_implementation={kind!r} cannot hold NSA (its branches have stores of their own, which are neither offloaded, quantized nor "
-            "paged by transformers); use 'dynamic' or 'static'"
-        )
-
-
-def require_known_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raise InputError if `ids` name tokens beyond the vocabulary; waits for their device."""
-    if ids.numel() and bool(((ids < 0) | (ids >= vocab_size)).any()):
-        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
-        raise InputError(f"input_ids holds {wrong} (the vocabulary has ids 0 .. {vocab_size - 1}); use the tokenizer of this model")
-
-
-def require_own_cache(cache: Any) -> None:
-    """Raise InputError unless `cache` is an `NSAModelCache`."""
-    if not isinstance(cache, NSAModelCache):
-        raise InputError(
-            f"past_key_values is a {type(cache).__name__} (it holds one K and V per layer, NSA has stores per branch); "
-            "leave it out, or use NSAModelCache(model.config)"
-        )
+def _each(outputs: BaseModelOutputWithPast, change: Callable[[Tensor], Tensor]) -> BaseModelOutputWithPast:
+    """Return `outputs` after `change` of its last state and of each hidden state that was recorded."""
+    outputs.last_hidden_state = change(outputs.last_hidden_state)
+    if outputs.hidden_states is not None:
+        outputs.hidden_states = tuple(None if states is None else change(states) for states in outputs.hidden_states)
+    return outputs

@@ -8,6 +8,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nsa_core.errors import InputError
+from nsa_transformers.checksums import require_undamaged
+from nsa_transformers.configuration import NSAModelConfig
 
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -23,8 +25,8 @@ class Loaded:
         """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read only from safetensors.
 
         Raises:
-            InputError: for pickled weights, a damaged file, another architecture, or tensors that are missing, extra, of another shape or,
-                in a folder without quantization, integers.
+            InputError: for pickled weights, a damaged file, data that are not those of the checksum in their file, another architecture, or
+                tensors that are missing, extra, of another shape or, in a folder without quantization, integers.
         """
         if kwargs.pop("use_safetensors", True) is False:
             raise InputError("use_safetensors=False asks for pickled weights (a pickle runs code when it is read); leave it out")
@@ -34,6 +36,7 @@ class Loaded:
             inner = folder / kwargs.get("subfolder", "")
             require_safetensors(inner, variant=kwargs.get("variant"))
             require_floats(inner, variant=kwargs.get("variant"))
+            require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
             if kwargs.get("config") is None:
                 require_config(inner)
         parent: Any = super()
@@ -47,8 +50,13 @@ class Loaded:
             )
         except SafetensorError as error:
             raise InputError(f"{folder} holds a damaged safetensors file ({error}); copy it again") from None
+        except KeyError as error:
+            if error.args != ("metadata",):
+                raise
+            raise InputError(f"the index of weights in {folder} has no metadata (Transformers reads them); add an empty table") from None
         require_architecture(model.config)
         require_whole(info, str(folder))
+        require_tied(model, str(folder))
         return (model, info) if wants_info else model
 
     @classmethod
@@ -78,18 +86,45 @@ def require_whole(info: Any, where: str) -> None:
         raise InputError(f"the weights at {where} are not those of config.json ({'; '.join(problems)}); use the files of one export")
 
 
+def require_tied(model: Any, where: str) -> None:
+    """Raise InputError where the output layer of `model` is tied by its configuration, and loading found another weight for it."""
+    head = getattr(model, "lm_head", None)
+    if head is None or not model.config.tie_word_embeddings or head.weight is model.embedding.weight or head.weight.is_meta:
+        return
+    raise InputError(
+        f"lm_head.weight differs from embedding.weight at {where} (tie_word_embeddings=true would lose it); "
+        "set tie_word_embeddings to false in config.json"
+    )
+
+
 def _with_shapes(name: str, found: Any, expected: Any) -> str:
     return f"{name} {list(found)} in place of {list(expected)}"
 
 
 def require_config(folder: Path) -> None:
-    """Raise InputError if `folder` has no configuration, of a model or of an adapter; Transformers would take its defaults."""
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    """Raise InputError unless `folder` has a configuration of this package's, or of an adapter.
+
+    Transformers would take its defaults where there is none, and any other model's.
+    """
+    path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        return
+    if not path.is_file():
         raise InputError(f"{folder} has no config.json (it is written last: the folder is not whole); write it again")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read ({error!r:.120}); copy it again") from None
+    if (kind := content.get("model_type")) != NSAModelConfig.model_type:
+        raise InputError(
+            f"{path} has model_type={kind!r} (the rule: {NSAModelConfig.model_type!r}); use AutoModelForCausalLM for other models"
+        )
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
-    """Raise InputError unless `folder` has safetensors files whose headers can be read, or an adapter's."""
+    """Raise InputError unless `folder` has safetensors files whose headers can be read and name each tensor once, or an adapter's."""
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return
     files = weight_files(folder, variant=variant)
@@ -97,12 +132,16 @@ def require_safetensors(folder: Path, *, variant: str | None = None) -> None:
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         found = f"{', '.join(pickles[:NAMED])} is a pickle, which runs code when it is read" if pickles else "it has no weights"
         raise InputError(f"{folder} has no {SAFE_WEIGHTS_NAME} ({found}); save it with safetensors")
+    holders: dict[str, Path] = {}
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                opened.keys()
+                names = list(opened.keys())
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is no whole safetensors file ({error}); copy it again") from None
+        if twice := [name for name in names if name in holders]:
+            raise InputError(f"{file} and {holders[twice[0]].name} both hold {twice[0]} (a tensor has one file); use the files of one save")
+        holders |= dict.fromkeys(names, file)
 
 
 def require_floats(folder: Path, *, variant: str | None = None) -> None:

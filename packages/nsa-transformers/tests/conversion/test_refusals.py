@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 
 from nsa_core.errors import ConfigError, InputError
+from nsa_transformers.checksums import UNSEALED, seal
 from nsa_transformers.conversion import ConversionOptions, plan_conversion, verifying, write_converted
 
 
@@ -64,6 +65,12 @@ def test_sizes_that_are_not_those_of_the_tensors_are_refused_at_once(dense, key,
     # Transformers itself refuses some of them
     message = refusal(folder, (InputError, ConfigError))
     assert "are not those of its config.json: " in message or "describes no LlamaForCausalLM" in message
+
+
+def test_heads_without_dimensions_are_not_taken_for_the_usual_ones(dense):
+    folder = dense(head_dim=8).folder
+    edit_config(folder, head_dim=0)
+    assert "q_proj.weight expected [0, 32], found [32, 32]" in refusal(folder, InputError)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +163,18 @@ def test_damaged_shards_are_refused(dense, damage):
     if damage != "gone":
         shard.write_bytes(content[:-1] if damage == "shortened" else b"\xff" * 100)
     assert shard.name in refusal(folder, InputError)
+
+
+def test_a_changed_bit_of_a_source_with_checksums_is_refused_before_anything_is_written(dense, tmp_path):
+    folder = dense(shards="20kB").folder
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    safetensors.torch.save_file(safetensors.torch.load_file(shard), shard, metadata={"format": "pt", **UNSEALED})
+    seal(shard)
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InputError, match=f"{shard.name} is damaged"):
+        write_converted(plan_conversion(folder, ConversionOptions()), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_index_that_names_files_elsewhere_is_refused(dense):

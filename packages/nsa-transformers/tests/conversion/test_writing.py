@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from nsa_core.errors import InputError
+from nsa_core.errors import ConfigError, InputError
 from nsa_transformers import NSAForCausalLM
 from nsa_transformers.conversion import ConversionOptions, plan_conversion, write_converted, writing
 from nsa_transformers.conversion.tensor_files import stored_tensors
@@ -35,6 +35,17 @@ def test_shards_hold_at_most_as_many_bytes_as_asked(dense, convert):
     assert set(index["weight_map"].values()) == {shard.name for shard in shards}
 
 
+def test_a_changed_bit_of_a_converted_shard_is_found(dense, convert):
+    shards = sorted(convert(dense().folder, shard_bytes=20_000).folder.glob("*.safetensors"))
+    for shard in shards:
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(InputError, match=f"{shard.name} is damaged"):
+            NSAForCausalLM.from_pretrained(shard.parent)
+        shard.write_bytes(whole)
+    NSAForCausalLM.from_pretrained(shards[0].parent)
+
+
 def test_the_same_options_write_the_same_bytes(dense, tmp_path):
     folder = dense().folder
     for name in ("one", "other"):
@@ -52,6 +63,14 @@ def test_files_of_the_tokenizer_are_copied_and_code_is_not(dense, convert):
     assert (found / "chat_template.jinja").read_text() == (folder / "chat_template.jinja").read_text()
     assert json.loads((found / "generation_config.json").read_text())["temperature"] == 0.5
     assert [path.name for path in found.glob("*.py")] == ["modeling_nsa_core.py"]
+
+
+def test_settings_of_generation_that_cannot_be_read_are_refused_before_anything_is_written(dense, tmp_path):
+    folder = dense().folder
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config.json cannot be read"):
+        write_converted(plan_conversion(folder, ConversionOptions()), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_code_that_the_source_names_is_not_run(dense, convert, tmp_path):

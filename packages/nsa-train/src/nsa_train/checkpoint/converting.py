@@ -12,7 +12,7 @@ from nsa_core.errors import InputError
 from nsa_core.serialization import toml_value
 from nsa_train.checkpoint.folders import model_tables, require_installed
 from nsa_train.checkpoint.publish import whole
-from nsa_train.data.tokenizer import open_bpe
+from nsa_train.data.tokenizer import SEPARATOR, ByteTokenizer, open_bpe, reads_alike
 from nsa_train.errors import CheckpointError, ConfigError, DataError
 from nsa_train.settings.config import RunConfig, structure
 from nsa_train.settings.recipe import parse_value, to_toml
@@ -74,21 +74,27 @@ def recipe_of(config: Any, source: Path, out: Path) -> RunConfig:
     Raises:
         ConfigError: if nsa-train has no such model.
     """
-    data: dict[str, Any] = {"source": "text"}
-    if _is_usable(source / TOKENIZER, config):
-        data |= {"tokenizer": "gpt2", "tokenizer_path": str((out / TOKENIZER).absolute())}
+    data = {"source": "text", **_tokenizer_keys(source, config)}
+    if "tokenizer_path" in data:
+        data["tokenizer_path"] = str((out / TOKENIZER).absolute())
     train = {**TRAINING, "seq_len": min(config.max_position_embeddings, LONGEST_ROW)}
     return structure({**model_tables(config), "data": data, "train": train})
 
 
-def _is_usable(path: Path, config: Any) -> bool:
-    """Return whether a run can read text with the tokenizer.json at `path`, and the model has a row for each of its ids."""
+def _tokenizer_keys(folder: Path, config: Any) -> dict[str, str]:
+    """Return the keys of `data` for text in the tokenizer.json of `folder`; none where a run cannot read it, or the model lacks rows for its ids."""
+    path = (folder / TOKENIZER).absolute()
     if not path.is_file():
-        return False
+        return {}
     try:
-        return open_bpe(str(path)).vocab_size <= int(config.vocab_size)
+        found = open_bpe(str(path))
     except DataError:
-        return False
+        return {}
+    if found.vocab_size > int(config.vocab_size):
+        return {}
+    if found.separator == SEPARATOR and reads_alike(found, ByteTokenizer()):
+        return {"tokenizer": "byte"}
+    return {"tokenizer": "gpt2", "tokenizer_path": str(path)}
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -135,7 +141,7 @@ def _summary(written: Any, recipe: RunConfig, out: Path) -> list[str]:
     ]
     if found.num_tokens > 1:
         lines.append(f"loss at S = {found.num_tokens}, random ids: {loss}")
-    if recipe.data.tokenizer_path is None:
+    if not _tokenizer_keys(out, config):
         lines.append(
             "tokenizer: nsa-train reads none here (a byte-level tokenizer.json with <|endoftext|>); set data.tokenizer in recipe.toml"
         )

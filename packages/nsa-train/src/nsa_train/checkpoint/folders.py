@@ -81,7 +81,7 @@ def ends_with(config: Any, separator: int) -> bool:
 
 
 def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[Path]:
-    """Return the files of the weights in `folder`, which are those of `config`'s decoder; only their headers are read.
+    """Return the files of the weights in `folder`, which are those of `config`'s decoder; beyond their headers, what has a checksum is read.
 
     `of`: the source of the decoder's description, for the message.
 
@@ -89,6 +89,7 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
         CheckpointError: naming those that are missing, extra or of another shape.
         InputError: naming a pickle, a damaged file or integers.
     """
+    from nsa_transformers.checksums import require_undamaged
     from nsa_transformers.weights import require_floats, require_safetensors, weight_files
 
     require_safetensors(folder)
@@ -107,6 +108,7 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
         raise CheckpointError(
             f"the weights in {folder} are not those of {of}: {_some(problems)}; use the recipe that lies beside them, or its sizes"
         )
+    require_undamaged(files)
     return files
 
 

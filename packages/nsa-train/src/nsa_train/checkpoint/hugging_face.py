@@ -48,6 +48,7 @@ def write_folder(out: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor], 
         DataError: if the tokenizer is not available.
     """
     require_installed(f"--format {format}")
+    from nsa_transformers.checksums import UNSEALED, seal
     from nsa_transformers.configuration import generation_config
     from nsa_transformers.conversion import dense_form
 
@@ -58,7 +59,8 @@ def write_folder(out: Path, checkpoint: Checkpoint, tensors: dict[str, Tensor], 
     def write(folder: Path) -> None:
         folder.mkdir()
         config.save_pretrained(folder)
-        write_tensors(folder / MODEL, weights)
+        write_tensors(folder / MODEL, weights, **UNSEALED)
+        seal(folder / MODEL)
         tokenizer.save_pretrained(folder)
         generation_config(ours).save_pretrained(folder)
 

@@ -167,14 +167,21 @@ def _of_json(file: Path) -> BytePairTokenizer:
         raise DataError(
             f"data.tokenizer_path={str(file)!r} has no token {END_OF_TEXT!r} (it stands between documents); name GPT-2's tokenizer.json"
         )
+    last = max(tokenizer.get_vocab(with_added_tokens=True).values())
     found = BytePairTokenizer(
         lambda texts: [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)],
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
         separator=separator,
-        num_ids=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+        num_ids=last if _is_pad(tokenizer, last) else last + 1,
     )
     _require_lossless(found, file)
     return found
+
+
+def _is_pad(tokenizer: Any, last: int) -> bool:
+    """Return whether the last id is the pad that an export gave the tokenizer of its run; nsa_transformers.tokenizer names it."""
+    token = tokenizer.get_added_tokens_decoder().get(last)
+    return token is not None and bool(token.special) and token.content in ("<|pad|>", f"<|pad-{last}|>")
 
 
 def _require_lossless(tokenizer: BytePairTokenizer, file: Path) -> None:

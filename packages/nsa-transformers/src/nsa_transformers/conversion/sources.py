@@ -80,7 +80,7 @@ class Source(NamedTuple):
     def head_dim(self) -> int:
         """Return the dimensions of a head of q, k and v."""
         own = getattr(self.config, "head_dim", None)
-        return int(own or self.config.hidden_size // self.config.num_attention_heads)
+        return int(self.config.hidden_size // self.config.num_attention_heads if own is None else own)
 
     def part(self, name: str) -> Any:
         """Return the class `name` of the family, without its prefix: `DecoderLayer`, `RotaryEmbedding`."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nsa_core.errors import InputError
+from nsa_transformers.checksums import UNSEALED, seal
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that are converted, by their names in safetensors."""
@@ -71,17 +72,9 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, Stored]:
     """Return name -> tensor of safetensors `files`; only their headers are read.
 
     Raises:
-        InputError: for a file that is missing or damaged, or a name that two files have.
+        InputError: for a file that is missing or damaged.
     """
-    found: dict[str, Stored] = {}
-    for file in files:
-        own = _tensors_of(file)
-        if twice := sorted(own.keys() & found):
-            raise InputError(
-                f"{file} and {found[twice[0]].file.name} both hold {twice[0]} (a tensor has one file); use the files of one save"
-            )
-        found |= own
-    return found
+    return {name: tensor for file in files for name, tensor in _tensors_of(file).items()}
 
 
 def _tensors_of(file: Path) -> dict[str, Stored]:
@@ -118,7 +111,7 @@ class Planned(NamedTuple):
 def write_shards(
     folder: Path, planned: Sequence[Planned], *, shard_bytes: int = SHARD_BYTES, say: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Write `planned` into `folder` as model.safetensors, or as shards of at most `shard_bytes` with their index.
+    """Write `planned` into `folder` as model.safetensors, or as shards of at most `shard_bytes` with their index, checksums in their headers.
 
     `say` takes the bytes of each tensor, once they are written.
     """
@@ -131,6 +124,7 @@ def write_shards(
             for tensor in shard:
                 _write_tensor(file, tensor)
                 say(tensor.nbytes)
+        seal(folder / name)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in planned)},
@@ -153,7 +147,7 @@ def _shards_of(planned: Sequence[Planned], shard_bytes: int) -> list[list[Planne
 
 def _header(shard: Sequence[Planned]) -> bytes:
     """Return the first bytes of a file of `shard`: the length of the header, and the header, padded to 8 bytes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **UNSEALED}}
     place = 0
     for tensor in shard:
         end = place + tensor.nbytes

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from nsa_transformers.checksums import require_undamaged
 from nsa_transformers.configuration import generation_config
 from nsa_transformers.conversion.planning import Conversion
 from nsa_transformers.conversion.sources import read_json
@@ -39,16 +40,19 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
     """Write the converted model to the new folder `folder`, and compare it with its source; `say` gets lines of progress.
 
     Raises:
-        InputError: if a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
+        ConfigError: where the source's settings of generation cannot be read; nothing is written.
+        InputError: where a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
     """
     source = conversion.source.folder
+    require_undamaged({tensor.file for tensor in conversion.source.tensors.values()})
+    if (source / GENERATION).is_file():
+        read_json(source / GENERATION)
     folder.mkdir(parents=True)
     write_shards(folder, conversion.planned, shard_bytes=conversion.options.shard_bytes, say=_progress(conversion.nbytes, say))
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if (source / GENERATION).is_file():
-        read_json(source / GENERATION)
         shutil.copyfile(source / GENERATION, folder / GENERATION)
     else:
         generation_config(conversion.config).save_pretrained(folder)

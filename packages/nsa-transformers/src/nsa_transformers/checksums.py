@@ -1,0 +1,49 @@
+"""The SHA-256 of a safetensors file's data, in its own metadata: it stays with the file, and goes where the file is written anew."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from safetensors import safe_open
+
+from nsa_core.errors import InputError
+
+KEY = "data_sha256"
+UNSEALED = {KEY: "0" * 64}
+"""Metadata of a file that `seal` is to complete."""
+
+
+def seal(file: Path) -> None:
+    """Put the SHA-256 of the tensors' bytes into the header of `file`, which was written with the metadata UNSEALED."""
+    with file.open("r+b") as opened:
+        header = _header(opened)
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        # a tensor's name has its quotation marks escaped
+        empty, filled = (f'"{KEY}":"{value}"'.encode() for value in (UNSEALED[KEY], digest))
+        assert header.count(empty) == 1
+        opened.seek(0)
+        opened.write(header.replace(empty, filled))
+
+
+def require_undamaged(files: Iterable[Path]) -> None:
+    """Raise InputError where the data of a file do not have the SHA-256 in its header; a file without one passes unread."""
+    for file in files:
+        with safe_open(file, "pt") as headed:
+            expected = (headed.metadata() or {}).get(KEY)
+        if expected is None:
+            continue
+        with file.open("rb") as opened:
+            _header(opened)
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != expected:
+            raise InputError(
+                f"{file} is damaged (its data do not have the SHA-256 in its header); copy it again, "
+                f"or save tensors that you changed yourself without the metadata {KEY}"
+            )
+
+
+def _header(opened: BinaryIO) -> bytes:
+    """Return the first bytes of a safetensors file, up to its data."""
+    length = opened.read(8)
+    return length + opened.read(int.from_bytes(length, "little"))
