@@ -51,7 +51,9 @@ def backends(
     *,
     files: ResultFiles = NO_FILES,
     device: Annotated[Literal["cpu", "cuda"] | None, Parameter(help="This machine's by default.")] = None,
-    compute_capability: Annotated[str | None, Parameter(help="That of the CUDA device, for example 8.9; it need not be here.")] = None,
+    compute_capability: Annotated[
+        str | None, Parameter(help="Compute capability to judge for, for example 8.9; no such GPU is needed.")
+    ] = None,
     shape: CallShape = CallShape(),  # noqa: B008 - a frozen value
 ) -> int:
     """Show which backend serves each operation, every reason against the others, and the plug-ins, including broken ones."""
@@ -166,7 +168,7 @@ def train(
     files: ResultFiles = NO_FILES,
     steps: Annotated[int, Parameter(help="Optimizer steps of each twin; the first tenth warms up.")] = 50,
     set_: Settings = None,
-    twins: Annotated[Literal["both", "nsa", "dense"], Parameter(help="Which of the two to train.")] = "both",
+    twins: Annotated[Literal["both", "nsa", "dense"], Parameter(help="Train both models or one.")] = "both",
     commit: Commit = None,
 ) -> int:
     """Time training: tokens per second, MFU and memory of a recipe and of its dense twin."""
@@ -187,10 +189,10 @@ def ablate(
     ] = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value of every trial. Repeatable.")] = None,
     side_by_side: Annotated[int, Parameter(help="Trials that run at a time, all on one machine.")] = 1,
-    minutes: Annotated[float | None, Parameter(help="Save and stop after so long; the next call goes on.")] = None,
+    minutes: Annotated[float | None, Parameter(help="Save and stop after this many minutes; the next call continues.")] = None,
     earlier: Annotated[
         list[Path] | None,
-        Parameter(negative="", help="JSON file of an earlier call, perhaps elsewhere: its trials count as finished. Repeatable."),
+        Parameter(negative="", help="JSON file of an earlier call, also from another machine; its trials count as finished. Repeatable."),
     ] = None,
     files: ResultFiles = NO_FILES,
     png_file: Annotated[Path | None, Parameter(name="--png", help="Draw the loss by tokens and by position to this file.")] = None,
@@ -218,8 +220,8 @@ def needle(
     set_: Annotated[
         list[str] | None, Parameter(name="--set", negative="", help="table.key=value of every stage, or grid.key=value. Repeatable.")
     ] = None,
-    arm: Annotated[list[str] | None, Parameter(negative="", help="Train and evaluate this arm alone. Repeatable.")] = None,
-    minutes: Annotated[float | None, Parameter(help="Save and stop after so long; the next call goes on.")] = None,
+    arm: Annotated[list[str] | None, Parameter(negative="", help="Train and evaluate only this arm. Repeatable.")] = None,
+    minutes: Annotated[float | None, Parameter(help="Save and stop after this many minutes; the next call continues.")] = None,
     files: ResultFiles = NO_FILES,
     png_file: Annotated[Path | None, Parameter(name="--png", help="Draw a heat map of each mode to this file.")] = None,
     commit: Commit = None,
@@ -257,7 +259,7 @@ def smoke(
     /,
     *,
     files: ResultFiles = NO_FILES,
-    compare_baseline: Annotated[Path | None, Parameter(help="The metrics.json of another run, to be no worse than.")] = None,
+    compare_baseline: Annotated[Path | None, Parameter(help="metrics.json of another run; a worse figure is an error.")] = None,
     tolerance: Annotated[float, Parameter(help="Per cent by which a figure may be worse than the baseline's.")] = 5.0,
 ) -> int:
     """Check a run's records: loss, NaN, throughput, fetch, gates, selection; exit 1 if a rule does not hold."""

@@ -8,12 +8,12 @@ from cyclopts import Parameter
 
 from nsa_bench.errors import OptionError
 
-Device = Annotated[Literal["cpu", "cuda"] | None, Parameter(help="cuda where there is a GPU, by default.")]
+Device = Annotated[Literal["cpu", "cuda"] | None, Parameter(help="cuda by default if there is a GPU.")]
 DType = Annotated[Literal["bf16", "fp16", "fp32", "fp64"] | None, Parameter(help="bf16 on cuda, fp32 on cpu by default.")]
 Lengths = Annotated[str | None, Parameter(help="Tokens, k for 1024: 2k,8k. On cuda 2k to 128k, on cpu 256 by default.")]
 Backend = Annotated[str, Parameter(help="auto, or a backend's name, which never falls back.")]
 Backward = Annotated[bool, Parameter(help="Time forward + backward as well.")]
-Commit = Annotated[str | None, Parameter(help="The commit that is measured, where the code lies outside its checkout.")]
+Commit = Annotated[str | None, Parameter(help="Commit to record in the results if the code is not in a git checkout.")]
 Settings = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value, as for nsa-train. Repeatable.")]
 
 
@@ -41,9 +41,11 @@ class AttentionOptions:
     backend: Backend = "auto"
     baseline: Annotated[str | None, Parameter(help="Dense attention: all, none, or of flash, cudnn, flex, flash-attn.")] = None
     backward: Backward = True
-    graph: Annotated[bool, Parameter(negative="", help="Time CUDA graphs, which no launch from Python holds up.")] = False
-    sweep: Annotated[bool, Parameter(negative="", help="Look for cliffs by --graph: D, H/G, S one off a tile, packed.")] = False
-    preset: Annotated[Literal["targets"] | None, Parameter(help="targets: what the kernels must reach on one H200.")] = None
+    graph: Annotated[bool, Parameter(negative="", help="Time CUDA graphs, without the time of launches from Python.")] = False
+    sweep: Annotated[bool, Parameter(negative="", help="Compare neighbouring shapes by CUDA graph: D, H/G, S one off a tile, packed.")] = (
+        False
+    )
+    preset: Annotated[Literal["targets"] | None, Parameter(help="targets: the cases with goals for one H200.")] = None
 
 
 @Parameter(name="*")
@@ -74,7 +76,7 @@ class DecodeOptions:
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "P,L,M"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backend: Backend = "auto"
-    parts: Annotated[str, Parameter(help="What is timed: of total, append, attend, cmp, sel, win, by commas; or all.")] = (
+    parts: Annotated[str, Parameter(help="Parts to time: some of total, append, attend, cmp, sel, win, by commas; or all.")] = (
         "total,append,attend"
     )
     baseline: Annotated[bool, Parameter(help="Time dense attention over the same tokens as well.")] = True
@@ -88,7 +90,7 @@ class PrefillOptions:
     device: Device = None
     dtype: DType = None
     context: Annotated[str | None, Parameter(help="Tokens of the prompt, k for 1024. On cuda 64k, on cpu 512 by default.")] = None
-    tile: Annotated[str | None, Parameter(help="Tokens that the cache reads at a time. On cuda 4096, on cpu 64 by default.")] = None
+    tile: Annotated[str | None, Parameter(help="Tokens per tile. On cuda 4096, on cpu 64 by default.")] = None
     shapes: Annotated[str, Parameter(help="P, L, M, S or H/G/D_k/D_v, by commas.")] = "M"
     geometry: Annotated[str, Parameter(help="l/d/l'/n/w.")] = "32/16/64/16/512"
     backend: Backend = "auto"
@@ -162,7 +164,7 @@ class CallShape:
     layout: Annotated[
         Literal["dense", "packed", "cached", "paged", "ragged"], Parameter(help="cached, paged and ragged are a decode step of one query.")
     ] = "dense"
-    backward: Annotated[bool | None, Parameter(help="Gradients are needed; by default for dense and packed alone.")] = None
+    backward: Annotated[bool | None, Parameter(help="Whether gradients are needed; by default only for dense and packed.")] = None
     is_aligned: Annotated[bool, Parameter(name="--aligned", help="Every tensor starts at a multiple of 16 bytes.")] = True
 
     def __attrs_post_init__(self) -> None:

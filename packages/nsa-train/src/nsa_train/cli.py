@@ -55,12 +55,12 @@ CHECKPOINT = "The directory of a run, whose newest checkpoint counts, or of one 
 JSON_TO_FILE = ("explore",)
 """Commands whose `--json` names a file."""
 # `run_command` reads it, so that a failure is an object as well
-AsJSON = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object in place of lines, also of a failure.")]
+AsJSON = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object instead of text, also for a failure.")]
 Overrides = Annotated[list[str] | None, Parameter(name="--set", negative="", help="table.key=value; the value is TOML. Repeatable.")]
 SyntheticOnFail = Annotated[
-    bool, Parameter(negative="", help="Use random ids where the data cannot be had; the run is renamed and every record says so.")
+    bool, Parameter(negative="", help="If the data is not available, use random ids; the run is renamed and every record says so.")
 ]
-DryRun = Annotated[bool, Parameter(negative="", help="Judge the run as `preflight` does, and stop.")]
+DryRun = Annotated[bool, Parameter(negative="", help="Check the run as `preflight` does, and stop.")]
 
 
 @app.command
@@ -150,8 +150,8 @@ def preflight(
     *,
     out: Annotated[Path | None, Parameter(help="The directory that the run would write to.")] = None,
     set_: Overrides = None,
-    machine: Annotated[str | None, Parameter(help="Judge for a machine that is not here: cpu, a100, h100, h200, ...")] = None,
-    nnodes: Annotated[str | None, Parameter(help="Hosts like that, or LEAST:MOST; by default as many as give WORLD_SIZE, or 1.")] = None,
+    machine: Annotated[str | None, Parameter(help="Check for another machine: cpu, a100, h100, h200, ...")] = None,
+    nnodes: Annotated[str | None, Parameter(help="Number of such hosts, or LEAST:MOST; by default from WORLD_SIZE, or 1.")] = None,
     json_: AsJSON = False,
 ) -> Answer:
     """Check every rule that a run of RECIPE must meet, without running it."""
@@ -212,7 +212,7 @@ def loader_check(
     recipe: Recipe,
     /,
     *,
-    timeout: Annotated[float, Parameter(help="Seconds until the first batch, at most.")] = 60,
+    timeout: Annotated[float, Parameter(help="Longest wait for the first batch, in seconds.")] = 60,
     set_: Overrides = None,
     synthetic_on_fail: SyntheticOnFail = False,
     json_: AsJSON = False,
@@ -237,8 +237,10 @@ def watch(
     directory: RunFolder,
     /,
     *,
-    halt: Annotated[bool, Parameter(negative="", help="Write .HALT where something is wrong: all ranks save and stop.")] = False,
-    once: Annotated[bool, Parameter(negative="", help="Look once, and again only while clocks leave open whether a rank lives.")] = False,
+    halt: Annotated[bool, Parameter(negative="", help="If something is wrong, write .HALT: all ranks save and stop.")] = False,
+    once: Annotated[
+        bool, Parameter(negative="", help="Look once; repeat only while the clocks do not show whether a rank is alive.")
+    ] = False,
     interval: Annotated[float, Parameter(help="Seconds between two looks.")] = 5.0,
     json_: AsJSON = False,
 ) -> Answer:
@@ -274,14 +276,16 @@ def sample(
     prompt: Annotated[str | None, Parameter(help="The beginning of the text; at least one character.")] = None,
     prompts: Annotated[
         Path | None,
-        Parameter(name="--prompts", allow_leading_hyphen=True, help="A file with a prompt a line, one text each; -: standard input."),
+        Parameter(name="--prompts", allow_leading_hyphen=True, help="A file with one prompt per line; -: standard input."),
     ] = None,
-    tokens: Annotated[int, Parameter(help="Tokens to add, at most.")] = 200,
-    temperature: Annotated[float, Parameter(help="0 takes the likeliest token.")] = 0.8,
-    top_p: Annotated[float, Parameter(help="Draw among the likeliest tokens whose shares add up to it.")] = 1.0,
-    stop: Annotated[list[str] | None, Parameter(negative="", help="Text that ends the continuation, and is left out. Repeatable.")] = None,
+    tokens: Annotated[int, Parameter(help="Maximum number of tokens to add.")] = 200,
+    temperature: Annotated[float, Parameter(help="0 always takes the likeliest token.")] = 0.8,
+    top_p: Annotated[float, Parameter(help="Sample from the likeliest tokens whose probabilities add up to this.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, Parameter(negative="", help="Text that ends the continuation; it is not printed. Repeatable.")
+    ] = None,
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
-    device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU, where a step is a CUDA graph.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU; each step is a CUDA graph there.")] = "cpu",
     backend: Annotated[
         str | None, Parameter(help="Backend of every attention operation, or auto, in place of those in the checkpoint's nsa.backends.")
     ] = None,
@@ -337,15 +341,15 @@ def evaluate(
     lengths: Annotated[
         str | None, Parameter(help="Tokens of a sequence, separated by commas; half of the model's positions and all of them by default.")
     ] = None,
-    depths: Annotated[int, Parameter(help="Depths of passkey.")] = 5,
+    depths: Annotated[int, Parameter(help="Number of depths for passkey.")] = 5,
     samples: Annotated[int, Parameter(help="Sequences of each length and depth.")] = 20,
-    twin: Annotated[Path | None, Parameter(help="A dense run or export of the same shape, whose attention block-recall takes.")] = None,
+    twin: Annotated[Path | None, Parameter(help="A dense run or export of the same shape; block-recall uses its attention.")] = None,
     mode: Annotated[
         list[str] | None,
         Parameter(negative="", help=f"The selected branch: {listed(Mode)}. Repeatable; all by default."),
     ] = None,
-    symbols: Annotated[int | None, Parameter(help="Ids of each alphabet of recall; those of the run by default.")] = None,
-    pairs: Annotated[int | None, Parameter(help="Pairs of mqar; those of the run by default, else 8.")] = None,
+    symbols: Annotated[int | None, Parameter(help="Ids per alphabet for recall; the run's by default.")] = None,
+    pairs: Annotated[int | None, Parameter(help="Pairs for mqar; the run's by default, else 8.")] = None,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU.")] = "cpu",
     seed: Annotated[int, Parameter(help="Equal seeds give equal figures.")] = 1,
     out: Annotated[Path | None, Parameter(help="Directory of eval.json, eval.csv and eval.png; evals/NAME-TIME by default.")] = None,
@@ -377,12 +381,12 @@ def explore(
     /,
     *,
     text: Annotated[Path, Parameter(help="A file with the text to look at.")],
-    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The page to write; a file that is there is replaced.")] = Path(
-        "explorer.html"
-    ),
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The page to write; an existing file is replaced.")] = Path("explorer.html"),
     json_file: Annotated[Path | None, Parameter(name="--json", help="A file to which the same records are written as JSON.")] = None,
-    twin: Annotated[Path | None, Parameter(help="A dense model with as many layers, whose attention is shown beside the scores.")] = None,
-    tokens: Annotated[int | None, Parameter(help="Look at the first tokens of the text alone, so many at most.")] = None,
+    twin: Annotated[
+        Path | None, Parameter(help="A dense model with the same number of layers; its attention is shown next to the scores.")
+    ] = None,
+    tokens: Annotated[int | None, Parameter(help="Maximum number of tokens to look at, from the start of the text.")] = None,
 ) -> int:
     """Write a page that shows which blocks the model of CHECKPOINT chose for each token of a text, its scores and its gates."""
     check_explored({"CHECKPOINT": checkpoint, "--text": text, "--twin": twin}, {"--out": out, "--json": json_file}, tokens=tokens)
