@@ -268,7 +268,8 @@ def test_flash_attention_of_every_installed_provider_conforms_to_the_oracle(back
 def find_sanitizer() -> str | None:
     """Return the path of compute-sanitizer: of the package nvidia-cuda-sanitizer-api, else on PATH, else in /usr/local/cuda/bin."""
     spec = importlib.util.find_spec("nvidia")
-    installed = [str(Path(each) / "cu13" / "compute-sanitizer") for each in (spec.submodule_search_locations if spec else None) or ()]
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    installed = [str(Path(each) / cuda / "compute-sanitizer") for each in folders for cuda in ("cu13", "cu12")]
     return shutil.which("compute-sanitizer", path=os.pathsep.join([*installed, os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
 
 

@@ -285,6 +285,14 @@ def test_the_programs_of_a_launch_run_at_once_whatever_the_batch() -> None:
             assert programs * rows <= max(at_once, rows)
 
 
+@pytest.mark.parametrize("rows_of_tile", [2, 4, 8, 16])
+def test_windows_of_many_rows_leave_the_compressed_keys_half_of_the_programs(rows_of_tile: int) -> None:
+    at_once = 132 * op.PROGRAMS_PER_MULTIPROCESSOR
+    for tiles in range(1, at_once):
+        splits = op.Splits.of(132, tiles, rows_of_tile * tiles, BlockGeometry())
+        assert 2 * splits.cmp > min(at_once // tiles, op.MOST_SPLITS)
+
+
 def test_sums_have_room_for_the_blocks_of_the_selected_store_and_no_more() -> None:
     # 4,095 compressed blocks leave room for 65,551 tokens
     num_tokens, geometry = 65_536, BlockGeometry()

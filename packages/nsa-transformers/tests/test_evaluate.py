@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from nsa_core.errors import ConfigError
+from nsa_core.errors import ConfigError, InputError
+from nsa_transformers import NSAForCausalLM
 from nsa_transformers.evaluate import evaluate, main, read_tasks
 from nsa_transformers.tokenizer import byte_tokenizer
 
@@ -134,6 +135,19 @@ def test_an_option_that_cannot_be_ends_with_2_before_a_model_is_loaded(folder, t
     monkeypatch.setattr("nsa_transformers.evaluate.AutoModelForCausalLM", None)
     assert main([str(folder), "--tasks", str(tasks), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_error_of_the_model_is_not_blamed_on_the_tasks(folder, tasks, capsys, monkeypatch):
+    _needs_lm_eval()
+
+    def refuse(self, *args, **keywords):
+        raise InputError("the model refuses this batch")
+
+    monkeypatch.setattr(NSAForCausalLM, "forward", refuse)
+    assert main([str(folder), "--tasks", str(tasks)]) == 2
+    printed = capsys.readouterr().err
+    assert "the model refuses this batch" in printed
+    assert "lm-eval refuses" not in printed
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,23 @@ def test_another_model_type_is_refused(saved, kind, message):
         NSAForCausalLM.from_pretrained(folder)
 
 
+def test_a_class_of_your_own_loads_what_it_saved(saved, tmp_path):
+    class OwnConfig(NSAModelConfig):
+        model_type = "own_nsa"
+
+    class Own(NSAForCausalLM):
+        config_class = OwnConfig
+
+    model, folder = saved
+    own = Own(OwnConfig(**{name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "architectures")}))
+    own.load_state_dict(model.state_dict())
+    own.save_pretrained(tmp_path / "own")
+    found = Own.from_pretrained(tmp_path / "own")
+    assert all(torch.equal(x, y) for x, y in zip(found.parameters(), model.parameters(), strict=True))
+    with pytest.raises(InputError, match=r"has model_type='nsa_core' \(the rule: 'own_nsa'\)"):
+        Own.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("text", ["[]", "{", "3"])
 def test_a_config_that_is_no_object_is_refused(saved, text):
     _, folder = saved

@@ -21,7 +21,8 @@ def seal(file: Path) -> None:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         # a tensor's name has its quotation marks escaped
         empty, filled = (f'"{KEY}":"{value}"'.encode() for value in (UNSEALED[KEY], digest))
-        assert header.count(empty) == 1
+        if header.count(empty) != 1:
+            raise InputError(f"{file} was not written with the metadata that a checksum completes ({UNSEALED}); write it with them")
         opened.seek(0)
         opened.write(header.replace(empty, filled))
 

@@ -49,6 +49,8 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
     try:
         built = [ConfigurableTask(config=config) for config in configs]
         return dict(simple_evaluate(model=wrapped, tasks=built, limit=limit, log_samples=False))
+    except NSAError:
+        raise
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--tasks={str(tasks)!r}: lm-eval refuses them ({_line(error)}); see lm-eval's keys") from error
 
@@ -56,7 +58,7 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
 def _require_options(device: str, batch_size: int, limit: int | None) -> None:
     for name, count in (("--batch-size", batch_size), ("--limit", limit)):
         if count is not None and count < 1:
-            raise ConfigError(f"{name}={count} is below 1 (each task has a document at least); use 8, or leave it out")
+            raise ConfigError(f"{name}={count} is below 1; use 8, or leave it out")
     try:
         torch.empty(0, device=device)
     # torch without CUDA asserts it

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from nsa_core.errors import InputError
 from nsa_transformers.checksums import require_undamaged
-from nsa_transformers.configuration import NSAModelConfig
 
 ARCHITECTURES = ("NSAForCausalLM", "NSAModel")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -25,7 +25,7 @@ class Loaded:
         """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read only from safetensors.
 
         Raises:
-            InputError: for pickled weights, a damaged file, data that are not those of the checksum in their file, another architecture, or
+            InputError: for pickled weights, a damaged file of a folder, data that differ from the checksum in their file, another architecture, or
                 tensors that are missing, extra, of another shape or, in a folder without quantization, integers.
         """
         if kwargs.pop("use_safetensors", True) is False:
@@ -36,9 +36,9 @@ class Loaded:
             inner = folder / kwargs.get("subfolder", "")
             require_safetensors(inner, variant=kwargs.get("variant"))
             require_floats(inner, variant=kwargs.get("variant"))
-            require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
             if kwargs.get("config") is None:
-                require_config(inner)
+                require_config(inner, cls.config_class.model_type)
+            require_undamaged(weight_files(inner, variant=kwargs.get("variant")))
         parent: Any = super()
         try:
             model, info = parent.from_pretrained(
@@ -54,7 +54,7 @@ class Loaded:
             if error.args != ("metadata",):
                 raise
             raise InputError(f"the index of weights in {folder} has no metadata (Transformers reads them); add an empty table") from None
-        require_architecture(model.config)
+        require_architecture(model.config, cls.__name__)
         require_whole(info, str(folder))
         require_tied(model, str(folder))
         return (model, info) if wants_info else model
@@ -64,10 +64,10 @@ class Loaded:
         """Do nothing: every configuration that is saved names its classes, in a module of three lines."""
 
 
-def require_architecture(config: Any) -> None:
-    """Raise InputError if `config.architectures` names none of this package's classes."""
+def require_architecture(config: Any, *others: str) -> None:
+    """Raise InputError if `config.architectures` names none of this package's classes, and none of `others`."""
     named = getattr(config, "architectures", None) or []
-    if named and not set(named) & set(ARCHITECTURES):
+    if named and not set(named) & {*ARCHITECTURES, *others}:
         raise InputError(
             f"config.json has architectures={named} (this package has {', '.join(ARCHITECTURES)}); use a checkpoint of one of them"
         )
@@ -91,6 +91,9 @@ def require_tied(model: Any, where: str) -> None:
     head = getattr(model, "lm_head", None)
     if head is None or not model.config.tie_word_embeddings or head.weight is model.embedding.weight or head.weight.is_meta:
         return
+    # what wraps parameters may keep two of equal values
+    if torch.equal(head.weight, model.embedding.weight):
+        return
     raise InputError(
         f"lm_head.weight differs from embedding.weight at {where} (tie_word_embeddings=true would lose it); "
         "set tie_word_embeddings to false in config.json"
@@ -101,8 +104,8 @@ def _with_shapes(name: str, found: Any, expected: Any) -> str:
     return f"{name} {list(found)} in place of {list(expected)}"
 
 
-def require_config(folder: Path) -> None:
-    """Raise InputError unless `folder` has a configuration of this package's, or of an adapter.
+def require_config(folder: Path, model_type: str) -> None:
+    """Raise InputError unless `folder` has a configuration of `model_type`, or of an adapter.
 
     Transformers would take its defaults where there is none, and any other model's.
     """
@@ -117,10 +120,8 @@ def require_config(folder: Path) -> None:
             raise ValueError("it is no object")
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({error!r:.120}); copy it again") from None
-    if (kind := content.get("model_type")) != NSAModelConfig.model_type:
-        raise InputError(
-            f"{path} has model_type={kind!r} (the rule: {NSAModelConfig.model_type!r}); use AutoModelForCausalLM for other models"
-        )
+    if (kind := content.get("model_type")) != model_type:
+        raise InputError(f"{path} has model_type={kind!r} (the rule: {model_type!r}); use AutoModelForCausalLM for other models")
 
 
 def require_safetensors(folder: Path, *, variant: str | None = None) -> None:

@@ -339,8 +339,8 @@ def choose_kernel(
     """Choose the blocks of one row of q and one group, or merge two branches of MERGED_HEADS heads; grid (rows * G * PARTS,).
 
     The first of the PARTS programs of a row and group chooses. The others write the compressed branch plus the window, each times its gate,
-    to the slot of `outs_ptr` behind theirs. A row that does not count chooses nothing, and its
-    output is 0. The counters of `attend_kernel` are set to 0.
+    to the slot of `outs_ptr` behind theirs. A row that does not count chooses nothing, and its output is 0. The counters of `attend_kernel`
+    are set to 0.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

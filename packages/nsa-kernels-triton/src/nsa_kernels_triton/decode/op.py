@@ -22,9 +22,9 @@ PROGRAMS_PER_MULTIPROCESSOR = 2
 MOST_SPLITS = 32
 """Maximum splits of the compressed keys: the next launch merges them."""
 LEAST_ALONE = 8
-"""If a tile of rows has at least so many programs, some of them take the window alone; otherwise each takes a share of both."""
+"""If a tile of rows has at least so many programs, some of them take windows alone; otherwise each takes a share of both."""
 WINDOW_SHARE = 5
-"""One in so many programs takes a split of the window alone, if some do."""
+"""At most one in so many programs of a row takes a split of its window, if programs do that alone."""
 MOST_SLC_SPLITS = 16
 """Maximum splits of the chosen blocks: the last one merges them, one after another."""
 LEAST_TILES = 2
@@ -39,7 +39,7 @@ MOST_IN_FLIGHT = 3
 """Maximum number of a program's tiles in flight."""
 CHOICE_WARPS = 8
 SUMMED_WEIGHTS = 8192
-"""Numbers of one kind that a program of `choose_kernel` holds at a time, to add up a group's heads or splits."""
+"""Numbers of one kind that a program of `choose_kernel` holds at a time, to add up a group's heads, or of an output that it merges."""
 LEAST_MERGED_HEADS = 2
 """Minimum heads of a program that merges splits."""
 
@@ -57,16 +57,19 @@ class Splits(NamedTuple):
     def of(cls, num_multiprocessors: int, num_tiles: int, num_rows: int, geometry: BlockGeometry) -> "Splits":
         """Return the splits of a step with `num_tiles` tiles of rows in the compressed branch, and `num_rows` in the others.
 
-        Both are numbers of sequences, KV heads and rows, not of keys. All programs of a launch run at once, so that none waits for another.
+        Both are numbers of sequences, KV heads and rows, not of keys. If there are no more tiles than the GPU runs programs at once, all programs of
+        a launch run at once, so that none waits for another.
         """
         programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
         cmp, wanted = max(1, programs // num_tiles), max(1, programs // num_rows)
         win = min(cdiv(geometry.window_size, SLICES * SLICE_KEYS), wanted)
-        is_alone = cmp >= LEAST_ALONE
+        # the window is short beside the compressed keys of a long sequence
+        short_win = min(win, max(1, wanted // WINDOW_SHARE))
+        left = (programs - short_win * num_rows) // num_tiles
+        # a tile of several rows and few heads has a window for each row, whose programs may take too many from the compressed keys
+        is_alone = cmp >= LEAST_ALONE and 2 * left > cmp
         if is_alone:
-            # the window is short beside the compressed keys of a long sequence
-            win = min(win, max(1, wanted // WINDOW_SHARE))
-            cmp = max(1, (programs - win * num_rows) // num_tiles)
+            cmp, win = left, short_win
         cmp = min(cmp, MOST_SPLITS)
         slots, of_block = geometry.num_selected_blocks, cdiv(geometry.selection_block_size, SLICES * SLICE_KEYS)
         tiles = max(LEAST_TILES, cdiv(slots * of_block, min(wanted, MOST_SLC_SPLITS)))
