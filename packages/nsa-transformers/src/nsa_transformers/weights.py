@@ -20,6 +20,8 @@ NAMED = 3
 class Loaded:
     """Mixin of a `PreTrainedModel` whose `from_pretrained` refuses checkpoints that it cannot load completely."""
 
+    config_class: Any
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the model at a path or hub name; see `PreTrainedModel.from_pretrained`. Weights are read only from safetensors.
