@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_train.checkpoint import CheckpointWriter, capture
 from nsa_train.cli import run_command
+from nsa_train.model.decoder import build_model
 from nsa_train.run_dir import RunDirectory
 from nsa_train.settings.config import RunConfig
 from nsa_train.settings.recipe import load_config
@@ -144,6 +146,23 @@ def tiny_config(tiny_recipe: Path) -> Callable[..., RunConfig]:
         return load_config(str(tiny_recipe), overrides)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def save_random(tiny_config: Callable[..., RunConfig]) -> Callable[..., Path]:
+    """A function from a directory of checkpoints and overrides to a checkpoint there whose weights choose unevenly."""
+
+    def save(root: Path, *overrides: str) -> Path:
+        config = tiny_config(*overrides)
+        torch.manual_seed(0)
+        model = build_model(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        with CheckpointWriter(root) as writer:
+            return writer.save(7, capture(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, data={}))
+
+    return save
 
 
 @pytest.fixture(scope="session")

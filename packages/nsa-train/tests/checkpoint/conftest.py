@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,20 +80,9 @@ def root(good_root: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def saved(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Callable[..., Path]:
+def saved(save_random: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     """A function from overrides to the directory of a checkpoint with random weights."""
-
-    def save(*overrides: str) -> Path:
-        config = tiny_config(*overrides)
-        torch.manual_seed(0)
-        model = build_model(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(0.1 * torch.randn_like(weight))
-        with CheckpointWriter(tmp_path / "checkpoints") as writer:
-            return writer.save(7, capture(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, data={}))
-
-    return save
+    return partial(save_random, tmp_path / "checkpoints")
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,7 @@ import torch
 
 from nsa_core.config import BRANCHES, BlockGeometry
 from nsa_core.selection import choose_blocks
-from nsa_train.checkpoint import CheckpointWriter, capture
 from nsa_train.explore.records import Exploration, LayerRecord
-from nsa_train.model.decoder import build_model
-from nsa_train.settings.config import RunConfig
 
 GEOMETRY = BlockGeometry()
 WORDS = ["the", "block", "of", "a", "token", "is", "chosen", "by", "its", "score", ",", "and", "so", "on", "\n"]
@@ -66,19 +63,11 @@ def made_up() -> Callable[..., Exploration]:
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., RunConfig]) -> Callable[..., Path]:
+def saved(tmp_path_factory: pytest.TempPathFactory, save_random: Callable[..., Path]) -> Callable[..., Path]:
     """A function from overrides to the directory of a checkpoint with weights that choose unevenly; do not write to it."""
 
     @functools.cache
     def save(*overrides: str) -> Path:
-        config = tiny_config(*overrides)
-        torch.manual_seed(0)
-        model = build_model(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(0.1 * torch.randn_like(weight))
-        root = tmp_path_factory.mktemp("runs") / "saved" / "checkpoints"
-        with CheckpointWriter(root) as writer:
-            return writer.save(7, capture(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config, data={}))
+        return save_random(tmp_path_factory.mktemp("runs") / "saved" / "checkpoints", *overrides)
 
     return save
