@@ -13,7 +13,7 @@ WORKING_CACHES = (None, "dynamic", "static")
 
 
 def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor | None) -> None:
-    """Raise InputError where `keywords` describe packed sequences for FlashAttention and nothing here does."""
+    """Raise InputError if `keywords` describe packed sequences for FlashAttention without `position_ids`."""
     if positions is None and keywords.get("cu_seq_lens_q") is not None:
         raise InputError(
             "cu_seq_lens_q came without position_ids (packed sequences are found where positions start again at 0, or they would see one another); "
@@ -22,7 +22,7 @@ def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor 
 
 
 def require_no_attentions(asked: bool | None) -> None:
-    """Raise InputError where `output_attentions` is asked for."""
+    """Raise InputError if `output_attentions` is asked for."""
     if asked:
         raise InputError(
             "output_attentions=True has nothing to give (no layer of NSA has a matrix of attention, its branches see blocks and a window); "
@@ -31,7 +31,7 @@ def require_no_attentions(asked: bool | None) -> None:
 
 
 def require_batch(ids: Tensor | None, embedded: Tensor | None) -> None:
-    """Raise InputError unless `ids` are `(B, S)` and `embedded` tokens `(B, S, hidden_size)`, where given."""
+    """Raise InputError unless `ids` are None or `(B, S)`, and `embedded` tokens None or `(B, S, hidden_size)`."""
     for name, x, layout in (("input_ids", ids, ("B", "S")), ("inputs_embeds", embedded, ("B", "S", "hidden_size"))):
         if x is not None and x.dim() != len(layout):
             raise InputError(
@@ -40,7 +40,7 @@ def require_batch(ids: Tensor | None, embedded: Tensor | None) -> None:
 
 
 def require_left_padding(mask: Tensor | None) -> None:
-    """Raise InputError where the last token of a prompt is padding, so that no token can follow it; waits for the mask's device."""
+    """Raise InputError if the last token of a prompt is padding, so that no token can follow it; waits for the mask's device."""
     if mask is not None and mask.dim() == 2 and mask.shape[1] and bool((is_padding := mask[:, -1] == 0).any()):
         raise InputError(
             f"attention_mask ends with padding in row {int(is_padding.int().argmax())} (new tokens follow the last column); "
@@ -58,7 +58,7 @@ def require_working_cache(kind: str | None) -> None:
 
 
 def require_own_drafts(early_exit: int | None) -> None:
-    """Raise InputError where drafts are to come from the model's own first layers."""
+    """Raise InputError if `early_exit` asks for drafts from the model's own first layers."""
     if early_exit is not None:
         raise InputError(
             f"assistant_early_exit={early_exit} is not supported (this model has no output layer behind its layer {early_exit}); "
@@ -67,7 +67,7 @@ def require_own_drafts(early_exit: int | None) -> None:
 
 
 def require_new_tokens(cache: Any, ids: Tensor) -> None:
-    """Raise InputError where `cache` holds the prompts `ids` `(B, S)` to their end, so that no token is left to begin with."""
+    """Raise InputError if `cache` holds the whole prompts `ids` `(B, S)`, so that no token is left for the first step."""
     if isinstance(cache, NSAModelCache) and (held := int(cache.get_seq_length())) >= ids.shape[1]:
         raise InputError(
             f"past_key_values holds {held} tokens, the prompt has {ids.shape[1]} (it is the whole text, and its tokens behind those held are new); "
@@ -76,7 +76,7 @@ def require_new_tokens(cache: Any, ids: Tensor) -> None:
 
 
 def require_known_ids(ids: Tensor, vocab_size: int) -> None:
-    """Raise InputError where `ids` name tokens beyond the vocabulary; waits for their device."""
+    """Raise InputError if `ids` name tokens beyond the vocabulary; waits for their device."""
     if ids.numel() and bool(((ids < 0) | (ids >= vocab_size)).any()):
         wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
         raise InputError(f"input_ids holds {wrong} (the vocabulary has ids 0 .. {vocab_size - 1}); use the tokenizer of this model")
@@ -91,5 +91,5 @@ def require_own_cache(cache: Any, described: str) -> None:
         )
     if cache.described != described:
         raise InputError(
-            "past_key_values was built for layers of another model (their sizes, branches or number differ); use NSAModelCache(model.config)"
+            "past_key_values was built for layers of another model (all that defines a layer must be equal); use NSAModelCache(model.config)"
         )

@@ -28,7 +28,7 @@ def seal(file: Path) -> None:
 
 
 def require_undamaged(files: Iterable[Path]) -> None:
-    """Raise InputError where the data of a file do not have the SHA-256 in its header; a file without one passes unread."""
+    """Raise InputError if the data of a file does not have the SHA-256 in the file's header. A file without a SHA-256 is not read."""
     for file in files:
         with safe_open(file, "pt") as headed:
             expected = (headed.metadata() or {}).get(KEY)

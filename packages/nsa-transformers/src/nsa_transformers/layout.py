@@ -54,7 +54,7 @@ def padding_of(mask: Tensor | None, batch_size: int, num_tokens: int, past: int)
 
 
 def require_marks(mask: Tensor) -> None:
-    """Raise InputError where `mask` holds anything but 0 and 1; waits for its device."""
+    """Raise InputError if `mask` holds anything but 0 and 1; waits for its device."""
     if bool((is_other := (mask != 0) & (mask != 1)).any()):
         raise InputError(
             f"attention_mask holds {mask[is_other][0].item()} (1 where a token is valid, else 0; position_ids say where packed sequences begin, and "

@@ -89,7 +89,7 @@ def require_whole(info: Any, where: str) -> None:
 
 
 def require_tied(model: Any, where: str) -> None:
-    """Raise InputError where the output layer of `model` is tied by its configuration, and loading found another weight for it."""
+    """Raise InputError if the configuration of `model` ties its output layer, and loading found another weight for it."""
     head = getattr(model, "lm_head", None)
     if head is None or not model.config.tie_word_embeddings or head.weight is model.embedding.weight or head.weight.is_meta:
         return
@@ -109,7 +109,7 @@ def _with_shapes(name: str, found: Any, expected: Any) -> str:
 def require_config(folder: Path, model_type: str) -> None:
     """Raise InputError unless `folder` has a configuration of `model_type`, or of an adapter.
 
-    Transformers would take its defaults where there is none, and any other model's.
+    Without one, Transformers would use its defaults. It would also read another model's.
     """
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():

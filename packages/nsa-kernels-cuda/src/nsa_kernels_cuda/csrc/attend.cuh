@@ -162,7 +162,7 @@ __device__ void fold_tile(Softmax<WIDTH>& softmax, const char* q, const char* k_
   const char* q_row = q + lane % 16 * dims.k_pitch() + lane / 16 * 16;
   const char* k_row = k_stage + (lane / 16 * 8 + lane % 8) * dims.k_pitch() + lane / 8 % 2 * 16;
   const char* v_row = k_stage + KEYS * dims.k_pitch() + lane % 16 * dims.v_pitch() + lane / 16 * 16;
-  // two sums of each product, over every other 16 numbers of a row: a product waits for the one before the last
+  // if several matrices are in flight, two sums over every other 16 numbers of a row: a product waits for the one before the last
   float odd[2][4];
 #pragma unroll
   for (int i = 0; i < 8; ++i) weights[i / 4][i % 4] = odd[i / 4][i % 4] = 0.0f;
