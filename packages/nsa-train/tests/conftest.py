@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -71,6 +71,14 @@ class RecordedRun(RunDirectory):
         return [float(row["loss"]) for row in self.table(self.training)]
 
 
+class DiskUsage(NamedTuple):
+    """What `shutil.disk_usage` returns, in bytes."""
+
+    total: int
+    used: int
+    free: int
+
+
 class PutIrregular:
     """Puts something else than a small regular file to a path; `kinds`: what, and the words by which a message names it."""
 
@@ -120,6 +128,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def set_free_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that sets the bytes that every disk has free: a TiB at first, so that no test depends on the machine's."""
+
+    def set_bytes(free: int) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: DiskUsage(2 * free, free, free))
+
+    set_bytes(2**40)
+    return set_bytes
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -27,12 +27,6 @@ pytest.importorskip("nsa_transformers", reason="nsa-transformers is not installe
 PAGE = Path(__file__).resolve().parents[4] / "docs/how-to/convert-a-dense-model.md"
 SEPARATOR = 256
 SMALL = ["--nsa", "window_size=64", "--nsa", "gate_hidden_size=8"]
-
-
-class Usage(NamedTuple):
-    """What `shutil.disk_usage` says."""
-
-    free: int
 
 
 @pytest.fixture
@@ -154,9 +148,9 @@ def test_a_folder_that_exists_is_not_overwritten(dense: Callable[..., Path], cap
 
 
 def test_a_disk_without_room_is_found_before_anything_is_written(
-    dense: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dense: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], set_free_disk: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(free=1000))
+    set_free_disk(1000)
     assert run_command(["convert", str(dense()), "--out", str(tmp_path / "out")]) == 2
     assert re.search(r"needs 0\.0 GB, and 0\.0 GB are free there; name a folder on another disk", capsys.readouterr().err)
 

@@ -14,12 +14,6 @@ from nsa_train.preflight.judge import run_preflight
 from nsa_train.settings.config import RunConfig
 
 
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
-
-
 class Resumed(NamedTuple):
     failures: Callable[..., list[str]]
     """From overrides, free bytes and what lies in `checkpoints` to the failed rules of a resume."""
@@ -28,7 +22,7 @@ class Resumed(NamedTuple):
 
 
 @pytest.fixture
-def resumed(tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resumed:
+def resumed(tiny_config: Callable[..., RunConfig], tmp_path: Path, set_free_disk: Callable[[int], None]) -> Resumed:
     """A run that goes on where checkpoints of the estimated size lie already."""
     size = 12 * count_parameters(tiny_config()).nsa
 
@@ -41,7 +35,7 @@ def resumed(tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: 
             folder.mkdir(parents=True)
             (folder / "model.safetensors").write_bytes(b"x" * (size - 1))
             (folder / "state.json").write_bytes(b"x")
-        monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(100 * size, 0, free))
+        set_free_disk(free)
         config = tiny_config("train.steps=60", "train.save_every=10", *overrides)
         return run_preflight(config, tmp_path / "run", resuming=True).failed
 
@@ -120,12 +114,11 @@ def test_a_size_has_the_largest_unit_that_it_fills(size_bytes: int, text: str) -
 
 
 def test_a_finished_run_goes_on_where_as_many_checkpoints_fit(
-    tiny_recipe: Path, tiny_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_recipe: Path, tiny_config: Callable[..., RunConfig], tmp_path: Path, set_free_disk: Callable[[int], None]
 ) -> None:
     """The checkpoints are those that a run writes: a disk that just holds them takes the resume, too."""
     words = ["run", str(tiny_recipe), "--out", str(tmp_path / "run"), "--set", "train.save_every=1", "--set", "train.keep_last=2"]
     assert run_command(words) == 0
     saved = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").glob("step-*/*"))
-    disk = 3 * saved // 2
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(disk, saved, disk - saved))
+    set_free_disk(saved // 2)
     assert run_command([*words, "--set", "train.steps=8", "--resume", "--dry-run"]) == 0

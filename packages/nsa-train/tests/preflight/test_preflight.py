@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,12 +30,6 @@ from nsa_train.preflight.findings import Preflight
 from nsa_train.preflight.judge import run_preflight
 from nsa_train.preflight.memory import estimate_memory
 from nsa_train.settings.recipe import load_config
-
-
-class Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
 
 
 def test_a_good_run_gets_its_data(tiny_config, tmp_path: Path) -> None:
@@ -386,12 +379,12 @@ def test_routes_are_judged_for_a_machine_that_is_not_here(tiny_config, tmp_path:
     assert "nsa.backends.win='hopper' cannot serve this run" in failure
 
 
-def test_checkpoints_that_do_not_fit_are_refused(tiny_config, tmp_path: Path, monkeypatch) -> None:
+def test_checkpoints_that_do_not_fit_are_refused(tiny_config, tmp_path: Path, set_free_disk: Callable[[int], None]) -> None:
     config = tiny_config("train.steps=100", "train.save_every=10")
     size = 12 * count_parameters(config).nsa
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10 * size, 0, 11 * size))
+    set_free_disk(11 * size)
     assert _failures(config, tmp_path / "out") == []
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10 * size, 0, 11 * size - 1))
+    set_free_disk(11 * size - 1)
     [failure] = _failures(config, tmp_path / "out")
     assert failure.startswith("disk: 11 checkpoints of ")
     assert "use --set train.keep_last=9" in failure
