@@ -69,6 +69,33 @@ def test_places_that_are_given_hold_the_pairs(task: Retrieval) -> None:
     assert {tuple(pair[: task.tokens].tolist()) for pair in first[::-1][: task.queries]} == set(asked)
 
 
+def test_a_span_is_repeated_and_its_second_occurrence_has_labels(task: Retrieval) -> None:
+    spans = set()
+    for seed in range(60):
+        row = task.draw_copy(generator(seed, 0, "test"))
+        [labelled] = np.nonzero(row.labels != IGNORED)
+        span = len(labelled) + 1
+        spans.add(span)
+        assert labelled.tolist() == [*range(task.length - span, task.length - 1)]
+        assert (row.labels[labelled] == row.input_ids[labelled + 1]).all()
+        assert (row.input_ids[-span:] == row.input_ids[:span]).all()
+        assert 0 <= row.input_ids.min() <= row.input_ids.max() < 3 * task.symbols
+        assert row.lengths == [task.length]
+    assert min(spans) >= 4
+    assert max(spans) <= task.length // 2
+    assert len(spans) > 2
+
+
+def test_the_source_draws_copies_where_it_is_asked_to(data_config: Callable[..., RunConfig]) -> None:
+    dataset = open_dataset(data_config("data.source=needle", "data.needle_copy=true", "train.eval_batches=2"))
+    for batch in dataset.validation_batches(range(8), most=2):
+        ids, labels = batch.input_ids.reshape(8, 48), batch.labels.reshape(8, 48)
+        for row, own in zip(ids, labels, strict=True):
+            span = int((own != IGNORED).sum()) + 1
+            assert (row[-span:] == row[:span]).all()
+            assert len(row[:span].unique()) > 2
+
+
 def test_rows_are_drawn_anew_and_those_held_out_are_others(data_config: Callable[..., RunConfig]) -> None:
     config = data_config("data.source=needle", "data.needle_pairs=4", "data.needle_queries=2", "train.eval_batches=3")
     dataset = open_dataset(config)

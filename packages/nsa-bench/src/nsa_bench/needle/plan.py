@@ -89,7 +89,7 @@ class NeedlePlan:
     def haystack(self, length: int) -> Retrieval:
         """Return the task whose haystack, with a question and its answer, takes `length` tokens."""
         grid = self.grid
-        task = evolve(self.task, pairs=grid.depths + grid.distractors, queries=grid.depths)
+        task = evolve(self.task, pairs=grid.depths + grid.distractors, queries=grid.depths, copies=False)
         return evolve(task, length=length - task.pair_ids + task.tail)
 
     def needle_slots(self, length: int) -> list[int]:

@@ -7,6 +7,9 @@ Ids 0 .. symbols - 1 spell keys, symbols .. 2 symbols - 1 values, 2 symbols .. 3
 
 Only the values in the tail have labels, so that the loss measures recall: it is log(symbols) nats per token without knowledge
 of the pairs. Keys and values are new in every row. Pairs that no query asks for are distractors.
+
+With `data.needle_copy` a row has no pairs: a span of random ids is at its beginning and again at its end, and all of the second
+occurrence but its first id has labels. Models learn to copy so, which recall needs, in far fewer tokens than from pairs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 
 from nsa_train.data.order import generator
 from nsa_train.data.packing import IGNORED, DrawnRows, Row
-from nsa_train.settings.data_table import DataTable
+from nsa_train.settings.data_table import LEAST_SPAN, DataTable
 
 
 @frozen(kw_only=True)
@@ -34,12 +37,19 @@ class Retrieval:
     """Ids of each alphabet."""
     tokens: int
     """Ids of a key, and of a value."""
+    copies: bool = False
+    """True: rows repeat a span and have no pairs."""
 
     @classmethod
     def of(cls, data: DataTable, length: int) -> "Retrieval":
         """Return the task of rows of `length` ids that `data` describes."""
         return cls(
-            length=length, pairs=data.needle_pairs, queries=data.needle_queries, symbols=data.needle_symbols, tokens=data.needle_tokens
+            length=length,
+            pairs=data.needle_pairs,
+            queries=data.needle_queries,
+            symbols=data.needle_symbols,
+            tokens=data.needle_tokens,
+            copies=data.needle_copy,
         )
 
     @property
@@ -75,6 +85,15 @@ class Retrieval:
         labels[starts[:, None] + np.arange(tokens - 1, size - 1)] = asked[:, tokens:]
         return Row(ids, labels, [self.length], 1)
 
+    def draw_copy(self, random: np.random.Generator) -> Row:
+        """Return a row of `length` ids and labels, int32, whose last ids repeat its first: LEAST_SPAN of them to half of the row."""
+        ids = random.integers(0, 3 * self.symbols, self.length, np.int32)
+        labels = np.full(self.length, IGNORED, np.int32)
+        span = int(random.integers(LEAST_SPAN, self.length // 2, endpoint=True))
+        ids[-span:] = ids[:span]
+        labels[-span:-1] = ids[1:span]
+        return Row(ids, labels, [self.length], 1)
+
     def _keys(self, random: np.random.Generator) -> NDArray[np.int32]:
         """Return `pairs` different keys `(pairs, tokens)`."""
         count = self.symbols**self.tokens
@@ -95,6 +114,7 @@ def retrieval_rows(task: Retrieval, *, side: str, seed: int, pad: int, count: in
     """Return rows of one side, "train" or "val", each drawn from (seed, side, number)."""
 
     def draw(number: int) -> Row:
-        return task.draw(generator(seed, 0, f"needle {side} {number}"))
+        random = generator(seed, 0, f"needle {side} {number}")
+        return task.draw_copy(random) if task.copies else task.draw(random)
 
     return DrawnRows(draw, count=count, seq_len=task.length, pad=pad)

@@ -12,6 +12,8 @@ IDS = ("needle", "synthetic")
 """Sources that draw ids and read nothing."""
 FILE_SOURCES = ("text", "jsonl", "parquet")
 """Sources that read local files, and nothing else."""
+LEAST_SPAN = 4
+"""Ids of the shortest span that a row repeats."""
 
 
 @frozen(kw_only=True)
@@ -53,6 +55,8 @@ class DataTable(Table):
     """With "needle": ids of each of three alphabets, which spell keys, values and noise."""
     needle_tokens: int = integer(at_least=1, at_most=16, example=2, default=1)
     """With "needle": ids of a key, and of a value."""
+    needle_copy: bool = flag(default=False)
+    """With "needle": true trains on rows that repeat a span of random ids, and not on pairs: what recall on short rows begins with."""
     progress_every: int = integer(at_least=0, at_most=MOST_STEPS, example=1000, default=0)
     """Print a line after this number of documents; 0: none."""
 
@@ -73,16 +77,18 @@ class DataTable(Table):
     def broken_rows(self, seq_len: int) -> list[str]:
         """Return the problems of rows of `seq_len` tokens."""
         pair = 2 * self.needle_tokens
-        least = (self.needle_pairs + 2 * self.needle_queries) * pair
+        least = 2 * LEAST_SPAN if self.needle_copy else (self.needle_pairs + 2 * self.needle_queries) * pair
         if self.source != "needle" or seq_len >= least:
             return []
+        if self.needle_copy:
+            return [f"train.seq_len={seq_len} is too short for data.needle_copy (a span of {LEAST_SPAN} ids twice); use {least} or more"]
         return [
             f"train.seq_len={seq_len} is too short for data.needle_pairs={self.needle_pairs} and data.needle_queries={self.needle_queries} "
             f"(a pair takes {pair} tokens, the queries twice as many as they have); use {least} or more"
         ]
 
     def _broken_needle(self) -> list[str]:
-        names = ("needle_pairs", "needle_queries", "needle_symbols", "needle_tokens")
+        names = ("needle_pairs", "needle_queries", "needle_symbols", "needle_tokens", "needle_copy")
         if self.source != "needle":
             # compared with their defaults: a recipe that is written out names them all
             given = [name for name in names if getattr(self, name) != attrs.fields_dict(DataTable)[name].default]
