@@ -113,3 +113,5 @@ def test_rows_too_short_for_their_pairs_are_refused(data_config: Callable[..., R
         ConfigError, match=r"train.seq_len=48 is too short for data.needle_pairs=20 and data.needle_queries=8 .* use 72 or more"
     ):
         data_config("data.source=needle", "data.needle_pairs=20")
+    with pytest.raises(ConfigError, match=r"train.seq_len=6 is too short for data.needle_copy \(a span of 4 ids twice\); use 8 or more"):
+        data_config("data.source=needle", "data.needle_copy=true", "train.seq_len=6")

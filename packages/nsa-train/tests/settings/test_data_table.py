@@ -42,6 +42,10 @@ from nsa_train.settings.recipe import load_config, to_toml
             "data.needle_pairs=4 would be ignored (data.source='stdlib' hides no pairs); use --set data.source=needle",
         ),
         (
+            {"source": "synthetic", "needle_copy": True},
+            "data.needle_copy=True would be ignored (data.source='synthetic' hides no pairs); use --set data.source=needle",
+        ),
+        (
             {"source": "needle", "needle_pairs": 4},
             "data.needle_queries=8 is more than data.needle_pairs=4 (each asks for one); use 4",
         ),
