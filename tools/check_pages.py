@@ -201,7 +201,7 @@ def pages_of(site: Path) -> list[str]:
 def check_site(program: str, site: Path, sizes: tuple[tuple[int, int], ...] = SIZES) -> list[Finding]:
     """Return what is wrong with the pages of `site`, by page and size.
 
-    Raises: BrowserError where `program` is no Chromium, or ends on the way.
+    Raises: BrowserError if `program` is no Chromium, or ends on the way.
     """
     # a browser that is told to end may still write into its profile
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, served(site) as address:

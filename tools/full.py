@@ -41,7 +41,7 @@ class Stage(NamedTuple):
     command: Sequence[str]
     limit_minutes: float
     is_pytest: bool = True
-    """True where the command takes `--junitxml=FILE` and the report counts its tests."""
+    """True if the command takes `--junitxml=FILE` and the report counts its tests."""
 
 
 class Result(NamedTuple):
@@ -149,7 +149,7 @@ def run_stage(stage: Stage, minutes_left: float) -> Result:
 
 
 def run_logged(command: Sequence[str], log: Path, limit_minutes: float) -> int | None:
-    """Run `command` with its output on the terminal and in `log`; return its exit code, None where the limit ended it."""
+    """Run `command` with its output on the terminal and in `log`; return its exit code, None if the limit ended it."""
     # a session of its own, so that the limit ends workers too
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     tee = subprocess.Popen(["tee", str(log)], stdin=process.stdout)

@@ -84,7 +84,7 @@ def package_index() -> str:
 def fetch_pip(index: str) -> bytes:
     """Return the pinned pip wheel as `index` serves it.
 
-    Raises: SetUpError where the index cannot be reached, does not list the wheel, or serves other bytes than the pinned digest.
+    Raises: SetUpError if the index cannot be reached, does not list the wheel, or serves other bytes than the pinned digest.
     """
     page_url = f"{index.rstrip('/')}/pip/"
     try:
@@ -118,13 +118,13 @@ def download(url: str) -> bytes:
 
 
 def find_link(page: str, name: str) -> str | None:
-    """Return the address of file `name` on a PEP 503 index page, relative or absolute; None where it is not listed."""
+    """Return the address of file `name` on a PEP 503 index page, relative or absolute, or None if it is not listed."""
     match = re.search(rf'href="([^"#]*\b{re.escape(name)})[#"]', page)
     return match.group(1) if match else None
 
 
 def run_hatch(tool: Path, arguments: list[str]) -> int:
-    """Run the hatch in `tool` in place of this process (on Windows: below it) and return its exit code."""
+    """Run the hatch in `tool` instead of this process (on Windows: below it) and return its exit code."""
     # hatch's spinner would take pip's place on the terminal, and with it the bars that show how far a download is
     os.environ.setdefault("HATCH_INTERACTIVE", "false")
     # -P: the working directory and tools/ stay off the path, where this file would stand for the real hatch

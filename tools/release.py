@@ -89,7 +89,7 @@ def with_range(pyproject: str, package: str, version: Version) -> str:
 def with_section(changelog: str, version: Version, date: datetime.date) -> str:
     """Return the changelog with what was unreleased under `version` and its date, and a fresh Unreleased above it.
 
-    Raises: ReleaseError where there is no Unreleased section or nothing in it.
+    Raises: ReleaseError if there is no Unreleased section or nothing in it.
     """
     before, heading, after = changelog.partition(UNRELEASED)
     if not heading or not re.search(r"^- ", after.partition("\n## ")[0], flags=re.MULTILINE):

@@ -598,7 +598,7 @@ def test_the_candidates_of_packed_queries_count_from_their_own_sequence():
 def test_the_candidates_of_cached_queries_count_from_the_query_start():
     options = {"query_start": int32([0, 4]), "query_count": int32([9, 5])}
 
-    # row 4 of sequence 1 stands at position 8, in block 2
+    # row 4 of sequence 1 is at position 8, in block 2
     call(selected_attention, block_indices=indices_with(2, t=4), options=options)
     assert "candidates are 0 .. 2" in refusal(selected_attention, block_indices=indices_with(3, t=4), options=options)
     # row 5 holds no query

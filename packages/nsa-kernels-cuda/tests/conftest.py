@@ -24,7 +24,7 @@ def nvrtc():
 
 @pytest.fixture
 def fresh_jit():
-    """Let `jit` look anew for NVRTC, the driver and kernels, and forget afterwards what a test made it find."""
+    """Let `jit` look again for NVRTC, the driver and kernels, and forget afterwards what a test made it find."""
     remembered = (jit.nvrtc_version, jit.driver_version, jit.load, jit.library_of, jit._why_unavailable)
     for function in remembered:
         function.cache_clear()

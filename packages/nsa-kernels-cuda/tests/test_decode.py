@@ -128,7 +128,7 @@ def scores_of(step: Step, case: Case, b: int) -> list[list[float]]:
 
 
 def assert_choice_follows(chosen: list[int], scores: list[float], position: int, case: Case) -> bool:
-    """Assert that a row chose the highest scores, or others that the near-tie rule allows; return True where it did the second."""
+    """Assert that a row chose the highest scores, or others that the near-tie rule allows; return True if it did the second."""
     expected = naive.choose_blocks(scores, position, case.geometry)
     found = [block for block in chosen if block >= 0]
     if found == expected:

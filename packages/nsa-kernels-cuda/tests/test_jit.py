@@ -115,7 +115,7 @@ def test_a_process_killed_while_it_writes_does_no_harm(nvrtc, source, folder):
 
 
 def test_a_folder_that_cannot_be_written_is_noted_and_no_error(nvrtc, source, tmp_path):
-    # a file in its place: permissions would not stop the superuser
+    # a file instead: permissions would not stop the superuser
     (tmp_path / "cache").write_text("")
     found = jit.compile_cached(source, "sm_80", tmp_path / "cache")
     assert found.cubin.startswith(b"\x7fELF")

@@ -414,7 +414,7 @@ def _argument(x: Any) -> Any:
 
 
 def _plain(function: FunctionType, seen: dict[int, dict[str, Any]]) -> Callable[..., Any]:
-    """Return `function` with the stand-ins in place of the language, and everything that it calls likewise."""
+    """Return `function` with the stand-ins instead of the language, and everything that it calls likewise."""
     names = function.__globals__
     if id(names) not in seen:
         namespace = seen[id(names)] = dict(names)
@@ -433,7 +433,7 @@ _CODES: dict[Any, Any] = {}
 
 
 def _fused_code(function: FunctionType) -> Any:
-    """Return the code of `function`, with `_product_plus` in place of a product and the sum or difference that it stands in."""
+    """Return the code of `function`, with `_product_plus` instead of a product and the sum or difference that it stands in."""
     if function.__code__ not in _CODES:
         lines, first = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))

@@ -1,6 +1,6 @@
 """Make Triton's interpreter waste less, which was three quarters of its time: what it computes stays the same.
 
-It prepares the language anew whenever one jit function calls another; it computes for every sum of integers whether it overflows, in a
+It prepares the language again whenever one jit function calls another; it computes for every sum of integers whether it overflows, in a
 dozen steps, and drops the outcome; it builds a table of all dtypes whenever it looks one up, and spells out the name and the shape of
 every result's type.
 """

@@ -91,7 +91,7 @@ def chosen_blocks(inputs: Inputs, **options: Any) -> Tensor:
 
 
 def composed(indices: Tensor, **options: Any) -> Callable[..., Tensor]:
-    """Return Eq. 5 by the reference, with the choice given, for no rounding of scores may decide it anew."""
+    """Return Eq. 5 by the reference, with the choice given, for no rounding of scores may decide it again."""
 
     def run(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
         keywords: dict[str, Any] = {"geometry": GEOMETRY, "backend": "sdpa", **options}

@@ -366,7 +366,7 @@ def test_equal_scores_go_to_the_lower_block(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_step_leaves_nothing_behind_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counters of arrived programs start anew, whatever their memory held."""
+    """The counters of arrived programs start again, whatever their memory held."""
     on_a_gpu_of(40, monkeypatch)
     step = make_step(Case(counts=(3, 1, 2)))
     first, second = (by_the_kernels(step, SMALL) for _ in range(2))

@@ -124,7 +124,7 @@ def test_a_compressed_block_that_lies_across_tiles_counts_for_both_selection_blo
 def test_strides_and_heads_are_summed_in_any_tile(num_heads: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # a matrix unit's tile holds them in an order of its own
     monkeypatch.setattr(tile_table, "INTERPRETED", tile_table.Tiles(16, tile, 4, 1))
-    # asked anew
+    # asked again
     monkeypatch.setattr(implementations, "config_of", implementations.config_of.__wrapped__)
     geometry = BlockGeometry(4, 2, 8, 4, 1, 1, 8)
     assert_choice(Shape(geometry=geometry, num_queries=170, num_heads=num_heads, num_kv_heads=1), 130)

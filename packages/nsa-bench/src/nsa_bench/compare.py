@@ -66,7 +66,7 @@ class Peer(Protocol):
 
 
 def import_problem(module: str) -> str | None:
-    """Return why `module` cannot be imported, None if it can."""
+    """Return why `module` cannot be imported, or None if it can."""
     try:
         import_module(module)
     except Exception as error:  # noqa: BLE001 - a package built for another torch may raise anything

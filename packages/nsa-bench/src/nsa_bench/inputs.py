@@ -115,7 +115,7 @@ def make_block_indices(case: Case, device: torch.device, seed: int = 0) -> Tenso
     """Return int32 block_indices `(1, S, G, n)`: valid choices, ascending, whose free blocks persist as the case says.
 
     The free blocks 1 .. F of a query, F = n less the forced ones, are held in F slots. Slot s draws among the free
-    candidates j with j = s modulo F, so that no block is named twice, and draws anew with the stated probability. Recorded choices are
+    candidates j with j = s modulo F, so that no block is named twice, and draws again with the stated probability. Recorded choices are
     mapped by the rule of `recorded`.
     """
     if isinstance(case.selection, Recorded):

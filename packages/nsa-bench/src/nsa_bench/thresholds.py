@@ -65,7 +65,7 @@ class ThresholdPlan:
 
 @frozen(kw_only=True)
 class Threshold:
-    """The length from which `backend` should serve in place of `against`."""
+    """The length from which `backend` should serve instead of `against`."""
 
     operation: str
     direction: Direction

@@ -166,7 +166,7 @@ def read_result(paths: RunDirectory, config: RunConfig) -> TrainingResult:
 
 
 def wrong_losses(losses: Sequence[float], config: RunConfig) -> str | None:
-    """Return the fault of the `losses` of a fresh model, None if there is none."""
+    """Return the fault of the `losses` of a fresh model, or None if there is none."""
     from nsa_train.model.decoder import vocab_size_of
 
     uniform = math.log(vocab_size_of(config))

@@ -181,7 +181,7 @@ def attend_branches(
 
 
 def _require(**tensors: Tensor | None) -> None:
-    """Raise InputError where one of the operands of a single branch is None."""
+    """Raise InputError if one of the operands of a single branch is None."""
     for name, x in tensors.items():
         if x is None:
             raise InputError(
@@ -231,7 +231,7 @@ def _autocast(queries: Queries, keys: BranchKeys) -> tuple[Queries, BranchKeys]:
 
 
 def _check_branches(queries: Queries, keys: BranchKeys, gates: Tensor, absent: tuple[str, ...]) -> None:
-    """Raise InputError where gates or branches do not fit together."""
+    """Raise InputError if gates or branches do not fit together."""
     checks.check_tensor("gates", gates, (*queries.q.shape[:3], 3), "(B, S, H, 3): cmp, slc, win", queries.q)
     if len(absent) == len(BRANCHES):
         raise InputError("every branch is None (Eq. 5 sums at least one); give the k and v of one")
@@ -339,7 +339,7 @@ def rotate_heads(
 
 
 def _check_new_rows(rows: tuple[NewRows, ...], start: Tensor, count: Tensor) -> None:
-    """Raise InputError where a step's rows do not fit their stores; nothing is written then."""
+    """Raise InputError if a step's rows do not fit their stores; nothing is written then."""
     checked = None
     for new in rows:
         store, table, batch = new.store.k, new.store.page_table, new.k.shape[0]

@@ -56,7 +56,7 @@ def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
-    """Return True where there are values of `x` that may be read: on a CPU, outside a graph that is being traced."""
+    """Return True if there are values of `x` that may be read: on a CPU, outside a graph that is being traced."""
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
@@ -85,7 +85,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pages: int, page_size: int) -> None:
-    """Raise InputError where an entry that is needed names no page of the store `name`; values are read on a CPU only.
+    """Raise InputError if an entry that is needed names no page of the store `name`; values are read on a CPU only.
 
     `last_tokens` `(B,)`: tokens of each sequence up to its last query row, 0 where it has none; a page holds `page_size` tokens.
     """
@@ -119,7 +119,7 @@ def check_geometry(geometry: object) -> None:
 
 
 def check_block_indices(block_indices: Tensor, positions: Tensor, geometry: BlockGeometry) -> None:
-    """Raise InputError where a row of `(B, S, G, n)` names a block twice or outside 0 .. own; -1 is none. It reads values."""
+    """Raise InputError if a row of `(B, S, G, n)` names a block twice or outside 0 .. own; -1 is none. It reads values."""
     own = torch.div(positions, geometry.selection_block_size, rounding_mode="floor")[:, :, None, None]
     for b, t, g, slot in _first((block_indices < -1) | (block_indices > own)):
         raise InputError(

@@ -184,7 +184,7 @@ SCALING_ALIASES = {"rope_type": "kind", "type": "kind", "original_max_position_e
 
 
 def scaling_fields(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `table` by the names of `RopeScaling`'s fields, in place of Hugging Face's."""
+    """Return the values of `table` by the names of `RopeScaling`'s fields, instead of Hugging Face's."""
     return {SCALING_ALIASES.get(str(key), str(key)): item for key, item in table.items()}
 
 
@@ -252,7 +252,7 @@ class NSAConfig:
     """The configuration of a `NativeSparseAttention` layer.
 
     Raises:
-        ConfigError: when a value, or a pair of values, breaks a rule; the message names a valid value.
+        ConfigError: if a value, or a pair of values, breaks a rule; the message names a valid value.
     """
 
     hidden_size: int = field(validator=_integer_at_least(1))

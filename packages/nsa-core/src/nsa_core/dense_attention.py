@@ -59,7 +59,7 @@ class DenseCache:
         """Store `k`, `v` `(B, S, G, D)` after what is held. Rows from `query_count` `(B,)` on are not valid and are dropped.
 
         Raises:
-            CacheOverflowError: when a sequence could pass max_seqlen of a cache that grows.
+            CacheOverflowError: if a sequence could pass max_seqlen of a cache that grows.
         """
         if not self.is_static:
             # rows that do not count take no room, where counting them waits for nothing
@@ -76,7 +76,7 @@ class DenseCache:
         self.overflowed.logical_or_(fitting < counts)
 
     def check(self) -> None:
-        """Raise CacheOverflowError where a step of a static cache dropped tokens that did not fit; waits for the device."""
+        """Raise CacheOverflowError if a step of a static cache dropped tokens that did not fit; waits for the device."""
         if lost := self.overflowed.nonzero().flatten().tolist():
             raise CacheOverflowError(f"sequences {lost} lost tokens (a static cache never grows); reset them, or build a larger cache")
 
@@ -84,7 +84,7 @@ class DenseCache:
         """Forget the last `num_tokens` tokens of every sequence.
 
         Raises:
-            CacheOverflowError: where a sequence of a static cache lost tokens, or, on a CPU, has fewer.
+            CacheOverflowError: if a sequence of a static cache lost tokens, or, on a CPU, has fewer.
         """
         if self.is_static:
             self.check()
@@ -194,7 +194,7 @@ class DenseAttention(nn.Module):
         if static and max_seqlen is None:
             raise InputError("max_seqlen=None with static=True (a static cache is allocated once, whole); use max_seqlen=4096")
         rows = FIRST_CAPACITY if max_seqlen is None else max_seqlen if static else min(max_seqlen, FIRST_CAPACITY)
-        # built anew, not from the weight: under fsdp that is a shard
+        # built again, not from the weight: under fsdp that is a shard
         weight = self.k_proj.weight
         keys, values = (
             torch.zeros(batch_size, rows + 1, self.kv_heads, dim, dtype=weight.dtype, device=weight.device if device is None else device)
@@ -258,6 +258,6 @@ def fast_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def has_varlen_attention(q: Tensor, v: Tensor) -> bool:
-    """Return True where `varlen_attention.varlen_causal_attention` can serve packed q `(total, H, D_k)` and v `(total, G, D_v)`."""
+    """Return True if `varlen_attention.varlen_causal_attention` can serve packed q `(total, H, D_k)` and v `(total, G, D_v)`."""
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     return q.device.type == "cuda" and is_half and q.shape[-1] == v.shape[-1] <= LARGEST_VARLEN_DIM

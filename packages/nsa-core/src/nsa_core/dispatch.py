@@ -31,7 +31,7 @@ class Call(NamedTuple):
     registry: BackendRegistry
     observers: tuple[AttentionObserver, ...] = ()
     returns_lse: bool = False
-    """True where lse reaches the caller, who may differentiate it."""
+    """True if lse reaches the caller, who may differentiate it."""
 
 
 def make_call(
@@ -45,7 +45,7 @@ def make_call(
     """Return the call, with its defaults settled.
 
     Raises:
-        InputError: where `backend` names an operation that there is not.
+        InputError: if `backend` names an operation that there is not.
     """
     registry = default_registry() if registry is None else registry
     if not isinstance(backend, str | Mapping):
@@ -60,7 +60,7 @@ def make_call(
 
 
 def run(operation: Operation, call: Call, *operands: Any) -> Any:
-    """Return what the backend chosen for `operation` makes of its operands; None where that is NSA and the branches run one by one."""
+    """Return what the backend chosen for `operation` makes of its operands, or None if that is NSA and the branches run one by one."""
     backend = backend_for(operation, call, *operands)
     if backend is None:
         return None
@@ -70,7 +70,7 @@ def run(operation: Operation, call: Call, *operands: Any) -> Any:
 
 
 def backend_for(operation: Operation, call: Call, *operands: Any) -> Any:
-    """Return the backend that serves the operands; None where that is NSA and the branches run one by one."""
+    """Return the backend that serves the operands, or None if that is NSA and the branches run one by one."""
     name = name_for(operation, call)
     if name is None:
         return None
@@ -89,7 +89,7 @@ def _key_of(operation: Operation, operands: tuple[Any, ...], call: Call, name: s
     """Return a key of the call outside traced graphs: calls of equal keys have equal `facts_of`, which takes three times as long.
 
     Raises:
-        InputError: when a tensor carries a tangent of forward-mode differentiation.
+        InputError: if a tensor carries a tangent of forward-mode differentiation.
     """
     queries, keys = _routed(operation, operands)
     q, k = queries.q, keys.k
@@ -116,7 +116,7 @@ def _stores(operands: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _needs_grad(operation: Operation, q: Tensor, operands: tuple[Any, ...]) -> bool:
-    """Return True where a gradient is recorded; raise InputError where a tensor carries a tangent of forward-mode differentiation."""
+    """Return True if a gradient is recorded; raise InputError where a tensor carries a tangent of forward-mode differentiation."""
     if operation is Operation.SELECT:
         return False
     tensors = [q, *_stores(operands), *[x for x in operands[2:] if isinstance(x, Tensor)]]
@@ -125,7 +125,7 @@ def _needs_grad(operation: Operation, q: Tensor, operands: tuple[Any, ...]) -> b
 
 
 def name_for(operation: Operation, call: Call) -> str | None:
-    """Return the name that the call gives for `operation`, or "auto"; None where the branches that NSA replaces are named apart."""
+    """Return the name that the call gives for `operation`, or "auto", or None if the branches that NSA replaces are named apart."""
     backend = call.backend
     if isinstance(backend, str):
         if backend == AUTO or operation.value in BRANCH_OPERATIONS or call.registry.has(operation, backend):
@@ -143,7 +143,7 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
     Heads and their dimensions may be symbols there (`dynamic=True`); `operator.index` makes the graph one of these very sizes.
 
     Raises:
-        InputError: when a tensor carries a tangent of forward-mode differentiation.
+        InputError: if a tensor carries a tangent of forward-mode differentiation.
     """
     queries, keys = _routed(operation, operands)
     q, layout, is_traced = queries.q, layout_of(queries, keys), torch.compiler.is_compiling()
@@ -182,7 +182,7 @@ def facts_of(operation: Operation, operands: tuple[Any, ...], geometry: BlockGeo
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
-    """Return False where a tensor starts off a multiple of 16 bytes."""
+    """Return False if a tensor starts off a multiple of 16 bytes."""
     addresses = 0
     for x in tensors:
         # subclasses, such as those that stand for shapes alone, may have no address

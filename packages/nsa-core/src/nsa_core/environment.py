@@ -48,7 +48,7 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed.
+    """Return the version of a package, or None if it is not installed.
 
     A package of this project states its version itself, also in a checkout that is not installed.
     """

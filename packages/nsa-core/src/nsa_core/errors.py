@@ -8,7 +8,7 @@ class NSAError(Exception):
     """
 
     is_refusal = False
-    """True where a configuration asks for what cannot be had: a command line ends with 2 then."""
+    """True if a configuration asks for what cannot be had: a command line ends with 2 then."""
 
     def in_one_line(self) -> str:
         """Return the message as one line; the reasons against a backend stand on lines of their own."""

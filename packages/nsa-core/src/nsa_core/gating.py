@@ -14,12 +14,12 @@ def gates_from_logits(
 ) -> Tensor:
     """Return gates `(B, S, H, 3)` (cmp, slc, win), at least float32, from logits of the same shape.
 
-    `has_compressed` `(B, S)`: False where a token sees no compressed block. There the softmax gate gives that branch
+    `has_compressed` `(B, S)`: False if a token sees no compressed block. There the softmax gate gives that branch
     logit -inf, so that the others share 1; the sigmoid gate needs nothing, its branch contributes 0. A branch that is
     not in `branches` has gate 0. The sigmoid gate of all branches does not read `has_compressed`, which may be None.
 
     Raises:
-        InputError: where it is None and read.
+        InputError: if it is None and read.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:

@@ -104,7 +104,7 @@ class NativeSparseAttention(nn.Module):
 
     @property
     def _only_chooses(self) -> bool:
-        """Return True where compressed keys exist only to choose blocks."""
+        """Return True if compressed keys exist only to choose blocks."""
         return "slc" in self.config.branches and "cmp" not in self.config.branches
 
     @property
@@ -181,7 +181,7 @@ class NativeSparseAttention(nn.Module):
 
         Raises:
             InputError: for a wrong shape or an unsupported combination of arguments.
-            CacheOverflowError: when the cache is too small.
+            CacheOverflowError: if the cache is too small.
         """
         self._check(x, cu_seqlens, max_seqlen, cache, query_count)
         if cache is not None:

@@ -154,7 +154,7 @@ def check_queries(queries: Queries, prefix: str) -> None:
 
 
 def check_keys(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> None:
-    """Raise InputError where Keys, by the ending of their names, do not fit the queries or each other."""
+    """Raise InputError if Keys, by the ending of their names, do not fit the queries or each other."""
     for ending, x in keys.items():
         if x is not None:
             _check_stores(queries.q, x, ending)
@@ -174,7 +174,7 @@ def check_keys(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> N
 
 
 def _is_part(x: Keys) -> bool:
-    """Return True where the keys may be fewer than their sequence's."""
+    """Return True if the keys may be fewer than their sequence's."""
     return x.ring or x.first is not None
 
 
@@ -242,7 +242,7 @@ def _row_counts(queries: Queries) -> Tensor | int:
 
 
 def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry) -> int | None:
-    """Return the tokens up to the last query, None where they may not be read; raise InputError where they are more than `keys` bound."""
+    """Return the tokens up to the last query, or None if they may not be read; raise InputError where they are more than `keys` bound."""
     start, count, most = queries.start, queries.count, queries.q.shape[1]
     if not checks.can_read(start):
         return None
@@ -280,7 +280,7 @@ def _check_tokens(queries: Queries, x: Keys, ending: str) -> None:
 
 
 def _check_window(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry, reach: int | None) -> None:
-    """Raise InputError where keys that are a ring or a part of their sequence do not hold every key of their queries' windows."""
+    """Raise InputError if keys that are a ring or a part of their sequence do not hold every key of their queries' windows."""
     start, first, needed = queries.start, x.first, geometry.window_size - 1 + queries.max_count
     length = x.k.shape[1] * (1 if x.page_table is None else x.page_table.shape[1])
     if x.ring and length < min(needed, x.max_count if reach is None else reach):
@@ -338,7 +338,7 @@ def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry
 
 
 def check_choice(queries: Queries, k: Tensor, block_indices: Tensor, geometry: BlockGeometry) -> None:
-    """Raise InputError where block_indices are no int32 `(B, S, G, n)`, or (on a CPU) name a block twice or outside 0 .. own."""
+    """Raise InputError if block_indices are no int32 `(B, S, G, n)`, or (on a CPU) name a block twice or outside 0 .. own."""
     checks.check_rank("block_indices", block_indices, 4, "(B, S, G, n)")
     shape = (*queries.q.shape[:2], k.shape[2], max(1, block_indices.shape[3]))
     checks.check_tensor("block_indices", block_indices, shape, "(B, S, G, n)", queries.q, torch.int32)

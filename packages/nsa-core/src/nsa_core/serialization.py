@@ -59,7 +59,7 @@ def config_from_toml(text: str) -> NSAConfig:
     """Return the config of a TOML document.
 
     Raises:
-        ConfigError: where the text is no TOML, or its keys or values are refused.
+        ConfigError: if the text is no TOML, or its keys or values are refused.
     """
     try:
         values = toml_tables(text)
@@ -72,7 +72,7 @@ def toml_tables(text: str) -> dict[str, Any]:
     """Return the tables of a TOML document that nests keys and values at most 8 deep, in a time in proportion to its length.
 
     Raises:
-        ValueError: where it nests deeper, spells a number of more than 64 digits, or is no TOML.
+        ValueError: if it nests deeper, spells a number of more than 64 digits, or is no TOML.
     """
     _refuse_nesting(text)
     return tomllib.loads(text)

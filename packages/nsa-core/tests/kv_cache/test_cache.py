@@ -797,7 +797,7 @@ def test_a_short_step_that_fails_can_be_tried_again_and_costs_rollback(random_la
         layer(x[:, 20:24], cache=cache)
     layer.o_proj.forward = project
 
-    # the rings hold the step's tokens already, in place of those that a rollback by more than 2 would read
+    # the rings hold the step's tokens already, instead of those that a rollback by more than 2 would read
     with pytest.raises(CacheOverflowError, match="sequence 0 cannot go back by 3"):
         cache.crop(3)
     assert_close(layer(x[:, 20:], cache=cache), whole[:, 20:])

@@ -15,7 +15,7 @@ class CachedLaunch:
 
     Two keys differ where Triton compiles two kernels on NVIDIA's GPUs. A tensor's part is its dtype and its address modulo 16 bytes;
     a whole number's part, below 2**63, is whether it is 1, divides by 16, and fits an int32. Equal constants are one: a caller passes
-    True, 1 or 1.0, not several of them. A kernel that Triton compiled once is launched with addresses in place of tensors, and without its
+    True, 1 or 1.0, not several of them. A kernel that Triton compiled once is launched with addresses instead of tensors, and without its
     hooks before a run; settings for debugging and instrumentation are those of the first launch. Other attributes are those of the
     jit function, and on a CPU it is launched itself.
     """
@@ -72,7 +72,7 @@ class CachedLaunch:
 
 
 def _key_of(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return what decides which kernel Triton compiles, and the arguments with addresses in place of tensors."""
+    """Return what decides which kernel Triton compiles, and the arguments with addresses instead of tensors."""
     passed, kinds = [], [arguments[0].device.index, tuple(constants), *constants.values()]
     for x in arguments:
         value, kind = x, x.__class__

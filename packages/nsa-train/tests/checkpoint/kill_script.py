@@ -44,7 +44,7 @@ def train(root: Path, last: int, *, is_async: bool = False) -> dict[str, Any]:
 
 
 def anywhere(folder: Path, count: int, seed: int, *, is_async: bool = False) -> dict[str, Any]:
-    """Kill `count` processes of one run at random times; whenever the run gets to its end, begin it anew."""
+    """Kill `count` processes of one run at random times; whenever the run gets to its end, begin it again."""
     generator, last, root = random.Random(seed), 40, folder / "killed"
     [straight] = on_ranks(1, lambda: train(folder / "straight", last))
     torn, lost, killed, ended = [], [], 0, 0

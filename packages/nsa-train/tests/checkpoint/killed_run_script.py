@@ -89,7 +89,7 @@ def end_of(out: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, count: int, world: int, recipe: str, *overrides: str) -> dict[str, Any]:
-    """Kill `count` starts of a run; whenever it gets to its end, begin it anew elsewhere."""
+    """Kill `count` starts of a run; whenever it gets to its end, begin it again elsewhere."""
     generator, log = random.Random(0), folder / "log"
     run = ["run", recipe, *(word for override in overrides for word in ("--set", override))]
     straight = folder / "straight"

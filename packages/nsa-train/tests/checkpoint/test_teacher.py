@@ -98,7 +98,7 @@ def test_gradients_reach_what_ranks_blocks_and_nothing_of_the_teacher(tiny_confi
 
 
 class Chosen(SelectionLoss):
-    """Keeps the choice of a pass, `(1, S, G, n)`, in place of a loss."""
+    """Keeps the choice of a pass, `(1, S, G, n)`, instead of a loss."""
 
     def take(self, q, k_cmp, k, *, geometry, **_):
         lse = compressed_attention(q, k_cmp, k_cmp, geometry=geometry).lse
@@ -173,7 +173,7 @@ def test_a_taught_run_goes_on_exactly_and_saves_no_teacher(tmp_path, tiny_recipe
     shutil.copytree(tmp_path / "straight", tmp_path / "other")
     shutil.copytree(tmp_path / "straight", tmp_path / "untaught")
     assert run("other", "--resume", "2") == 0
-    # its own dense form in place of the teacher's: other weights
+    # its own dense form instead of the teacher's: other weights
     sets[1] = "train.log_every=1"
     assert run("untaught", "--resume", "2") == 0
     straight, other, untaught = (

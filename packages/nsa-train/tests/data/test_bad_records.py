@@ -375,7 +375,7 @@ def _check_runs(folder: Path, data_config: Callable[..., RunConfig], source: str
 
 
 def _outcome(config: RunConfig) -> str:
-    """Return what ended the reading of three batches; empty where nothing did."""
+    """Return what ended the reading of three batches; empty if nothing did."""
     try:
         with open_training_stream(config) as stream:
             deque(islice(stream, 3))

@@ -90,7 +90,7 @@ def _edit(path: Path) -> None:
 
 
 def _replace(path: Path) -> None:
-    """Put another file of the same size and time in its place."""
+    """Put another file of the same size and time instead."""
     before = path.stat()
     other = path.with_suffix(".other")
     shutil.copy(path, other)
@@ -263,7 +263,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _state(config: RunConfig, batches: int, *, start: Any = None, world_size: int = 1, workers: int = 1) -> dict[str, Any]:
-    """Return the state of all ranks after `batches` more from `start` on; the data is opened anew, as by a new process."""
+    """Return the state of all ranks after `batches` more from `start` on; the data is opened again, as by a new process."""
     changed = attrs.evolve(config, data=attrs.evolve(config.data, workers=workers))
     with ExitStack() as streams:
         ranks = [streams.enter_context(open_training_stream(changed, rank=rank, world_size=world_size)) for rank in range(world_size)]

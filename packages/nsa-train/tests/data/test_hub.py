@@ -1,4 +1,4 @@
-"""FineWeb-Edu through `datasets`: local shards in its place, what breaks off, and no network."""
+"""FineWeb-Edu through `datasets`: local shards instead, what breaks off, and no network."""
 
 import json
 import re

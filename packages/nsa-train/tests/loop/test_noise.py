@@ -78,7 +78,7 @@ def _excess(run: RunDirectory, *, leak: bool = False) -> dict[str, Tensor]:
 
 
 def _leaking(ids: Tensor) -> Tensor:
-    """Return `ids` with the next token in place of every second one."""
+    """Return `ids` with the next token instead of every second one."""
     leaked = ids.clone()
     leaked[:, :-1:2] = ids[:, 1::2]
     return leaked
@@ -98,7 +98,7 @@ def test_noise_is_never_predicted(train: Callable[..., Any], noise: str, attenti
 
 @attentions
 def test_a_planted_leak_is_heard(train: Callable[..., Any], noise: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same run with the next token in place of every second input must fall below the entropy by far."""
+    """The same run with the next token instead of every second input must fall below the entropy by far."""
     original = Trainer._summed_loss
 
     def leaking(self: Trainer, forward: Any, batch: Batch) -> Tensor:

@@ -172,8 +172,8 @@ class NSAModelCache(Cache):
         """Get ready for the tokens x `(B, S, hidden_size)`.
 
         Raises:
-            InputError: where it holds another number of sequences.
-            CacheOverflowError: where they do not fit, as far as the host knows.
+            InputError: if it holds another number of sequences.
+            CacheOverflowError: if they do not fit, as far as the host knows.
         """
         batch_size, num_tokens = x.shape[:2]
         for layer, attention in zip(self.layers, attentions, strict=True):

@@ -1,4 +1,4 @@
-"""The SHA-256 of a safetensors file's data, in its own metadata: it stays with the file, and goes where the file is written anew."""
+"""The SHA-256 of a safetensors file's data, in its own metadata: it stays with the file, and goes where the file is written again."""
 
 import hashlib
 from collections.abc import Iterable

@@ -25,7 +25,7 @@ def evaluate(folder: Path, tasks: Path, *, device: str = "cpu", batch_size: int 
     """Return lm-eval's results of the model in `folder` on the tasks of a file; `limit`: maximum documents of each task.
 
     Raises:
-        ConfigError: where lm-eval is not installed or refuses a task, an option cannot be, the file holds no tasks, or the folder no model.
+        ConfigError: if lm-eval is not installed or refuses a task, an option cannot be, the file holds no tasks, or the folder no model.
     """
     configs = read_tasks(tasks)
     _require_options(device, batch_size, limit)

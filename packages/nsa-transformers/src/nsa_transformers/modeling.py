@@ -160,7 +160,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
     def _whole(
         self, x: Tensor, mask: Tensor | None, positions: Tensor | None, recorded: Any = None
     ) -> tuple[BaseModelOutputWithPast, bool]:
-        """Return the outputs for whole sequences, and True where they are packed.
+        """Return the outputs for whole sequences, and True if they are packed.
 
         Padding is moved behind the valid tokens: causal attention keeps it out of their states.
         """

@@ -157,9 +157,9 @@ class BranchRequest:
     layout: Layout = field(default=Layout.DENSE, converter=Layout)
     needs_grad: bool = False
     needs_lse_grad: bool = False
-    """True where lse may get a gradient as well: an operation called by itself hands lse to its caller. Eq. 5 drops it."""
+    """True if lse may get a gradient as well: an operation called by itself hands lse to its caller. Eq. 5 drops it."""
     is_aligned: bool = True
-    """False where a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices alone."""
+    """False if a tensor starts off a multiple of 16 bytes, which some kernels cannot load; checked on CUDA devices alone."""
     deterministic: bool = False
     """True under `torch.use_deterministic_algorithms`: gradients must be bit-identical from run to run."""
 
@@ -352,4 +352,4 @@ class NotingBackend(Protocol):
     """A backend that also notes how it would serve a request, such as by slower kernels than its fastest. Optional."""
 
     def notes_on(self, request: BranchRequest) -> tuple[str, ...]:
-        """Return sentences for the user on how it would serve `request`; empty where there is nothing to note."""
+        """Return sentences for the user on how it would serve `request`; empty if there is nothing to note."""

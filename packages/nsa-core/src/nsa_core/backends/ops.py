@@ -36,7 +36,7 @@ class Declared(NamedTuple):
 
 
 DECLARED: dict[str, Declared] = {}
-"""Every declared op. Torch gets each once: its 2.11 crashes where an op is taken back and declared anew."""
+"""Every declared op. Torch gets each once: its 2.11 crashes where an op is taken back and declared again."""
 
 geometry_of = cache(BlockGeometry)
 """The geometry of the numbers of `BlockGeometry.as_tuple`; to make one is to check it."""
@@ -60,7 +60,7 @@ def attention_op(
         forward: `forward(*operands, geometry=, scale=, needs_grad=)` returns the results in order and then, where `needs_grad`
             is True, what `saves` lists. No tensor that it returns may alias an operand.
         backward: `backward(grads, results, *operands, geometry=, scale=)` returns the gradients of q, of each Keys' k and v, and
-            for NSA of the gates. `grads` is (dout, dlse), either of them None where no gradient comes, or for NSA (dout,);
+            for NSA of the gates. `grads` is (dout, dlse), either of them None if no gradient comes, or for NSA (dout,);
             `results` is what `forward` returned, for NSA without out. None: the operation carries no gradient.
         operation: the operation that the functions compute.
         saves: `saves(*operands, geometry=)` returns what `backward` reads in addition to the results, uninitialised; None for what is not
@@ -134,7 +134,7 @@ def declare_op(
     Both replace those of a declaration before; torch gets the op once in a process, also where a package is imported again.
 
     Raises:
-        InputError: where it was declared with another schema.
+        InputError: if it was declared with another schema.
     """
     namespace, op_name = name.split("::")
     if name not in DECLARED:

@@ -18,11 +18,11 @@ from nsa_core.tracing import constant_when_traced
 
 AUTO = "auto"
 MAX_ROUTES = 4096
-"""Requests remembered before the memory starts anew."""
+"""Requests remembered before the memory starts again."""
 
 
 RouteObserver = Callable[[str, BranchRequest, str | None], None]
-"""Called at each choice with what was asked for, the request, and the name of the backend, None where none serves."""
+"""Called at each choice with what was asked for, the request, and the name of the backend, None if none serves."""
 
 
 @frozen(kw_only=True)
@@ -37,12 +37,12 @@ class Candidate:
 
     @property
     def is_eligible(self) -> bool:
-        """Return True where "auto" may take it."""
+        """Return True if "auto" may take it."""
         return not self.reasons
 
     @property
     def is_capable(self) -> bool:
-        """Return True where it can run, policy aside."""
+        """Return True if it can run, policy aside."""
         return all(reason.kind is ReasonKind.POLICY for reason in self.reasons)
 
 
@@ -54,7 +54,7 @@ class RoutingDecision:
     backend: str
     """The backend that was asked for: "auto" or a name."""
     chosen: str | None
-    """The name of the backend that serves it; None where none does."""
+    """The name of the backend that serves it; None if none does."""
     candidates: tuple[Candidate, ...]
     """Every backend of the operation, most preferred first."""
 
@@ -74,7 +74,7 @@ class BackendRegistry:
         """Register `backends`, in order.
 
         Raises:
-            DuplicateBackendError: when two have one name for one operation.
+            DuplicateBackendError: if two have one name for one operation.
         """
         self.backends: list[BranchBackend] = []
         self.observers: list[RouteObserver] = []
@@ -89,7 +89,7 @@ class BackendRegistry:
         """Add `backend`.
 
         Raises:
-            DuplicateBackendError: when its name is taken for its operation.
+            DuplicateBackendError: if its name is taken for its operation.
         """
         if backend.name == AUTO:
             raise DuplicateBackendError(f"{backend!r} calls itself 'auto', which names routing itself; use another name")
@@ -104,14 +104,14 @@ class BackendRegistry:
         self._routes.clear()
 
     def has(self, operation: Operation | str, name: str) -> bool:
-        """Return True where `name` implements `operation`."""
+        """Return True if `name` implements `operation`."""
         return (name, operation) in self._indices
 
     def named(self, operation: Operation | str, name: str) -> BranchBackend:
         """Return the backend `name` of `operation`.
 
         Raises:
-            BackendUnavailableError: when there is none; the message lists those that exist.
+            BackendUnavailableError: if there is none; the message lists those that exist.
         """
         if self.has(operation, name):
             return self.backends[self._indices[name, operation]]
@@ -141,7 +141,7 @@ class BackendRegistry:
         """Return the backend that serves `request`.
 
         Raises:
-            BackendUnavailableError: when `backend` is unknown or incapable, or "auto" finds none; with all reasons.
+            BackendUnavailableError: if `backend` is unknown or incapable, or "auto" finds none; with all reasons.
         """
         return self.backends[self._remembered((backend, False, request), lambda: request)[0]]
 

@@ -40,12 +40,12 @@ class MinLength:
     backend: str
     against: str
     min_length: int | None
-    """In tokens; None where it was faster at no length up to `max_length`."""
+    """In tokens; None if it was faster at no length up to `max_length`."""
     max_length: int
     """The longest length that was measured."""
 
     def is_of(self, request: BranchRequest) -> bool:
-        """Return True where the call is like the measured one but for its length, its batch and its number of KV heads."""
+        """Return True if the call is like the measured one but for its length, its batch and its number of KV heads."""
         return (
             self.operation is request.operation
             and self.compute_capability == request.compute_capability
@@ -68,7 +68,7 @@ class ThresholdTable:
 
     entries: tuple[MinLength, ...] = ()
     problem: str | None = None
-    """Why the file cannot be used, and what to do; None where it can, or does not exist."""
+    """Why the file cannot be used, and what to do; None if it can, or does not exist."""
 
     def of(self, request: BranchRequest, backend: str) -> tuple[MinLength, ...]:
         """Return what was measured of `backend` for calls like `request`, an entry for each backend it was compared with."""

@@ -39,7 +39,7 @@ class Step(NamedTuple):
     added: Tensor
     """int32 (B,): its new tokens."""
     in_place: bool
-    """True where the rings may take the step's tokens before it attends: they replace only what a rollback might have read."""
+    """True if the rings may take the step's tokens before it attends: they replace only what a rollback might have read."""
 
 
 class NSACache:
@@ -192,7 +192,7 @@ class NSACache:
         A static cache stores the tokens that fit, and sets the sequence's overflow flag if some do not. The host reads nothing.
 
         Raises:
-            CacheOverflowError: when a sequence may outgrow `max_seqlen` in a cache that grows. A query_count on the CPU is counted
+            CacheOverflowError: if a sequence may outgrow `max_seqlen` in a cache that grows. A query_count on the CPU is counted
                 exactly, one on the GPU is not read and counts as `num_queries`.
             InputError: for a query_count of the wrong shape or range, or where a CUDA graph captures a cache that grows.
         """
@@ -246,7 +246,7 @@ class NSACache:
         that are not complete. The caller says the length, so nothing waits for a GPU.
 
         Raises:
-            CacheOverflowError: where too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
+            CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
             InputError: for a cache without pages, or a sequence that it does not hold.
         """
         if self.pages is None:
@@ -279,7 +279,7 @@ class NSACache:
         A static cache waits for its device here, and so does a call with counts on a GPU. If an error is raised, nothing changes.
 
         Raises:
-            CacheOverflowError: when crops since the tokens were last replaced go deeper than `max_rollback`, or below 0, or where a
+            CacheOverflowError: if crops since the tokens were last replaced go deeper than `max_rollback`, or below 0, or where a
                 sequence of a static cache lost tokens.
             InputError: for other than one count of 0 or more per sequence.
         """
@@ -296,7 +296,7 @@ class NSACache:
         """Empty the sequences at `indices` (None: all), so that new ones may begin there.
 
         Raises:
-            CacheOverflowError: where one of them had lost tokens in a static cache, which waits for its device here; it is empty all the same.
+            CacheOverflowError: if one of them had lost tokens in a static cache, which waits for its device here; it is empty all the same.
         """
         chosen = None if indices is None else self._checked(indices)
         lost = self.bounds.lost(chosen)
@@ -327,7 +327,7 @@ class NSACache:
         """Keep only the sequences at `indices` `(B',)`, in order. A static cache keeps its batch size; the other slots are empty.
 
         Raises:
-            CacheOverflowError: where a sequence of a static cache lost tokens; it waits for its device here.
+            CacheOverflowError: if a sequence of a static cache lost tokens; it waits for its device here.
             InputError: as `reorder`, or for more indices than a static cache has sequences.
         """
         chosen = self._checked(indices)

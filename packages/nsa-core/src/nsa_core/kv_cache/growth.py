@@ -17,8 +17,8 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
     """Count a step on the host, and let the stores grow where it does not fit. A graph that is being traced ends here.
 
     Raises:
-        CacheOverflowError: when a sequence may outgrow `max_seqlen`.
-        InputError: where a CUDA graph captures the step.
+        CacheOverflowError: if a sequence may outgrow `max_seqlen`.
+        InputError: if a CUDA graph captures the step.
     """
     bounds, stores = cache.bounds, cache.stores
     assert isinstance(bounds, HostBounds)
@@ -47,5 +47,5 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return True where a CUDA graph captures what runs on `device`."""
+    """Return True if a CUDA graph captures what runs on `device`."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -71,7 +71,7 @@ class PageTable:
         """Let a sequence alone have its pages from number `first` on, enough of them for `num_tokens` tokens; return what to copy.
 
         Raises:
-            CacheOverflowError: where too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
+            CacheOverflowError: if too few pages are free, or `num_tokens` is above `max_seqlen`. Nothing changes then.
         """
         pages = list(self._pages[self._checked(sequence)])
         needed = -(-num_tokens // self.page_size)
@@ -97,7 +97,7 @@ class PageTable:
         """Give the pages of a sequence back; those that others share stay theirs.
 
         Raises:
-            InputError: where it has none, as after a first `free`.
+            InputError: if it has none, as after a first `free`.
         """
         if not self._pages[self._checked(sequence)]:
             raise InputError(f"sequence {sequence} has no pages (they are freed once); drop the second free")

@@ -70,7 +70,7 @@ class Stores:
 
     @property
     def window_reads_all(self) -> bool:
-        """Return True where the sliding branch reads the selected branch's store, which holds the same keys and values."""
+        """Return True if the sliding branch reads the selected branch's store, which holds the same keys and values."""
         return self.config.kv == "shared" and {"slc", "win"} <= set(self.config.branches)
 
     def sizes(self, capacity: int) -> dict[str, int]:

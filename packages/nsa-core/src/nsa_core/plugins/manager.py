@@ -47,7 +47,7 @@ class Plugins:
         """Return a registry of every loaded backend.
 
         Raises:
-            DuplicateBackendError: when two plug-ins offer one name for one operation; both are named.
+            DuplicateBackendError: if two plug-ins offer one name for one operation; both are named.
         """
         registry = BackendRegistry()
         for plugin in self.loaded:
@@ -134,7 +134,7 @@ def default_registry() -> BackendRegistry:
     """Return the process's registry, built from the entry points on first use.
 
     Raises:
-        DuplicateBackendError: when two installed plug-ins offer one name for one operation.
+        DuplicateBackendError: if two installed plug-ins offer one name for one operation.
     """
     _build_once()
     assert _process.registry is not None

@@ -48,7 +48,7 @@ class Extent(NamedTuple):
 
 
 def is_dense(queries: Queries) -> bool:
-    """Return True where row t of every batch entry is token t, so that steps share their keys and masks."""
+    """Return True if row t of every batch entry is token t, so that steps share their keys and masks."""
     return queries.cu_seqlens is None and queries.start is None
 
 

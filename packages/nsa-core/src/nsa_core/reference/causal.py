@@ -25,7 +25,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
     those kernels let such numbers reach the outputs and gradients of earlier rows.
 
     Raises:
-        InputError: when q and k differ in length; a step over a cache needs an explicit mask.
+        InputError: if q and k differ in length; a step over a cache needs an explicit mask.
     """
     if q.shape[1] != k.shape[1]:
         raise InputError(

@@ -14,7 +14,7 @@ EXPONENT = 2.0**10
 
 
 def is_within(x: Tensor, limit: float) -> bool:
-    """Return True where no |number| of x passes `limit`, and none is NaN; waits for the device."""
+    """Return True if no |number| of x passes `limit`, and none is NaN; waits for the device."""
     if not x.numel():
         return True
     x = x.detach()
@@ -33,7 +33,7 @@ def rows_within(x: Tensor, limit: float) -> Tensor:
 
 
 def are_ordinary(*tensors: Tensor | None) -> bool:
-    """Return True where no number passes `ORDINARY`; False where that cannot be read without waiting for the device."""
+    """Return True if no number passes `ORDINARY`; False if that cannot be read without waiting for the device."""
     return all(x is None or (x.device.type == "cpu" and is_within(x, ORDINARY)) for x in tensors)
 
 

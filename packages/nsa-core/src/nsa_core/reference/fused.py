@@ -23,7 +23,7 @@ LARGEST_SCALE = 2.0**30
 
 
 def is_fusable(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Return True where the operator exists and takes the tensors: float32 on a CPU, D_k = D_v, and no monstrous scale."""
+    """Return True if the operator exists and takes the tensors: float32 on a CPU, D_k = D_v, and no monstrous scale."""
     exists = _FORWARD is not None and _BACKWARD is not None and abs(scale) <= LARGEST_SCALE
     return exists and q.device.type == "cpu" and q.dtype == k.dtype == torch.float32 and q.shape[-1] == v.shape[-1]
 

@@ -8,7 +8,7 @@ unless `query_start` says otherwise. Query head h reads KV head h // (H // G). T
 owns the diagonal: it sees itself. A query that sees nothing gives out 0, lse -inf and zero gradients.
 
 Layouts. Dense: every batch entry is one sequence. Packed (`cu_seqlens` given, B = 1): sequences one after another, and
-their compressed blocks likewise. Cached (`query_start` given): row i of sequence b stands at position
+their compressed blocks likewise. Cached (`query_start` given): row i of sequence b is at position
 query_start[b] + i, the keys hold the sequence from token 0, and rows i >= query_count[b] hold no query.
 """
 
@@ -28,7 +28,7 @@ class AttentionOutput(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments that every attention takes; each is None where absent."""
+    """Keyword arguments that every attention takes; each is None if absent."""
 
     scale: float | None
     """D_k ** -0.5 where None."""

@@ -58,7 +58,7 @@ class PaddedBatch(NamedTuple):
 
 
 def padded_batch(queries: Queries, keys: Keys) -> PaddedBatch | None:
-    """Return the batch that packed rows q `(1, S, H, D_k)` make, or None where it would be mostly padding.
+    """Return the batch that packed rows q `(1, S, H, D_k)` make, or None if it would be mostly padding.
 
     Lengths are read on a CPU; elsewhere only `max_count` says that all are equal.
     """

@@ -16,7 +16,7 @@ class Rows(NamedTuple):
     positions: Tensor
     """Position inside the row's own sequence; -1 for a row that does not count."""
     first_keys: Tensor
-    """Index along the keys' second dimension of what stands at position (or block) 0 of the row's sequence; below 0 where it is gone."""
+    """Index along the keys' second dimension of what is at position (or block) 0 of the row's sequence; below 0 where it is gone."""
 
 
 def rows_of(queries: Queries, keys: Keys | None = None) -> Rows:

@@ -107,7 +107,7 @@ class Tile(NamedTuple):
     sees: Tensor | None = None
     """bool, broadcastable to (X, G, R): whether a row sees anything; None: every one does."""
     is_ordinary: bool = False
-    """True where everything that the step reads is known to be ordinary; else the step looks for itself."""
+    """True if everything that the step reads is known to be ordinary; else the step looks for itself."""
 
     def gather(self, stored: Tensor) -> Tensor:
         """Return `(X, G, K, D)`, this step's rows of k or v `(B, T, G, D)`, in the accumulator's dtype."""
@@ -250,7 +250,7 @@ def _hide(x: Tensor, *masks: Tensor | None) -> Tensor:
 
 
 def _is_call_ordinary(scale: float, queries: Queries, keys: Keys, *others: Tensor | None) -> bool:
-    """Return True where one look at whole tensors shows that every step is ordinary; not over stores, where a step may read little."""
+    """Return True if one look at whole tensors shows that every step is ordinary; not over stores, where a step may read little."""
     q, k = queries.q, keys.k
     return k.shape[1] <= q.shape[1] and abs(scale) <= 1 and are_ordinary(q, k, *others)
 

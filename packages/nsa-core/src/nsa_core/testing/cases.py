@@ -46,7 +46,7 @@ class Case:
 
     @property
     def is_step(self) -> bool:
-        """Return True where the queries are a step over stores."""
+        """Return True if the queries are a step over stores."""
         return self.layout in (Layout.CACHED, Layout.PAGED, Layout.RAGGED)
 
     @property
@@ -55,7 +55,7 @@ class Case:
         return (1,) * self.shape.batch if self.has_one_row else STEP_COUNTS[: self.shape.batch]
 
     def concerns(self, operation: Operation) -> bool:
-        """Return True where `operation` has the operands that the case varies."""
+        """Return True if `operation` has the operands that the case varies."""
         if self.has_shared_keys or self.has_one_row:
             return operation is Operation.NSA
         return self.window == "whole" or operation in (Operation.WIN, Operation.NSA)

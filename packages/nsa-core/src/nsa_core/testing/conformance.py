@@ -68,7 +68,7 @@ def check_backend(backend: BranchBackend, *, device: torch.device | str = "cpu",
     Without `capability.lse_gradient` everything else of a case is compared, and its gradient of lse is among what is declined.
 
     Raises:
-        ConformanceError: when a case fails, the backend declines every case, or too few choices are far enough from a tie.
+        ConformanceError: if a case fails, the backend declines every case, or too few choices are far enough from a tie.
     """
     others = tuple(other for other in sdpa_backends() if (other.name, other.operation) != (backend.name, backend.operation))
     registry = BackendRegistry((backend, *others))
@@ -117,7 +117,7 @@ def _trials(backend: BranchBackend, device: torch.device, geometry: BlockGeometr
 
 
 class _Choice(AttentionObserver):
-    """Keeps the choice of a call; None where a fused backend returns its sum alone."""
+    """Keeps the choice of a call; None if a fused backend returns its sum alone."""
 
     block_indices: Tensor | None = None
 

@@ -253,7 +253,7 @@ def _near_ties(inputs: Inputs, shape: Shape) -> Tensor:
     """Return bool `(B, S, G)`: the choices that are too close to call, so that outputs may differ.
 
     Raises:
-        AssertionError: when they are so many that little would be compared.
+        AssertionError: if they are so many that little would be compared.
     """
     exact = inputs.to(torch.float64)
     options: dict[str, Any] = {"geometry": shape.geometry, "cu_seqlens": exact.cu_seqlens}

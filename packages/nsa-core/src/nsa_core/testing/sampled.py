@@ -56,7 +56,7 @@ class Expected(NamedTuple):
 
     sample: Sample
     kept: Tensor
-    """bool (R, G): False where the choice of blocks is a near tie, which either way is right."""
+    """bool (R, G): False if the choice of blocks is a near tie, which either way is right."""
     dout: Tensor
     """(R, H, D_v): the gradient that is fed back at the sampled rows, in the operands' dtype."""
     weights: Tensor
@@ -64,7 +64,7 @@ class Expected(NamedTuple):
     values: Values
     """In float64."""
     torch_values: Values | None
-    """The same from torch's MATH attention in the operands' dtype; None where limits are fixed."""
+    """The same from torch's MATH attention in the operands' dtype; None if limits are fixed."""
     method: str
     """Which reference, and on how many rows."""
 
@@ -206,7 +206,7 @@ class Check:
     near_ties: int = 0
     """(row, group) pairs left out because two scores lie too close to call."""
     problems: tuple[str, ...] = ()
-    """A line for each result that is wrong; empty where all are right."""
+    """A line for each result that is wrong; empty if all are right."""
 
 
 class _Distance(NamedTuple):

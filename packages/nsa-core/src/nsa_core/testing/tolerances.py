@@ -60,7 +60,7 @@ class Comparable(NamedTuple):
 
     @property
     def are_enough(self) -> bool:
-        """Return True where at most a tenth of the decided rows, or two, are near ties."""
+        """Return True if at most a tenth of the decided rows, or two, are near ties."""
         return self.near_ties <= max(2, self.decided // 10)
 
 

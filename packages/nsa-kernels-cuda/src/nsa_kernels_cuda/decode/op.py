@@ -31,7 +31,7 @@ def decode(queries: Queries, cmp: Keys, slc: Keys, win: Keys, gates: Tensor, *, 
 
 
 def _check(queries: Queries, cmp: Keys, slc: Keys, win: Keys) -> None:
-    """Raise InputError where the kernel, which gets addresses alone, would read something else."""
+    """Raise InputError if the kernel, which gets addresses alone, would read something else."""
     if queries.start is None or queries.cu_seqlens is not None or queries.q.shape[1] != 1:
         raise InputError(f"queries of shape {tuple(queries.q.shape)} (the kernel takes one row of each sequence over stores); use 'triton'")
     for name, keys in (("cmp", cmp), ("slc", slc), ("win", win)):

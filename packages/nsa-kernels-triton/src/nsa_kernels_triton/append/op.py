@@ -51,7 +51,7 @@ def append(rows: tuple[NewRows, ...], blocks: NewBlocks | None, start: Tensor, c
         return
     stores = [new.store for new in rows] + ([] if blocks is None else [blocks.store, blocks.raw.store])
     if not all(x.is_contiguous() for store in stores for x in (store.k, store.v, store.k_scale, store.v_scale) if x is not None):
-        # the kernels address stores by rows, and a copy would take the step in place of its store
+        # the kernels address stores by rows, and a copy would take the step instead of its store
         reference.append(rows, blocks, start, count, geometry=geometry)
         return
     if not start.is_cuda:
@@ -109,7 +109,7 @@ def _parameters_of(compress: Any, new: Tensor) -> Parameters | None:
     found: tuple[Any, ...] = ()
     if kind is MLPCompressor:
         up, down = compress.up, compress.down
-        # what stands in place of a layer, as LoRA does, computes something else
+        # what stands instead of a layer, as LoRA does, computes something else
         if not type(up) is type(down) is nn.Linear:
             return None
         modules, found = (compress, up, down), (compress.position, up.weight, up.bias, down.weight, down.bias)

@@ -49,7 +49,7 @@ from nsa_train.telemetry.recorder import Observed, Recorder, write_samples
 from nsa_train.telemetry.records import Cause
 
 FAILED = -1
-"""Value in place of a `Stop` by which a rank reports to the others that its data are not available."""
+"""Value instead of a `Stop` by which a rank reports to the others that its data are not available."""
 
 
 class _Agreement(NamedTuple):

@@ -31,7 +31,7 @@ def contact_kept(rank: int) -> Iterator[None]:
     """Run a block of `rank` that exchanges data with other ranks; other errors of the block pass unchanged.
 
     Raises:
-        LostContactError: in place of the error of a collective if another rank is gone.
+        LostContactError: instead of the error of a collective if another rank is gone.
     """
     try:
         yield

@@ -34,7 +34,7 @@ def run_preflight(
 ) -> Preflight:
     """Return the findings about a run of `config` into `out_dir`. Writes nothing, and uses no GPU memory.
 
-    `resuming`: the directory holds the run that is resumed. `machine`: checked in place of this machine. `world_sizes`: the
+    `resuming`: the directory holds the run that is resumed. `machine`: checked instead of this machine. `world_sizes`: the
     numbers of processes that the run may have on all hosts together; by default those of one host.
     """
     findings, where = Preflight(), machine or target_machine(config)

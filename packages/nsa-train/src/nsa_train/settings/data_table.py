@@ -24,7 +24,7 @@ class DataTable(Table):
     Hugging Face `datasets`. "mix": several sets of local files. "needle": seeded recall of pairs hidden in noise, plain ids.
     "synthetic": seeded random ids, for throughput alone."""
     path: Any = None
-    """File or glob, or a list of them. With "fineweb_edu": local Parquet or JSONL shards in place of the hub's."""
+    """File or glob, or a list of them. With "fineweb_edu": local Parquet or JSONL shards instead of the hub's."""
     mix: Any = field(factory=dict)
     """With "mix": file or glob -> weight; .jsonl and .parquet by their suffix, anything else is text."""
     subset: str | None = optional_text(example="'sample-10BT'")

@@ -82,7 +82,7 @@ class CsvTable:
     """A CSV file that starts with its header; `append` returns when the row is on disk."""
 
     def __init__(self, path: Path, columns: Sequence[str], *, resumed_at: int | None = None) -> None:
-        """Start `path` anew, or with `resumed_at` keep the rows up to that step, which end the resumed run's past."""
+        """Start `path` again, or with `resumed_at` keep the rows up to that step, which end the resumed run's past."""
         self.path, self.columns = path, tuple(columns)
         rows = () if resumed_at is None else scan_rows(path)
         kept = [row for _, row in rows if row is not None and int(row["step"]) <= (resumed_at or 0)]

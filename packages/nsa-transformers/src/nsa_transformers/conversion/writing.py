@@ -40,8 +40,8 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
     """Write the converted model to the new folder `folder`, and compare it with its source; `say` gets lines of progress.
 
     Raises:
-        ConfigError: where the source's settings of generation cannot be read; nothing is written.
-        InputError: where a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
+        ConfigError: if the source's settings of generation cannot be read; nothing is written.
+        InputError: if a file of the source is damaged, or a layer differs from the source's. The folder has no config.json then.
     """
     source = conversion.source.folder
     require_undamaged({tensor.file for tensor in conversion.source.tensors.values()})

@@ -47,7 +47,7 @@ class HubBlocks:
 
 
 class LocalShards(WholeFiles):
-    """Local files in place of the hub's shards. Each is opened by itself: the content of one file says nothing about the others."""
+    """Local files instead of the hub's shards. Each is opened by itself: the content of one file says nothing about the others."""
 
     def __init__(self, kind: str, paths: list[Path], reading: Reading) -> None:
         """`kind`: "parquet" or "jsonl"."""
