@@ -1,4 +1,4 @@
-"""Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading them waits for nothing."""
+"""Checks at the public edge: shapes, dtypes and devices always; values only on a CPU, where reading does not wait for a device."""
 
 from itertools import pairwise
 from typing import TypeGuard
@@ -35,7 +35,7 @@ def check_rank(name: str, x: object, rank: int, layout: str) -> None:
 def check_tensor(
     name: str, x: Tensor, shape: tuple[int | None, ...], layout: str, q: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Raise InputError unless `x` is a tensor of `shape` and `dtype` on the device of q; a size of None may be any, a dtype of None any floating."""
+    """Raise InputError unless `x` is a tensor of `shape` and `dtype` on the device of q; a size of None matches any, a dtype of None any float."""
     if None in shape or not isinstance(x, Tensor):
         check_rank(name, x, len(shape), layout)
         shape = tuple(have if size is None else size for size, have in zip(shape, x.shape, strict=False))
@@ -56,7 +56,7 @@ def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def can_read(x: Tensor | None) -> TypeGuard[Tensor]:
-    """Return True if there are values of `x` that may be read: on a CPU, outside a graph that is being traced."""
+    """Return True if the values of `x` may be read: on a CPU, outside a traced graph."""
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
@@ -140,6 +140,6 @@ def _first(mask: Tensor) -> list[list[int]]:
 
 
 def _ordered(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of `numbers` in order, and where an entry of at least 0 comes again."""
+    """Return the sorted rows of `numbers`, and where an entry of at least 0 is repeated."""
     ordered = numbers.sort(-1).values
     return ordered, (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

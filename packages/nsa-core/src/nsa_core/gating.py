@@ -32,7 +32,7 @@ def gates_from_logits(
         return logits.sigmoid()
     if has_compressed is None:
         raise InputError("has_compressed is None (the softmax gate and absent branches read it); give bool (B, S)")
-    # filled on the device: a tensor made of a Python list would wait for its copy
+    # filled on the device: a tensor from a Python list would wait for its copy
     always = torch.ones_like(has_compressed)
     seen = {"cmp": always if kind == "sigmoid" else has_compressed, "slc": always, "win": always}
     is_open = torch.stack([seen[name] if name in branches else torch.zeros_like(always) for name in BRANCHES], -1).unsqueeze(-2)

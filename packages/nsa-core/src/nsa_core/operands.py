@@ -1,6 +1,6 @@
 """Queries and Keys from the keywords of a public operation, and every check of them.
 
-Types, shapes and extents are checked always; values on a CPU only, where reading them waits for nothing.
+Types, shapes and extents are checked always; values on a CPU only, where reading does not wait for a device.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from nsa_core.reference.rows import positions_of
 from nsa_core.varlen import cu_blocks_from_cu_seqlens
 
 INT32_MAX = 2**31 - 1
-"""Positions are int32, so no sequence is longer."""
+"""The longest sequence: positions are int32."""
 FP8 = (torch.float8_e4m3fn,)
 PageTables = Tensor | tuple[Tensor, Tensor] | None
 Pairs = Mapping[str, tuple[Tensor | None, Tensor | None]]
@@ -65,7 +65,7 @@ def queries_of(
 def keys_of(
     queries: Queries, pairs: Pairs, geometry: BlockGeometry, max_seqlen: int | None = None, page_table: PageTables = None
 ) -> dict[str, Keys | None]:
-    """Return Keys of the tensors `pairs`, by ending, that lie as the keywords of a public operation say; not checked yet.
+    """Return unchecked Keys of the tensors `pairs`, by ending, with the placement that a public operation's keywords give.
 
     Raises:
         InputError: for tensors of another rank than stores have, or page tables that do not fit the queries.
@@ -86,7 +86,7 @@ def keys_of(
         cu_seqlens = None
     elif cu_seqlens is not None and "_cmp" in pairs:
         cu_blocks = cu_blocks_from_cu_seqlens(cu_seqlens, geometry)
-    # no bool is an index here: Dynamo of torch 2.11 traces none
+    # no bool as index: Dynamo of torch 2.11 cannot trace one
     of_tokens, of_blocks = (tokens, cu_seqlens, tables[0]), (blocks.num_compressed_blocks(tokens, geometry), cu_blocks, tables[1])
     return {
         ending: None if k is None else Keys(k, k if v is None else v, *(of_blocks if ending == "_cmp" else of_tokens))
@@ -95,7 +95,7 @@ def keys_of(
 
 
 def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometry: BlockGeometry) -> int:
-    """Return the most tokens of a sequence that a store can hold: the first store of tokens, or that of compressed keys where it is alone."""
+    """Return the most tokens of a sequence that a store can hold: the first store of tokens, or the compressed keys if there is no other."""
     rows = {ending: k.shape[1] for ending, (k, _) in pairs.items() if k is not None}
     for ending in rows:
         table = tables[1 if ending == "_cmp" else 0]
@@ -235,7 +235,7 @@ def _check_fields(queries: Queries, x: Keys, ending: str) -> None:
 
 
 def _row_counts(queries: Queries) -> Tensor | int:
-    """Return the rows of each sequence that count."""
+    """Return the number of valid rows of each sequence."""
     if queries.cu_seqlens is not None:
         return queries.cu_seqlens.diff()
     return queries.q.shape[1] if queries.count is None else queries.count
@@ -251,7 +251,7 @@ def _check_positions(queries: Queries, keys: BranchKeys, geometry: BlockGeometry
             f"query_start={start.tolist()}, query_count={None if count is None else count.tolist()} leave 0 .. S={most} "
             f"(positions start at 0, counts at most S); fix them"
         )
-    # compressed keys bound the tokens where no store holds them all
+    # if no store holds all tokens, compressed keys bound them
     whole = [(ending, x.max_count) for ending, x in keys.items() if x is not None and not _is_part(x)]
     bounds = [bound for ending, bound in whole if ending != "_cmp"] or [blocks.max_tokens(bound, geometry) for _, bound in whole]
     reach, tokens = int((start + _row_counts(queries)).max()), min([INT32_MAX, *bounds])
@@ -325,13 +325,13 @@ def _check_blocks(x: Keys, geometry: BlockGeometry, reach: int | None) -> None:
 
 def _check_pages(queries: Queries, x: Keys, ending: str, geometry: BlockGeometry) -> None:
     """Pages up to each sequence's last query row must exist, each once; entries beyond are never read."""
-    # on a GPU a tensor made of a Python number would wait for its copy
+    # on a GPU a tensor from a Python number would wait for its copy
     if queries.start is None or not checks.can_read(x.page_table):
         return
     rows, page_size = _row_counts(queries), x.k.shape[1]
     last_tokens = torch.where(torch.as_tensor(rows, device=queries.start.device) > 0, queries.start + rows, 0)
     if _is_part(x):
-        # fewer tokens than the sequence has: how many, the checks of the window know
+        # fewer tokens than the sequence has; the window's checks know how many
         last_tokens = last_tokens.clamp(max=page_size * x.page_table.shape[1])
     stride = geometry.compression_stride if ending == "_cmp" else 1
     checks.check_page_table(x.page_table, last_tokens, f"k{ending}", x.k.shape[0], page_size * stride)

@@ -18,22 +18,22 @@ from nsa_core.tracing import constant_when_traced
 
 AUTO = "auto"
 MAX_ROUTES = 4096
-"""Requests remembered before the memory starts again."""
+"""Requests that are cached; then the cache is cleared."""
 
 
 RouteObserver = Callable[[str, BranchRequest, str | None], None]
-"""Called at each choice with what was asked for, the request, and the name of the backend, None if none serves."""
+"""Called at each choice with the backend that was asked for, the request, and the chosen backend's name (None if none serves)."""
 
 
 @frozen(kw_only=True)
 class Candidate:
-    """One backend's standing for one request."""
+    """One backend with its reasons against one request."""
 
     name: str
     preference: int
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...] = ()
-    """Sentences for the user on how it serves the request; they are no reasons against it."""
+    """Sentences for the user on how it serves the request; they do not count against it."""
 
     @property
     def is_eligible(self) -> bool:
@@ -48,7 +48,7 @@ class Candidate:
 
 @frozen(kw_only=True)
 class RoutingDecision:
-    """Which backend serves a request, and what stands against each of the others."""
+    """Which backend serves a request, and the reasons against each of the others."""
 
     request: BranchRequest
     backend: str
@@ -68,7 +68,7 @@ class RoutingDecision:
 
 
 class BackendRegistry:
-    """Backends by operation and name. Routing is remembered per request."""
+    """Backends by operation and name. Routing is cached per request."""
 
     def __init__(self, backends: tuple[BranchBackend, ...] = ()) -> None:
         """Register `backends`, in order.
@@ -154,7 +154,7 @@ class BackendRegistry:
         where "auto" finds no eligible backend, instead of an error.
         """
         key = (backend, optional, torch.are_deterministic_algorithms_enabled(), *facts.values())
-        # the request itself, with its checks, is made at the first of such calls alone
+        # only the first such call builds and checks the request
         return self._observed(backend, self._remembered(key, lambda: _request_of(**facts)))
 
     def route(self, key: tuple[Any, ...], backend: str, optional: bool, facts: Callable[[], dict[str, Any]]) -> int:
@@ -181,7 +181,7 @@ class BackendRegistry:
         return index
 
     def _remembered(self, key: tuple[Any, ...], request: Callable[[], BranchRequest]) -> tuple[int, BranchRequest]:
-        """Return the choice for `key`, which begins with what is asked for and whether it is optional."""
+        """Return the cached choice for `key`, which begins with the requested backend and whether it is optional."""
         found = self._routes.get(key)
         if found is None:
             if len(self._routes) >= MAX_ROUTES:

@@ -24,9 +24,9 @@ from nsa_core.telemetry import ReadCounter, Reads
 from nsa_core.varlen import compressed_lengths
 
 FIRST_CAPACITY = 1024
-"""Tokens of each sequence that a cache which grows has room for at first, unless its bound is lower."""
+"""Initial capacity of a growing cache, in tokens per sequence, unless its bound is lower."""
 UNLIMITED = 2**31 - 1
-"""No sequence is longer: positions are int32."""
+"""The longest sequence: positions are int32."""
 MAX_FORMS = 64
 """Most entries of `NSACache.known_forms`."""
 
@@ -95,7 +95,7 @@ class NSACache:
         self.pages = None if page_size is None else self._page_table(batch_size, page_size, num_pages, device)
         """The pages of a paged cache, None for another one."""
         capacity = self.max_seqlen if is_fixed else min(self.max_seqlen, FIRST_CAPACITY)
-        # a truth value of its own: a compiled step would be compiled again for every other capacity that it compares
+        # a separate bool: comparing capacities would recompile a compiled step for each capacity
         self.can_grow = capacity < self.max_seqlen
         options = StoreOptions(capacity, self.max_rollback, dtype, kv_dtype, self.pages)
         self.stores = Stores(config, batch_size, heads, options, device)
@@ -103,8 +103,8 @@ class NSACache:
         """int32 (B,): tokens held of each sequence."""
         self.bounds: DeviceBounds | HostBounds = DeviceBounds(self.lengths, self.max_seqlen) if static else HostBounds(batch_size)
         self.known_forms: set[tuple[torch.Size, torch.dtype, bool]] = set()
-        """Shape and dtype of q, and `Step.in_place`, of the steps that the stores were found to fit; emptied where stores are replaced."""
-        # Table 4 counts all three branches, so nothing is counted of a layer with fewer
+        """Shape and dtype of q, and `Step.in_place`, of steps that passed the checks; cleared when stores are replaced."""
+        # Table 4 counts all three branches; a layer with fewer counts nothing
         counts = count_reads and len(config.branches) == len(BRANCHES)
         self.read_counter = ReadCounter() if counts else None
         self._last_reads, self._total_reads = (torch.zeros(batch_size, 1 + heads, dtype=torch.int64, device=device) for _ in range(2))
@@ -208,10 +208,10 @@ class NSACache:
         if self.read_counter is not None:
             self.read_counter.reads = None
         if self.pages is None and torch.compiler.is_compiling() and not self.can_grow:
-            # nothing is left to grow, so the graph need not end
+            # the stores cannot grow any more, so the graph need not end
             self.bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=self.max_seqlen)
             return Step(self.lengths.clone(), wanted, in_place)
-        # importing it loads torch's compiler, which only a step needs
+        # imported here because it loads torch's compiler, which only a step needs
         from nsa_core.kv_cache.growth import make_room
 
         make_room(self, num_queries, query_count, in_place)
@@ -224,7 +224,7 @@ class NSACache:
     def window(self, rows: Mapping[str, NewRows], step: Step) -> Keys | None:
         """Return the keys that the sliding branch reads of a step's `rows` by store; None without the branch.
 
-        They are the selected branch's store where the two share it, else the ring, or a copy of its last tokens and the new ones behind them.
+        They are the selected branch's store if the two share it, else the ring, or a copy of its last tokens followed by the new ones.
         """
         if "win" not in self.config.branches:
             return None
@@ -289,7 +289,7 @@ class NSACache:
             shown = num_tokens.tolist() if isinstance(num_tokens, Tensor) else num_tokens
             raise InputError(f"num_tokens={shown} (0 or more, one per sequence); give {self.batch_size} counts")
         self.bounds.crop(counts.long(), self.max_rollback)
-        # a bound may lie above its length, so its check alone does not keep the length from passing 0
+        # a bound may exceed the length, so checking the bound does not keep the length at 0 or above
         self.lengths.sub_(counts.to(self.lengths.device, torch.int32, non_blocking=True)).clamp_(min=0)
 
     def reset(self, indices: Tensor | None = None) -> None:

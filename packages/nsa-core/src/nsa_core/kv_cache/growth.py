@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, in_place: bool) -> None:
-    """Count a step on the host, and let the stores grow where it does not fit. A graph that is being traced ends here.
+    """Count a step on the host, and grow the stores if it does not fit. A traced graph ends here.
 
     Raises:
         CacheOverflowError: if a sequence may outgrow `max_seqlen`.

@@ -20,7 +20,7 @@ BUILTIN = "nsa_core.plugins.builtin"
 
 @frozen(kw_only=True)
 class LoadedPlugin:
-    """A plug-in that gave its backends."""
+    """A plug-in that returned its backends."""
 
     name: str
     origin: str
@@ -77,7 +77,7 @@ def load_plugins(found: Iterable[EntryPoint] | None = None) -> Plugins:
 
 
 def _ask(plugin: ModuleType | Any, name: str, origin: str) -> LoadedPlugin:
-    """Return what one plug-in offers; its own manager, so that no plug-in can disturb another."""
+    """Return the backends of one plug-in, from a separate manager, so that no plug-in can disturb another."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(plugin, name=name)
@@ -113,7 +113,7 @@ def _origin(entry_point: EntryPoint) -> str:
 
 @define
 class _Process:
-    """The one piece of module state: what the process found when it first needed a backend."""
+    """The only module state: the plug-ins that the process found when it first needed a backend."""
 
     plugins: Plugins | None = field(default=None)
     registry: BackendRegistry | None = field(default=None)
