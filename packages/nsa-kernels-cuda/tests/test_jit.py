@@ -1,4 +1,4 @@
-"""Compiling by NVRTC, without a GPU: what is cached, what prevents it, and what routing makes of that."""
+"""Compiling by NVRTC, without a GPU: caching, failures, and their reasons in routing."""
 
 import subprocess
 import sys

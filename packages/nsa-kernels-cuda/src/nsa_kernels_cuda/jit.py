@@ -186,7 +186,7 @@ def make_context_current(device: int) -> None:
     """
     from cuda.bindings import driver
 
-    # without a context the call fails
+    # the call fails without a context
     status, current = driver.cuCtxGetDevice()
     if status != driver.CUresult.CUDA_SUCCESS or int(current) != device:
         from cuda.core import Device

@@ -71,7 +71,7 @@ def scores_kernel(
         return
     t_last = position + last_query
     own_last = t_last // SELECTION_SIZE
-    # every candidate of every query is chosen: no score is read
+    # every candidate of every query is chosen, so no score is read
     if own_last < NUM_SELECTED:
         return
     rows = tl.arange(0, BLOCK_ROWS)
