@@ -107,7 +107,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as metrics.json ({error}); use the metrics.json of a run") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} is not a table of figures; use the metrics.json of a run")
-    # a result of this command carries them inside
+    # a result file of this command contains them
     inner = content.get("metrics", content)
     return dict(inner) if isinstance(inner, Mapping) else dict(content)
 
@@ -267,13 +267,13 @@ def _selection(records: Records) -> Verdict:
 
 
 def _unjudged(rule: str, last: dict[str, Any]) -> Verdict:
-    """Return the verdict of a health rule that `last`, a logged step, gives nothing to judge by; NSA records gates in each."""
+    """Return the verdict of a health rule whose figure `last`, a logged step, lacks; NSA records gates in each."""
     reason = f"the last logged step, {last['step']}, has no such figure"
     is_gate = rule.startswith("gate_")
     if is_gate and rule not in last:
         return Verdict(rule=rule, is_passed=False, found=reason)
     if is_gate:
-        # null: there was nothing to take the mean of
+        # null: there was nothing to average
         is_empty = last[rule] is None
         reason = f"no token of step {last['step']} sees a compressed block" if is_empty else "a single branch holds every gate"
     return Verdict(rule=rule, is_passed=None, found=f"not judged: {reason}")

@@ -34,7 +34,7 @@ class Teacher:
         Raises:
             ConfigError: as `open_teacher`.
         """
-        # a model may draw weights before it reads them: the run's own numbers stay as they are
+        # a model may draw random weights before it reads them; the run's generators must not change
         with torch.random.fork_rng(devices=[]):
             self.decoder = open_teacher(config).decoder.requires_grad_(False).to(device)
 

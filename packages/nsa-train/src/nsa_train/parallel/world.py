@@ -46,7 +46,7 @@ def contact_kept(rank: int) -> Iterator[None]:
 def _is_broken_off(error: RuntimeError) -> bool:
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
-    # a failed requirement of gloo on this machine, such as a network interface, has nothing to do with another rank
+    # a local failure of gloo, such as a missing network interface, is not the loss of another rank
     return "enforce fail" not in str(error) and any(sign in str(error) for sign in SIGNS)
 
 
@@ -244,7 +244,7 @@ def _rendezvous(*, alone: bool) -> tuple[int, Any]:
     if alone:
         return 0, HashStore()
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
-    # torchrun's own store outlives the processes: what those before a restart left in it must not be read
+    # torchrun's store outlives the processes: entries from before a restart must not be read
     store = PrefixStore(f"start-{ENVIRONMENT.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return rank, _own_store(store, rank) if ENVIRONMENT.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else store
 

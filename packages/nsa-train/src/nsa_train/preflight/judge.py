@@ -45,7 +45,7 @@ def run_preflight(
     check_out_dir(findings, out_dir, resuming=resuming)
     check_init_from(findings, config, resuming=resuming)
     frozen = check_selection_teacher(findings, config)
-    # where hosts may leave, the fewest processes have the most to hold
+    # if hosts may leave, the fewest processes hold the most each
     memory = estimate_memory(config, parameters, min(sizes), frozen=frozen)
     findings.memory_gib = memory.total_gib
     check_schedule(findings, config, where, parameters, sizes)

@@ -84,7 +84,7 @@ class DataTable(Table):
     def _broken_needle(self) -> list[str]:
         names = ("needle_pairs", "needle_queries", "needle_symbols", "needle_tokens")
         if self.source != "needle":
-            # compared with their defaults: a recipe that is written out names them all
+            # compared with defaults, because a written recipe names all keys
             given = [name for name in names if getattr(self, name) != attrs.fields_dict(DataTable)[name].default]
             return [
                 f"data.{name}={getattr(self, name)} would be ignored (data.source={self.source!r} hides no pairs); use --set data.source=needle"
@@ -113,7 +113,7 @@ class DataTable(Table):
         if self.source in (*FILE_SOURCES, "fineweb_edu"):
             is_named = isinstance(self.path, str | list | tuple) and all(isinstance(name, str) and name for name in self.path)
             return [] if self.path is None or (self.path and is_named) else [self._no_file()]
-        # a recipe's path is taken away by --set data.path=
+        # --set data.path= removes a recipe's path
         if self.path is None or self.path == "":
             return []
         advice = "--set data.mix='{\"web/*.jsonl\" = 3}'" if self.source == "mix" else "--set data.path= or --set data.source=text"

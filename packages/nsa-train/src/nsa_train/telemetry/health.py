@@ -127,7 +127,7 @@ def _merged(name: str, passes: Sequence[Mapping[str, float]]) -> float:
     means = [one[name.replace("_std_", "_mean_")] for one in passes]
     squares = [value**2 + mean**2 for value, mean in zip(values, means, strict=True)]
     variance = _mean(squares, numbers) - _mean(means, numbers) ** 2
-    # not max(), which takes 0 for NaN; rounding may leave it below 0
+    # not max(), which turns NaN into 0; rounding may leave it below 0
     return math.sqrt(abs(variance))
 
 

@@ -116,7 +116,7 @@ class FallbackCounts:
     """
 
     def __init__(self, preferred: Mapping[str, str]) -> None:
-        """Count against `preferred`: operation -> the backend that "auto" takes at the start, `a|b` where layers take several."""
+        """Count against `preferred`: operation -> the backend that "auto" takes at the start, `a|b` if layers use several."""
         self.preferred = dict(preferred)
         self.by_operation = dict.fromkeys((operation.value for operation in COUNTED), 0)
 
