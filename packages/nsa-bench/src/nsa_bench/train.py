@@ -94,7 +94,7 @@ def run_train(recipe: str, overrides: Sequence[str], *, steps: int, twins: str, 
 
 
 def _check_routes(configs: Sequence[RunConfig], output: Output) -> None:
-    # a mistyped key was refused without torch
+    # loaded here, so that a mistyped key is refused without torch
     from nsa_train.host.machine import target_machine
     from nsa_train.host.routing import overruled_backends, refused_backends, uses_of_run
 

@@ -62,7 +62,7 @@ def write_converted(conversion: Conversion, folder: Path, say: Callable[[str], N
 
 
 def _progress(total: int, say: Callable[[str], None]) -> Callable[[int], None]:
-    """Return a function that takes bytes that were written, and says each further tenth of `total`."""
+    """Return a function that takes the bytes written, and reports each further tenth of `total`."""
     written, said = 0, 0
 
     def note(num_bytes: int) -> None:
