@@ -173,7 +173,7 @@ def test_a_taught_run_goes_on_exactly_and_saves_no_teacher(tmp_path, tiny_recipe
     shutil.copytree(tmp_path / "straight", tmp_path / "other")
     shutil.copytree(tmp_path / "straight", tmp_path / "untaught")
     assert run("other", "--resume", "2") == 0
-    # its own dense form instead of the teacher's: other weights
+    # the model's own dense form instead of the teacher's gives other weights
     sets[1] = "train.log_every=1"
     assert run("untaught", "--resume", "2") == 0
     straight, other, untaught = (
@@ -245,7 +245,7 @@ def test_a_hugging_face_folder_teaches_like_the_run_that_it_was_exported_from(tm
         config = tiny_config(WEIGHT, f"train.selection_teacher={path}")
         torch.manual_seed(0)
         student, teacher = build_model(config), Teacher(config, CPU)
-        # opening a teacher draws no numbers of the run's
+        # opening a teacher does not use the run's generators
         targets.append((torch.rand(()),))
         student.sample_queries(0)
         teacher.set_targets(student, ids, BOUNDS, 50)
@@ -297,7 +297,7 @@ def test_a_compiled_or_recomputed_student_is_taught_alike(tiny_config, dense_run
         if config is changed:
             # a recomputed layer keeps its loss, a side effect that breaks its graph
             student.compile_parts(backend="aot_eager", fullgraph=recomputed == "none")
-        # a target of its own for each pass
+        # each pass has its own target
         for number in range(3):
             student.zero_grad()
             student.sample_queries(number)

@@ -1,4 +1,4 @@
-"""Table `data`: pairs that cannot be, wrong kinds of values, and a recipe that reads back equal."""
+"""Table `data`: invalid pairs, wrong kinds of values, and a recipe that reads back equal."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Bad input: each kind has an error of its own, and nothing is written."""
+"""Bad input: each kind has its own error, and nothing is written."""
 
 import json
 import re
