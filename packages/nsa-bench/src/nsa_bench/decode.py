@@ -124,7 +124,7 @@ def make_decode_plan(options: DecodeOptions) -> DecodePlan:
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
-    """Return the comma-separated names in `text`, in the order of STEP_PARTS and BRANCH_PARTS; "all" stands for all names.
+    """Return the comma-separated names in `text`, in the order of STEP_PARTS and BRANCH_PARTS; "all" means all names.
 
     Raises:
         OptionError: for a name that is no part.
@@ -324,7 +324,7 @@ class DecodeStep:
 
 
 def to_row(one: DecodeResult, common: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the files; None stands for a value that was not measured. No prefill runs, so reads are those of the step."""
+    """Return a row of the files; None is a value that was not measured. No prefill runs, so reads are those of the step."""
     shape = one.case.shape
     times = {
         f"{way}ms_{name}": one.times.get(f"{way.replace('_', ' ')}{name}")

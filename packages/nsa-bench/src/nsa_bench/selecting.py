@@ -1,7 +1,7 @@
 """`nsa-bench select`: time the choice of blocks alone, by every installed backend, for one long sequence and for packed ones.
 
 "select" scores the compressed keys and chooses (operation SELECT); "choose" is the choice alone, from given importance
-(operation CHOOSE). A choice that differs from the reference, near ties aside, gets no time.
+(operation CHOOSE). A choice that differs from the reference, except at near ties, gets no time.
 """
 
 from collections.abc import Iterator
@@ -181,7 +181,7 @@ def _median(one: SelectResult) -> float | None:
 
 
 def to_row(one: SelectResult, common: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the files; None stands for a value that was not measured."""
+    """Return a row of the files; None is a value that was not measured."""
     case, timing = one.case, one.timing
     times = {name: None if timing is None else getattr(timing, name) for name in ("median_ms", "min_ms", "max_ms", "count")}
     return {

@@ -55,7 +55,7 @@ class CallKeywords(TypedDict, total=False):
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, geometry: BlockGeometry, **keywords: Unpack[CallKeywords]
 ) -> BranchOutput:
-    """Return the attention of each query over the compressed blocks that lie wholly in its past (Eq. 7, 8).
+    """Return the attention of each query over the compressed blocks that are wholly in its past (Eq. 7, 8).
 
     k_cmp (B, C, G, D_k), v_cmp (B, C, G, D_v) are already compressed. Query t sees block i iff i*d + l - 1 <= t, so
     queries before l - 1 give out 0, lse -inf. In a packed batch each sequence's blocks follow the previous one's; rows beyond

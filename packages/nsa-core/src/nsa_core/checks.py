@@ -50,7 +50,7 @@ def check_tensor(
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise InputError unless `x` lies on the device of `other`."""
+    """Raise InputError unless `x` is on the device of `other`."""
     if x.device != other.device:
         raise InputError(f"{name} is on {x.device}, {other_name} on {other.device} (one device per call); move one with .to()")
 

@@ -56,7 +56,7 @@ class DenseCache:
         return self.keys.nbytes + self.values.nbytes
 
     def append(self, k: Tensor, v: Tensor, query_count: Tensor | None) -> None:
-        """Store `k`, `v` `(B, S, G, D)` after what is held. Rows from `query_count` `(B,)` on are not valid and are dropped.
+        """Append `k`, `v` `(B, S, G, D)`. Rows from `query_count` `(B,)` on are invalid and dropped.
 
         Raises:
             CacheOverflowError: if a sequence could pass max_seqlen of a cache that grows.

@@ -30,7 +30,7 @@ class CacheOverflowError(NSAError, RuntimeError):
 
 
 class BackendUnavailableError(NSAError, RuntimeError):
-    """A backend asked for by name cannot serve the request; the message lists every reason."""
+    """A backend selected by name cannot serve the request; the message lists every reason."""
 
     is_refusal = True
 

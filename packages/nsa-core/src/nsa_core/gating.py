@@ -47,7 +47,7 @@ def gates_from_logits(
 def gated_sum(gates: Tensor, cmp: Tensor | None, slc: Tensor | None, win: Tensor | None) -> Tensor:
     """Return the sum of gates `(B, S, H, 3)` times branch outputs `(B, S, H, D_v)`, in at least float32 (Eq. 5).
 
-    A branch that is None is absent. A row whose gradient is 0 passes 0 on, whatever its gates and outputs hold: later rows
+    A branch that is None is absent. A row whose gradient is 0 passes 0 on, for any gates and outputs: later rows
     are NaN where their scores overflow, and the product's own derivative would be 0 * NaN.
     """
     total = None

@@ -44,7 +44,7 @@ class SummedGradients(ParallelStyle):
 
 
 class ShardedTaps(ParallelStyle):
-    """For the convolution of `compressor="conv"`: each rank has the filters of its own heads."""
+    """For the convolution of `compressor="conv"`: each rank has the filters of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -126,7 +126,7 @@ def selection_loss(
 ) -> Tensor:
     """Return the loss, a float32 scalar: the mean over sampled queries with a choice, and over KV heads, of mass * KL(dense || importance).
 
-    Both are distributions over the blocks that compete, neither initial nor local ones. `mass` is the share of dense attention that lies in
+    Both are distributions over the blocks that compete, neither initial nor local ones. `mass` is the share of dense attention in
     them: a query that attends elsewhere counts little. Dense attention is averaged over the heads of a group. Gradients flow to `q` and
     `k_cmp` through the importance only, never to the target.
 
@@ -208,7 +208,7 @@ def _importance(queries: Tensor, keys: Tensor, rows: Rows, block_bounds: Tensor,
 
 
 def _overlaps(index: Tensor, geometry: BlockGeometry, num_blocks: int) -> Tensor:
-    """Return float32 `(C, num_blocks)`: how many strides of compressed block number `index` `(C,)` lie in each selection block (Eq. 9)."""
+    """Return float32 `(C, num_blocks)`: how many strides of compressed block number `index` `(C,)` each selection block holds (Eq. 9)."""
     strides = geometry.selection_block_size // geometry.compression_stride
     reach = geometry.compression_block_size // geometry.compression_stride
     return torch.stack([_one_hot((index + part) // strides, num_blocks) for part in range(reach)]).sum(0)

@@ -120,7 +120,7 @@ class LayerTelemetry(AttentionObserver):
         self.figures["k_max"] = torch.cat([count.flatten(), count.new_zeros(1)]).amax()
         self.figures["pct_at_max"] = 100 * _mean(count == geometry.num_selected_blocks, rows)
         own = positions // geometry.selection_block_size
-        # initial and local blocks lie at the ends of the candidates 0 .. own, and there are no more than candidates
+        # initial and local blocks are at the ends of the candidates 0 .. own, and not more than these
         forced = (own + 1).clamp(max=geometry.num_initial_blocks + geometry.num_local_blocks).unsqueeze(-1)
         self.figures["free_block_share_mean"] = _mean((count - forced) / count.clamp(min=1), rows)
         self.figures["overlap_with_previous_query"] = _overlap_with_previous(block_indices, positions)

@@ -114,7 +114,7 @@ def cut(weights, largest):
 
 @triton.jit
 def restrained(weights, shift):
-    """Return weights cut at `largest_weight`; 0 if the shift is infinite, whatever the scores are."""
+    """Return weights cut at `largest_weight`; 0 if the shift is infinite, for any scores."""
     return tl.where(shift == float("inf"), 0.0, cut(weights, largest_weight(shift)))
 
 

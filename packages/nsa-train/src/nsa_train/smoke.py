@@ -28,7 +28,7 @@ STEADY_SHARE = 0.5
 FINITE_CAUSES = (Cause.SPIKE, Cause.OVERFLOW)
 """Why steps are skipped in a run whose numbers are sound."""
 HEALTH_RULES = ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac", "k_mean", "reads_act_total", "fallbacks_total")
-"""The figures of the last logged step that are judged, as `nsa_train.telemetry.health` names them."""
+"""The figures of the last logged step that are checked, as `nsa_train.telemetry.health` names them."""
 COMPARED = {"toks_per_s_median": 1, "mfu": 1, "val_loss": -1, "last_loss": -1, "peak_memory_mib": -1}
 """Figures of metrics.json that are compared with a baseline: 1 if more is better, -1 if less is better."""
 MOST_TOKENS = 512

@@ -22,7 +22,7 @@ def require_positions_of_packing(keywords: Mapping[str, Any], positions: Tensor 
 
 
 def require_no_attentions(asked: bool | None) -> None:
-    """Raise InputError if `output_attentions` is asked for."""
+    """Raise InputError if `output_attentions` is requested."""
     if asked:
         raise InputError(
             "output_attentions=True has nothing to give (no layer of NSA has a matrix of attention, its branches see blocks and a window); "

@@ -209,7 +209,7 @@ class NSAModel(Decoder, NSAPreTrainedModel):
         return outputs
 
     def _recorded(self, recorded: Any, x: Tensor, *inputs: Any, **options: Any) -> BaseModelOutputWithPast:
-        """Return what `hidden` returns, with the hidden states that `output_hidden_states` asks for; None: the configuration does."""
+        """Return the result of `hidden`, with the requested hidden states; None: as the configuration says."""
         asked = {} if recorded is None else {"output_hidden_states": recorded}
         outputs: BaseModelOutputWithPast = self._captured(x, *inputs, **options, **asked, return_dict=True)
         return outputs

@@ -1,4 +1,4 @@
-"""Turn the options of `nsa-bench attention` into jobs, and into the points or targets by which their results are judged."""
+"""Turn the options of `nsa-bench attention` into jobs, and into the points or targets with which results are compared."""
 
 import torch
 from attrs import frozen
@@ -33,7 +33,7 @@ FIXED_BY = {
 
 @frozen(kw_only=True)
 class Plan:
-    """The jobs, and the points of a sweep or the targets by which their results are judged."""
+    """The jobs, and the points of a sweep or the targets with which results are compared."""
 
     device: torch.device
     jobs: tuple[Job, ...]

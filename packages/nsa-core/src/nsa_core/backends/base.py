@@ -119,7 +119,7 @@ class Reason:
 
     @classmethod
     def policy(cls, message: str) -> "Reason":
-        """Return a reason why the backend should not run unless it is asked for by name."""
+        """Return a reason why the backend should not run unless it is selected by name."""
         return cls(ReasonKind.POLICY, message)
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ MAX_ROUTES = 4096
 
 
 RouteObserver = Callable[[str, BranchRequest, str | None], None]
-"""Called at each choice with the backend that was asked for, the request, and the chosen backend's name (None if none serves)."""
+"""Called at each choice with the requested backend, the request, and the chosen backend's name (None if none serves)."""
 
 
 @frozen(kw_only=True)
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def is_capable(self) -> bool:
-        """Return True if it can run, policy aside."""
+        """Return True if it can run, regardless of policy."""
         return all(reason.kind is ReasonKind.POLICY for reason in self.reasons)
 
 
@@ -52,7 +52,7 @@ class RoutingDecision:
 
     request: BranchRequest
     backend: str
-    """The backend that was asked for: "auto" or a name."""
+    """The requested backend: "auto" or a name."""
     chosen: str | None
     """The name of the backend that serves it; None if none does."""
     candidates: tuple[Candidate, ...]

@@ -172,7 +172,7 @@ class DeviceBounds:
 
 
 def check_crop(counts: Tensor, held: Tensor, depth: Tensor, max_rollback: int) -> None:
-    """Raise unless `counts` `(B,)` tokens may be taken back of `held` ones, after crops by `depth`; waits where they lie on a GPU."""
+    """Raise unless `counts` `(B,)` tokens may be taken back of `held` ones, after crops by `depth`; waits if they are on a GPU."""
     too_deep = (counts > 0) & (counts > torch.minimum(held, max_rollback - depth))
     if not bool(too_deep.any()):
         return

@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class NSACache:
-    """The KV cache of one layer for a batch of sequences, each of its own length."""
+    """The KV cache of one layer for a batch of sequences, with separate lengths."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class NSACache:
         The stores grow by doubling. A `static` cache is allocated whole instead and keeps no state on the host: CUDA graphs may capture
         its steps. Tokens that do not fit it are dropped and noted on the device, where `check` finds the note.
 
-        `page_size`: tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks lie in `num_pages`
-        pages (None: enough for all sequences), and a sequence has room where `reserve` gave it pages; such stores do not grow.
+        `page_size`: tokens of a page, a multiple of the selection block: the stores of tokens and compressed blocks have `num_pages`
+        pages (None: enough for all sequences), and `reserve` gives pages to a sequence; such stores do not grow.
         `kv_dtype=torch.float8_e4m3fn`: the selected and the sliding branch's keys and values are stored in 8 bits, with a scale per
-        token and KV head; phi and the choice of blocks read what was there before.
+        token and KV head; phi and the choice of blocks read unconverted values.
 
         `max_rollback`: how far `crop` may go back, in tokens; `keep_raw` keeps every raw token so that it may go back
         to the start. `count_reads`: count the tokens that each step reads, where all three branches exist. `num_kv_heads`: the KV
@@ -240,7 +240,7 @@ class NSACache:
         return Keys(k, v, k.shape[1], first=step.start - tail, k_scale=k_scale, v_scale=v_scale)
 
     def reserve(self, sequence: int, num_tokens: int, *, length: int) -> None:
-        """Make room for `num_tokens` tokens of a sequence of a paged cache that has `length` now, in pages that it alone writes.
+        """Reserve pages for `num_tokens` tokens of a sequence that now has `length`; only this sequence writes them.
 
         Pages that other sequences read as well are copied where a later step would write them: tokens from `length` on, and blocks
         that are not complete. The caller says the length, so nothing waits for a GPU.

@@ -142,7 +142,7 @@ def default_registry() -> BackendRegistry:
 
 
 def default_plugins() -> Plugins:
-    """Return what the default registry was built from, broken plug-ins included."""
+    """Return the plug-ins of the default registry, broken ones included."""
     _build_once()
     assert _process.plugins is not None
     return _process.plugins

@@ -48,7 +48,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: flo
 def fused_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of `fused_attention` for the gradient of out alone."""
+    """Return dq, dk, dv of `fused_attention` for the gradient of out only."""
     assert _BACKWARD is not None
     bias = _bias(visible)
     q, k, v = _with_rows_in_place(q, k, v)
@@ -64,7 +64,7 @@ def fused_attention_backward(
 
 
 def _bias(visible: Tensor) -> Tensor:
-    """Return what is added to float32 scores: 0 where visible, elsewhere `HIDDEN`."""
+    """Return the bias of float32 scores: 0 where visible, elsewhere `HIDDEN`."""
     shown = torch.zeros((), dtype=torch.float32, device=visible.device)
     return torch.where(visible, shown, HIDDEN)
 

@@ -67,7 +67,7 @@ class KeysSeen(Protocol):
 
 
 def num_blocks(S: int, geometry: BlockGeometry) -> int:
-    """Count the compressed blocks of S tokens, N_c(S): those that lie in them entirely (Eq. 7)."""
+    """Count the compressed blocks of S tokens, N_c(S): those that are entirely in them (Eq. 7)."""
     return num_visible(S - 1, geometry)
 
 

@@ -211,7 +211,7 @@ def _attend_backward(
     finite_q, finite_keys = q, keys
     if not (tile.is_ordinary or are_ordinary(dout, dlse, q, keys, values)):
         hidden = ~tile.visible.unsqueeze(-2)
-        # a row without a gradient adds nothing, whatever it holds
+        # a row without a gradient adds nothing, for any content
         idle = ~rows_with_gradient(dout, dlse).unsqueeze(-1)
         # a row whose gradient is not finite gives NaN to the keys that it sees only
         q = q.masked_fill(~is_finite(dout).unsqueeze(-1), float("nan"))

@@ -167,7 +167,7 @@ def _run_case(backend: BranchBackend, case: Case, device: torch.device, registry
 
 
 def _run_operation(operation: Operation, operands: tuple[Tensor, ...], arrangement: Arrangement, options: dict[str, Any]) -> Any:
-    """Return what the public operation makes of the oracle's `operands`, in the shapes of the oracle's results."""
+    """Return the results of the public operation for the oracle's `operands`, in the shapes of the oracle's results."""
     if arrangement.case.window != "whole":
         return _run_over_window(operands, arrangement, options)
     num_stores = {Operation.SELECT: 1, Operation.NSA: 6}.get(operation, 2)

@@ -126,7 +126,7 @@ def _pool(
     num_new, ring_rows, num_rows, num_pages, table_width, factor,
     G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write phi of the `number`-th block that the step completes, of one KV head; with `means_ptr` (items, D) its mean alone, there."""
+    """Write phi of the `number`-th block that the step completes, of one KV head; with `means_ptr` (items, D), write only its mean, there."""
     done = _num_complete(start, SIZE, STRIDE)
     block = done + number
     size = num_rows

@@ -292,7 +292,7 @@ def _importance(
         in_group = first + tl.arange(0, SUMMED_HEADS)
         is_head = in_group < HG
         heads = row * H + group * HG + in_group
-        # all loads before what is computed of them
+        # all loads come before the computation
         source = blocks_ptr + (heads * (2 * num_blocks))[:, None, None] + blocks[None, :, :]
         top_ptr = tops_ptr + (heads * num_tops)[:, None] + tops[None, :]
         has_top = is_head[:, None] & (tops * SLICE_BLOCKS <= last_free)[None, :]

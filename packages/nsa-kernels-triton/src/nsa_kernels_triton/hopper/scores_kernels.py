@@ -68,7 +68,7 @@ def _load_rows(
 
 @gluon.jit
 def _key_order(columns, PADDED_STRIDES: gl.constexpr):
-    """Return which stride of a tile's blocks stands in a column of its scores: whole blocks in a thread, by turns of four threads.
+    """Return the stride of a tile's blocks in each column of its scores: whole blocks in a thread, alternating over four threads.
 
     Thread c of four holds the columns 8 j + 2 c and 8 j + 2 c + 1.
     """
@@ -143,10 +143,10 @@ def _load(
 
 @gluon.jit
 def _sum_heads(values):
-    """Return (queries, 8, max(4, W / 8)) of the sums over the eight rows of (queries, 8, W), which lie in every fourth lane of a warp.
+    """Return (queries, 8, max(4, W / 8)) of the sums over the eight rows of (queries, 8, W), which are in every fourth lane of a warp.
 
     With each exchange a lane passes on half of its columns and keeps the others: row r comes to hold the columns
-    r W / 8 to (r + 1) W / 8 - 1. The last four columns, which lie in four lanes, stay together: with fewer than 32 columns
+    r W / 8 to (r + 1) W / 8 - 1. The last four columns, which are in four lanes, stay together: with fewer than 32 columns
     several rows hold the same four.
     """
     for step in gl.static_range(3):

@@ -51,7 +51,7 @@ def load_item(items_ptr, entries_ptr, own_ptr, key_rows_ptr, num_pieces, SLOTS_T
 
 @gluon.constexpr_function
 def tile_of(width, lane_columns):
-    """Return the layout of tiles of rows whose copies share their row indices: `lane_columns` lanes to a row, whatever its width."""
+    """Return the layout of tiles of rows whose copies share their row indices: `lane_columns` lanes per row of any width."""
     return gl.BlockedLayout([1, width // lane_columns], [32 // lane_columns, lane_columns], [4, 1], [1, 0])
 
 

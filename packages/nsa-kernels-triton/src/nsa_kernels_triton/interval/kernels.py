@@ -1,6 +1,6 @@
 """Forward, dQ and dK/dV of attention over an interval of keys (Eq. 7, 8 and the sliding window).
 
-A row is one (query, head of the group): R = query * HG + head. So the rows of a tile share their group's keys whatever HG is. The keys of a
+A row is one (query, head of the group): R = query * HG + head. So the rows of a tile share their group's keys for any HG. The keys of a
 tile are those of its first to its last query; both ends are masked, the middle is not.
 """
 
@@ -324,7 +324,7 @@ def _dkdv_step(
     IS_WINDOW: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     GATE: tl.constexpr, BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Add what the rows row .. row + BLOCK_ROWS - 1 give to dK and dV of `keys`; everything is transposed: (keys, rows).
+    """Add the contribution of rows row .. row + BLOCK_ROWS - 1 to dK and dV of `keys`; everything is transposed: (keys, rows).
 
     q, dO, shift, delta and gates point to the first head of the group in the sequence's first row.
     """

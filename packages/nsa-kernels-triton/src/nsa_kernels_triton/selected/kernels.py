@@ -275,7 +275,7 @@ def backward_kernel(
             scores = dot(q2, tl.trans(k2), scores)
         shift = tl.load(shift_ptr + heads, mask=exists, other=float("inf"))
         delta = tl.load(delta_ptr + heads, mask=exists, other=0.0)
-        # a row whose shift is infinite sees nothing, whatever its scores are
+        # a row whose shift is infinite sees nothing, for any scores
         own_key = tl.where(shift == float("inf"), -1, own_key)
         is_visible = (key_rows[None, :] <= own_key[:, None]) & key_mask[None, :]
         # a weight above 1 comes from rounding, which is large for huge scores

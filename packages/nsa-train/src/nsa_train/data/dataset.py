@@ -43,10 +43,10 @@ OPENING_BYTES = 32
 """Maximum bytes of each opening."""
 
 FIXED_BATCHES = 16
-"""Number of validation batches that define the split of a streamed corpus, whatever `train.eval_batches` is: a resume may change that key."""
+"""Number of validation batches that define the split of a streamed corpus, independent of `train.eval_batches`, which a resume may change."""
 HASHED_BYTES = 2**30
 """Maximum bytes of a corpus of local files that is read whole for the hashes of its blocks. In a larger one, each block is hashed when
-it is first read. JSONL is read whole to count its lines, and is hashed then, whatever its size."""
+it is first read. JSONL is read whole to count its lines, and is hashed then, at any size."""
 
 
 class Part(NamedTuple):
@@ -75,7 +75,7 @@ class Dataset:
     """Unreadable records of a corpus in memory; those of a streamed corpus are counted when reached"""
     first_bad: Bad | None = None
     shared: tuple[tuple[str, str], ...] = ()
-    """Names of what is held out and of the training document that holds it too: none"""
+    """Pairs of a held-out text and a training document that contains it; must be empty"""
     sizes: dict[str, int] = field(factory=dict)
     """The known sizes: documents and tokens of each side, blocks"""
     fingerprint: dict[str, Any] = field(factory=dict)
@@ -247,7 +247,7 @@ def _streamed(config: RunConfig, tokenizer: Tokenizer, reading: Reading, parts: 
         blocks.keep_hashes(is_salvaging=data.on_bad_record == "skip")
         if blocks.num_bytes <= HASHED_BYTES:
             _hash_all(blocks, reading)
-    # each lane reads blocks of its own
+    # each lane reads its own blocks
     whole, lanes = parts, train.batch_size
     parts = [part._replace(blocks=StripedBlocks(part.blocks, -(-lanes // len(part.blocks)))) for part in parts]
     batch_tokens = train.batch_size * train.seq_len

@@ -1,4 +1,4 @@
-"""Lanes: row i of every micro-batch comes from lane i, whatever the number of ranks and workers.
+"""Lanes: row i of every micro-batch comes from lane i, for any number of ranks and workers.
 
 A lane is only a position in an order that the seed fixes: ranks and workers share the lanes among themselves. Its
 state is a few numbers, so that a run continues exactly where it was, also with another number of ranks or workers.

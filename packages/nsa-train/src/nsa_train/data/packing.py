@@ -34,7 +34,7 @@ class Row(NamedTuple):
     labels: Ids
     """(T,) IGNORED where there is none"""
     lengths: list[int]
-    """Tokens of each sequence in the row; they sum to T. Padding counts as a sequence of its own."""
+    """Tokens of each sequence in the row; they sum to T. Padding counts as a separate sequence."""
     ended: int = 0
     """Number of documents that end in this row."""
 

@@ -22,7 +22,7 @@ from nsa_train.settings.data_table import DataTable
 
 @frozen(kw_only=True)
 class Retrieval:
-    """The task; `DataTable` judges its numbers."""
+    """The task; `DataTable` checks its numbers."""
 
     length: int
     """Ids of a row."""

@@ -108,7 +108,7 @@ def rows_to_compare(num_tokens: int, geometry: BlockGeometry) -> Tensor:
 
 
 def recall_of(block_indices: Tensor, mass: Tensor) -> Tensor:
-    """Return `(m, G)`: the part of the mass `(m, G, N)` in the chosen blocks `(m, G, n)`; -1 stands for no block."""
+    """Return `(m, G)`: the part of the mass `(m, G, N)` in the chosen blocks `(m, G, n)`; -1 is no block."""
     chosen = block_indices.long()
     return mass.gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(2)
 

@@ -48,7 +48,7 @@ class Skip(NamedTuple):
 class StepGuard:
     """Prevents weight updates from numbers that are not finite, on all ranks alike, and from spikes if `skip_loss_spikes` is set.
 
-    Every rank judges the same numbers, so that all ranks skip the same steps and stop at the same one.
+    Every rank checks the same numbers, so that all ranks skip the same steps and stop at the same one.
     """
 
     def __init__(self, train: TrainTable) -> None:
@@ -110,7 +110,7 @@ class GradientWatch:
     """Stops the run unless every parameter has a gradient at the first step and a nonzero one in steps 2 .. 20.
 
     Parameters of a branch for which no sequence was long enough are exempt. With shards, a gradient counts on
-    whichever rank it is not zero. Skipped steps do not count: if step 20 was skipped, the next step is judged.
+    whichever rank it is not zero. Skipped steps do not count: if step 20 was skipped, the next step is checked.
     """
 
     def __init__(self, model: nn.Module, *, last_step: int, world: World | None = None) -> None:

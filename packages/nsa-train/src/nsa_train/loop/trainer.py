@@ -53,7 +53,7 @@ FAILED = -1
 
 
 class _Agreement(NamedTuple):
-    """A rank's row before a step: how it goes on, and its micro-batches."""
+    """A rank's row before a step: whether it continues, and its micro-batches."""
 
     said: int
     """A `Stop`, or FAILED."""

@@ -62,7 +62,7 @@ def _is_untouched(paths: RunDirectory) -> bool:
 
 
 def _run_around(out_dir: Path) -> Path | None:
-    """Return the run's directory that `out_dir` lies inside, or None if it lies in none."""
+    """Return the run's directory that contains `out_dir`, or None."""
     for parent in out_dir.absolute().parents:
         if RunDirectory(parent).config.is_file() and RunDirectory(parent).heartbeat.is_file():
             return parent

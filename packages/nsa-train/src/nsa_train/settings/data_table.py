@@ -22,7 +22,7 @@ class DataTable(Table):
     source: str = one_of("stdlib", "text", "jsonl", "parquet", "fineweb_edu", "mix", "needle", "synthetic")
     """"stdlib": the sources of Python's standard library. "text", "jsonl", "parquet": local files. "fineweb_edu": streamed by
     Hugging Face `datasets`. "mix": several sets of local files. "needle": seeded recall of pairs hidden in noise, plain ids.
-    "synthetic": seeded random ids, for throughput alone."""
+    "synthetic": seeded random ids, only for throughput."""
     path: Any = None
     """File or glob, or a list of them. With "fineweb_edu": local Parquet or JSONL shards instead of the hub's."""
     mix: Any = field(factory=dict)

@@ -69,7 +69,7 @@ def has_collapsed(event: Mapping[str, Any]) -> bool:
 
 
 class Check(NamedTuple):
-    """One health rule, judged."""
+    """One checked health rule."""
 
     name: str
     found: str
@@ -86,7 +86,7 @@ def steadiness(speeds: Sequence[float]) -> float | None:
 
 
 def judge(figures: Mapping[str, Any]) -> list[Check]:
-    """Return the health rules that can be judged from `figures` (names of the heartbeat).
+    """Return the health rules that can be checked from `figures` (names of the heartbeat).
 
     Bands of gates are left out if only one branch exists: it holds every gate, which is no fault.
     """

@@ -193,7 +193,7 @@ class MarkedBackend:
         self.backend, self.times, self.has_ranges = backend, times, has_ranges
 
     def __getattr__(self, name: str) -> Any:
-        """Return what routing asks for, such as `name`, `operation` and `reasons_against`: the backend's own."""
+        """Return the backend's own attributes, such as `name`, `operation` and `reasons_against`, for routing."""
         return getattr(self.backend, name)
 
     def __call__(self, *operands: Any, **keywords: Any) -> Any:

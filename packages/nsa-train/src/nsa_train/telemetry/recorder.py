@@ -109,9 +109,9 @@ class Recorder:
         world_size: int = 1,
         resumed_at: int | None = None,
     ) -> None:
-        """Create `out_dir` with config.toml, env.json and the tables' headers, or go on in it after step `resumed_at`.
+        """Create `out_dir` with config.toml, env.json and the tables' headers, or continue in it after step `resumed_at`.
 
-        -1 goes on from the beginning: an earlier start ended before its first checkpoint.
+        -1 continues from the beginning: an earlier start ended before its first checkpoint.
         """
         self.config, self.device, self.paths = config, device, RunDirectory(out_dir)
         self.rank, self.world_size, self.resumed_at = rank, world_size, resumed_at
