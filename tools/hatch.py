@@ -56,7 +56,7 @@ def install(tool: Path) -> None:
     # a user-wide pip setting that demands a virtual environment or a user install contradicts --target
     settings = {"PIP_REQUIRE_VIRTUALENV": "0", "PIP_USER": "0", "PIP_ROOT_USER_ACTION": "ignore", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     if subprocess.call(command, env={**os.environ, **settings}) != 0:
-        raise SetUpError(f"pip could not install {HATCH} (its message stands above); check the network or PIP_INDEX_URL and run this again")
+        raise SetUpError(f"pip could not install {HATCH} (its message is above); check the network or PIP_INDEX_URL and run this again")
     (tool / "stamp").write_text(wanted_stamp(), encoding="utf-8")
 
 

@@ -156,7 +156,7 @@ def test_a_broken_rule_of_the_geometry_is_named_with_field_value_rule_and_a_valu
         ),
         (
             {"gate": "softmax", "branches": ("win",)},
-            "gate='softmax' with branches=('win',) would be 1 whatever its weights (it shares 1 among the branches); "
+            "gate='softmax' with branches=('win',) would be 1 for any weights (it shares 1 among the branches); "
             "use gate='sigmoid' or two branches",
         ),
         ({"geometry": None}, "geometry=None is not a BlockGeometry; use BlockGeometry()"),

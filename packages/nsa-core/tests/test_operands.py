@@ -130,7 +130,7 @@ def test_a_pair_of_page_tables_has_one_for_compressed_keys(mixed):
         ({"cu_seqlens": [0, 70, 76], "query_start": [0, 0]}, "page_table has shape"),
         ({"cu_seqlens": "short"}, "cu_seqlens runs from 0 to"),
         ({"query_start": [0, 0]}, r"query_start has shape \(2,\)"),
-        ({"query_count": [1] * 8}, "ragged rows lie over pages"),
+        ({"query_count": [1] * 8}, "ragged rows need pages"),
         ({"query_start": [47] * 8}, "query_start [+] query_count reaches"),
     ],
 )

@@ -553,8 +553,8 @@ def test_the_op_has_shapes_without_numbers():
         ({"queries": lambda x: x._replace(start=None)}, "takes one row of each sequence over stores"),
         ({"queries": lambda x: x._replace(q=x.q.repeat(1, 2, 1, 1))}, "takes one row of each sequence over stores"),
         ({"slc": lambda x: x._replace(first=int32(0, 0, 0))}, "slc begins at `first`"),
-        ({"cmp": lambda x: x._replace(page_table=int32(0))}, "cmp lies in pages or in another dtype"),
-        ({"win": lambda x: x._replace(k=x.k.float())}, "win lies in pages or in another dtype"),
+        ({"cmp": lambda x: x._replace(page_table=int32(0))}, "cmp is paged or has another dtype"),
+        ({"win": lambda x: x._replace(k=x.k.float())}, "win is paged or has another dtype"),
     ],
 )
 def test_operands_that_the_kernel_would_misread_are_refused(change, message):

@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_is_noted_and_no_error(nvrtc, source, tm
     found = jit.compile_cached(source, "sm_80", tmp_path / "cache")
     assert found.cubin.startswith(b"\x7fELF")
     assert "cannot be written" in found.not_stored
-    assert "every process compiles scale.cu anew" in found.not_stored
+    assert "every process compiles scale.cu again" in found.not_stored
 
 
 def test_routing_notes_a_folder_that_cannot_be_written(nvrtc, tmp_path, monkeypatch):

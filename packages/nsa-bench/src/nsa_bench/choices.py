@@ -208,7 +208,7 @@ def recording_of(choices: Sequence[Choice], tokens: int) -> Recording:
     """
     geometry = choices[0].geometry
     if any(choice.geometry != geometry for choice in choices):
-        raise BenchError("the layers have block sizes of their own, and a recording has those of all; use --recorded-tokens 0")
+        raise BenchError("the layers have different block sizes, and a recording has one for all; use --recorded-tokens 0")
     tracks = torch.cat([choice.block_indices[:tokens].transpose(0, 1) for choice in choices])
     return Recording(block_indices=tracks, geometry=geometry)
 

@@ -52,7 +52,7 @@ def backends(
     files: ResultFiles = NO_FILES,
     device: Annotated[Literal["cpu", "cuda"] | None, Parameter(help="This machine's by default.")] = None,
     compute_capability: Annotated[
-        str | None, Parameter(help="Compute capability to judge for, for example 8.9; no such GPU is needed.")
+        str | None, Parameter(help="Compute capability to assume, for example 8.9; no such GPU is needed.")
     ] = None,
     shape: CallShape = CallShape(),  # noqa: B008 - a frozen value
 ) -> int:

@@ -71,7 +71,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
     if cu_seqlens.shape[0] < 1:
         raise InputError("cu_seqlens is empty (it holds N + 1 offsets); use [0, S] for one sequence")
     if q.shape[0] != 1:
-        raise InputError(f"cu_seqlens came with batch size {q.shape[0]} (packed sequences lie in one row: B = 1); reshape to (1, S, ...)")
+        raise InputError(f"cu_seqlens came with batch size {q.shape[0]} (packed sequences are in one row: B = 1); reshape to (1, S, ...)")
     if not can_read(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
@@ -108,7 +108,7 @@ def check_page_table(page_table: Tensor, last_tokens: Tensor, name: str, num_pag
     for b, entry in _first(is_repeated):
         raise InputError(
             f"page_table[{b}] names page {int(ordered[b, entry])} of {name} twice (a page holds the tokens of one stretch of a sequence); "
-            f"give each stretch a page of its own"
+            f"give each stretch its own page"
         )
 
 

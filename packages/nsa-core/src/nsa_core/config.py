@@ -310,7 +310,7 @@ class NSAConfig:
             )
         if self.gate == "softmax" and len(self.branches) == 1:
             raise ConfigError(
-                f"gate='softmax' with branches={self.branches!r} would be 1 whatever its weights (it shares 1 among the branches); "
+                f"gate='softmax' with branches={self.branches!r} would be 1 for any weights (it shares 1 among the branches); "
                 f"use gate='sigmoid' or two branches"
             )
         if self.compressed_rope == "tokens" and self.compressor != "mean":

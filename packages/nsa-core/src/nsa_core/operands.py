@@ -44,7 +44,7 @@ def queries_of(
         raise InputError("page_table came without query_start (pages hold whole sequences, so rows need a position); give it")
     if cu_seqlens is not None and (query_count is not None or (query_start is not None and page_table is None)):
         raise InputError(
-            "cu_seqlens came with query_start or query_count (a packed batch holds whole sequences, ragged rows lie over pages); "
+            "cu_seqlens came with query_start or query_count (a packed batch holds whole sequences, ragged rows need pages); "
             "give query_start and page_table, or cu_seqlens alone"
         )
     check_queries(Queries(x, x.shape[1], cu_seqlens, query_start, query_count), "query_")
@@ -107,7 +107,9 @@ def _capacity(pairs: Pairs, tables: tuple[Tensor | None, Tensor | None], geometr
 def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeometry) -> None:
     """Raise InputError unless a caller's `queries` are Queries and `keys` Keys, or None for an absent branch, with bounds on their rows."""
     if not isinstance(queries, Queries):
-        raise InputError(f"queries is a {type(queries).__name__} (the rule: Queries says where rows stand); use Queries(q, max_count)")
+        raise InputError(
+            f"queries is a {type(queries).__name__} (the rule: Queries holds the positions of rows); use Queries(q, max_count)"
+        )
     checks.check_query(queries.q)
     check_queries(queries, "queries.")
     longest = queries.q.shape[1] if queries.cu_seqlens is None else checks.longest_of(queries.cu_seqlens, 0)
@@ -116,7 +118,7 @@ def check_kinds(queries: object, keys: Mapping[str, object], geometry: BlockGeom
         if x is None:
             continue
         if not isinstance(x, Keys):
-            raise InputError(f"k{ending} is a {type(x).__name__} (the rule: Keys says where keys lie); use Keys(k, v, max_count)")
+            raise InputError(f"k{ending} is a {type(x).__name__} (the rule: Keys holds the positions of keys); use Keys(k, v, max_count)")
         check_ranks(x.k, x.v, ending, is_paged=x.page_table is not None)
         least = blocks.num_compressed_blocks(queries.max_count, geometry) if ending == "_cmp" else queries.max_count
         if queries.start is not None:
@@ -200,7 +202,9 @@ def _check_stores(q: Tensor, x: Keys, ending: str) -> None:
     if shape[3] != head_dim:
         raise InputError(f"k{ending} has head dimension {shape[3]}, q has {head_dim} (they meet in a product); make them equal")
     if other[:3] != shape[:3]:
-        raise InputError(f"v{ending} has shape {tuple(other)}, k{ending} {tuple(shape)} (equal but for the last); pair them up")
+        raise InputError(
+            f"v{ending} has shape {tuple(other)}, k{ending} {tuple(shape)} (equal except for the last size); pass matching tensors"
+        )
     if shape[2] < 1 or num_heads % shape[2]:
         raise InputError(
             f"k{ending} has {shape[2]} KV heads for {num_heads} query heads (each serves H/G of them); use a divisor of {num_heads}"

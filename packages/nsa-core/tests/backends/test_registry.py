@@ -125,7 +125,7 @@ def test_auto_without_an_eligible_backend_names_every_reason_of_each():
     for said in ("device cpu (needs cuda)", "head dimension 64 (at most 32)", "slow (preference 1): policy: s"):
         assert said in str(caught.value)
     assert str(caught.value).startswith(
-        "no backend serves this request (backend='auto' takes one that nothing stands against); "
+        "no backend serves this request (backend='auto' takes an eligible one); "
         "name one that only policy refuses, or fix the reasons against them:\n"
     )
     with pytest.warns(UserWarning, match="against policy"):

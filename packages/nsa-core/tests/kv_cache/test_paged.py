@@ -96,7 +96,7 @@ def test_a_page_that_others_share_is_never_written(random_layer, random_input, s
         with pytest.raises(CacheOverflowError, match=r"sequences \[0, 1\] lost tokens"):
             cache.check()
     else:
-        with pytest.raises(CacheOverflowError, match=r"sequence 0 would hold 11 tokens \(its own pages have room for 0\); use reserve"):
+        with pytest.raises(CacheOverflowError, match=r"sequence 0 would hold 11 tokens \(its pages have room for 0\); use reserve"):
             layer(x[:, :1], cache=cache)
 
     assert all(torch.equal(cache.keys[name][:-1], x) for name, x in zip(("slc", "cmp"), before, strict=True))

@@ -57,7 +57,7 @@ def compile_cached(source: Path, architecture: str, folder: Path | None = None) 
     try:
         cubin_cache.write(folder, key, cubin)
     except OSError as error:
-        return Compiled(cubin, f"the cache {folder} cannot be written ({error.strerror}); every process compiles {source.name} anew")
+        return Compiled(cubin, f"the cache {folder} cannot be written ({error.strerror}); every process compiles {source.name} again")
     return Compiled(cubin)
 
 

@@ -287,7 +287,7 @@ def sample(
     seed: Annotated[int, Parameter(help="Equal seeds give equal text.")] = 0,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="cuda: the first GPU; each step is a CUDA graph there.")] = "cpu",
     backend: Annotated[
-        str | None, Parameter(help="Backend of every attention operation, or auto, in place of those in the checkpoint's nsa.backends.")
+        str | None, Parameter(help="Backend of every attention operation, or auto, instead of those in the checkpoint's nsa.backends.")
     ] = None,
 ) -> int:
     """Print PROMPT and its continuation by the model of CKPT as it is generated; then, to stderr, the tokens per second."""
@@ -336,7 +336,7 @@ def evaluate(
     tasks: Annotated[str | None, Parameter(help=f"Separated by commas: {listed(TaskName)}. By default all that the model can do.")] = None,
     text: Annotated[
         list[Path] | None,
-        Parameter(negative="", help="A document for loss-by-position and block-recall, in place of the run's held-out rows. Repeatable."),
+        Parameter(negative="", help="A document for loss-by-position and block-recall, instead of the run's held-out rows. Repeatable."),
     ] = None,
     lengths: Annotated[
         str | None, Parameter(help="Tokens of a sequence, separated by commas; half of the model's positions and all of them by default.")

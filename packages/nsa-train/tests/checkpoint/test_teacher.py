@@ -199,7 +199,7 @@ def test_a_resumed_run_may_name_another_teacher(tmp_path, tiny_recipe, tiny_run,
         (["model.vocab_size=320"], "has a vocabulary of 258 ids, the model has 320 (both read the same tokens)"),
         (
             ["model.n_heads=6", "model.n_kv_heads=3"],
-            "has 4 heads in layer 0, which do not divide among model.n_kv_heads=3 groups (each group has a mass of its own)",
+            "has 4 heads in layer 0, which do not divide among model.n_kv_heads=3 groups (each group has its own mass)",
         ),
         (["model.attention=dense"], "has nothing to teach (no layer of this model chooses blocks)"),
         (["train.selection_teacher=nowhere"], "train.selection_teacher='nowhere': "),

@@ -184,7 +184,7 @@ def test_a_resume_of_no_run_is_refused_and_makes_nothing(
     assert run_command(["run", str(tiny_recipe), "--out", str(tmp_path / name), *how, "--set", "train.steps=9"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     if name.startswith("run/"):
-        assert "lies inside the run" in line
+        assert "is inside the run" in line
     else:
         assert ("does not exist: no run to resume" if "absent" in name else "holds no run to resume") in line
         assert line.endswith("name the run's directory, or use --resume auto, which starts one")

@@ -276,7 +276,7 @@ def test_no_run_lies_inside_another(tiny_config, tmp_path: Path) -> None:
     for name in ("config.toml", "heartbeat_rank0.jsonl"):
         (tmp_path / name).touch()
     [failure] = _failures(tiny_config(), tmp_path / "deep" / "again")
-    assert "lies inside the run" in failure
+    assert "is inside the run" in failure
 
 
 def test_resuming_wants_a_run_and_no_order_to_halt(tiny_config, tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_silence_that_clocks_alone_claim_is_said_and_one_below_nothing_is_unknow
     counts = "; a stall counts after 10 s of watching without an event"
     assert lines[:-1] == [
         f"watch: rank 0: silent for 3600 s by its timestamps, which prove nothing where clocks differ or were set{counts}",
-        f"watch: rank 1: its last event lies 3600 s ahead of this machine's clock: how long it has been silent is unknown{counts}",
+        f"watch: rank 1: its last event is 3600 s ahead of this machine's clock: how long it has been silent is unknown{counts}",
     ]
 
 

@@ -52,7 +52,7 @@ def require_working_cache(kind: str | None) -> None:
     """Raise InputError for a `cache_implementation` that cannot hold the stores of NSA."""
     if kind not in WORKING_CACHES:
         raise InputError(
-            f"cache_implementation={kind!r} cannot hold NSA (its branches have stores of their own, which are neither offloaded, quantized nor "
+            f"cache_implementation={kind!r} cannot hold NSA (its branches have their own stores, which are neither offloaded, quantized nor "
             "paged by transformers); use 'dynamic' or 'static'"
         )
 

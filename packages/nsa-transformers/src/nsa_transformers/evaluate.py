@@ -126,7 +126,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     try:
         if given.json is not None and not given.json.absolute().parent.is_dir():
-            raise ConfigError(f"--json={str(given.json)!r} lies in no directory ({str(given.json.parent)!r} does not exist); make it first")
+            raise ConfigError(
+                f"--json={str(given.json)!r} is in no existing directory ({str(given.json.parent)!r} does not exist); make it first"
+            )
         results = evaluate(given.folder, given.tasks, device=given.device, batch_size=given.batch_size, limit=given.limit)
     except (NSAError, OSError) as error:
         sys.stderr.write(f"nsa_transformers.evaluate: {error}\n")

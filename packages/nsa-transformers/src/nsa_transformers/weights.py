@@ -188,6 +188,6 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
         raise InputError(f"{index} is no index of weights ({error!r:.120}); copy it again") from None
     if not is_plain:
         raise InputError(
-            f"{index} names files elsewhere ({names[:NAMED]}; the rule: safetensors files beside it); use the files of one export"
+            f"{index} names files elsewhere ({names[:NAMED]}; the rule: safetensors files in the same folder); use the files of one export"
         )
     return [folder / name for name in names]

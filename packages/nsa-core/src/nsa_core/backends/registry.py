@@ -198,7 +198,7 @@ class BackendRegistry:
             if optional and backend == AUTO:
                 return -1
             why = (
-                "no backend serves this request (backend='auto' takes one that nothing stands against); "
+                "no backend serves this request (backend='auto' takes an eligible one); "
                 "name one that only policy refuses, or fix the reasons against them"
                 if backend == AUTO
                 else f"backend {backend!r} cannot serve this request (a named backend never falls back); "

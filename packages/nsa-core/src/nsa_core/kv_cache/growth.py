@@ -36,7 +36,7 @@ def make_room(cache: "NSACache", num_queries: int, query_count: Tensor | None, i
         if bool(short.any()):
             b = int(short.int().argmax())
             raise CacheOverflowError(
-                f"sequence {b} would hold {int((bounds.held + counts)[b])} tokens (its own pages have room for {int(room[b])}); "
+                f"sequence {b} would hold {int((bounds.held + counts)[b])} tokens (its pages have room for {int(room[b])}); "
                 f"use reserve({b}, {int((bounds.held + counts)[b])}, length={int(bounds.held[b])}) before the step"
             )
     longest = bounds.begin(num_queries, query_count, in_place=in_place, max_seqlen=cache.max_seqlen)

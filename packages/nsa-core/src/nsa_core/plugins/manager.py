@@ -103,7 +103,7 @@ def _check_backend(backend: Any) -> None:
         raise ValueError(f"{backend!r} implements operation {backend.operation!r} (the rule: one of {', '.join(Operation)})")
     name: object = backend.name
     if not isinstance(name, str) or name in ("", AUTO):
-        raise ValueError(f"{backend!r} has the name {name!r} (the rule: a word of its own, and 'auto' is routing); rename it")
+        raise ValueError(f"{backend!r} has the name {name!r} (the rule: a string that is not empty and not 'auto'); rename it")
 
 
 def _origin(entry_point: EntryPoint) -> str:

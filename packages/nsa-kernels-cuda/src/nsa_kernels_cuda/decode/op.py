@@ -36,7 +36,7 @@ def _check(queries: Queries, cmp: Keys, slc: Keys, win: Keys) -> None:
         raise InputError(f"queries of shape {tuple(queries.q.shape)} (the kernel takes one row of each sequence over stores); use 'triton'")
     for name, keys in (("cmp", cmp), ("slc", slc), ("win", win)):
         if keys.page_table is not None or keys.k_scale is not None or keys.k.dtype != queries.q.dtype or keys.v.dtype != queries.q.dtype:
-            raise InputError(f"{name} lies in pages or in another dtype than q (the kernel reads rows of q's dtype); use 'triton'")
+            raise InputError(f"{name} is paged or has another dtype than q (the kernel reads rows of q's dtype); use 'triton'")
         if keys.first is not None and name != "win":
             raise InputError(f"{name} begins at `first` (the kernel reads it of the window alone); use 'triton'")
 

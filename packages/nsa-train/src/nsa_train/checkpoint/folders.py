@@ -106,7 +106,7 @@ def require_folder_weights(folder: Path, config: RunConfig, *, of: str) -> list[
     ]
     if problems:
         raise CheckpointError(
-            f"the weights in {folder} are not those of {of}: {_some(problems)}; use the recipe that lies beside them, or its sizes"
+            f"the weights in {folder} are not those of {of}: {_some(problems)}; use the recipe next to them, or its sizes"
         )
     require_undamaged(files)
     return files

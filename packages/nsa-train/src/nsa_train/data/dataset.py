@@ -144,7 +144,7 @@ def _require_texts(parts: list[Part], data: DataTable, lanes: int) -> None:
     if count <= lanes and all(isinstance(part.blocks, TextBlocks) for part in parts):
         size = sum(part.blocks.size_bytes for part in parts) / 2**20
         raise DataError(
-            f"data: {count} texts are too few for train.batch_size={lanes} rows (each row reads texts of its own, and one is held out; "
+            f"data: {count} texts are too few for train.batch_size={lanes} rows (each row reads its own texts, and one is held out; "
             f"data.in_memory_mib={data.in_memory_mib:g}); use --set data.in_memory_mib={int(size) + 1}, or cut them into more files"
         )
 

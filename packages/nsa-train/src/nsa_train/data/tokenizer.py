@@ -134,7 +134,7 @@ def open_bpe(path: str | None) -> BytePairTokenizer:
         return _downloaded()
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"data.tokenizer_path={path!r} is not a file (a tokenizer.json, or vocab.bpe beside encoder.json); name one")
+        raise DataError(f"data.tokenizer_path={path!r} is not a file (a tokenizer.json, or vocab.bpe with encoder.json); name one")
     return _of_json(file) if file.suffix == ".json" and file.name != "encoder.json" else _of_merges(file)
 
 
@@ -165,7 +165,7 @@ def _of_json(file: Path) -> BytePairTokenizer:
     separator = tokenizer.token_to_id(END_OF_TEXT)
     if separator is None:
         raise DataError(
-            f"data.tokenizer_path={str(file)!r} has no token {END_OF_TEXT!r} (it stands between documents); name GPT-2's tokenizer.json"
+            f"data.tokenizer_path={str(file)!r} has no token {END_OF_TEXT!r} (it separates documents); name GPT-2's tokenizer.json"
         )
     last = max(tokenizer.get_vocab(with_added_tokens=True).values())
     found = BytePairTokenizer(
@@ -217,7 +217,7 @@ def _encoding_of_merges(file: Path) -> Any:
         # tiktoken would wait on a pipe
         if problem := refusal(path, MOST_TOKENIZER):
             raise DataError(
-                f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json beside it"
+                f"data.tokenizer_path={str(file)!r}: {path} cannot be read ({problem}); name vocab.bpe with encoder.json in the same folder"
             )
     try:
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -226,7 +226,7 @@ def _encoding_of_merges(file: Path) -> Any:
     except (OSError, ValueError, AssertionError, LookupError) as error:
         raise DataError(
             f"data.tokenizer_path={str(file)!r} cannot be read as GPT-2's merges ({type(error).__name__}: {str(error)[:120]}); "
-            "name vocab.bpe with encoder.json beside it, or a tokenizer.json"
+            "name vocab.bpe with encoder.json in the same folder, or a tokenizer.json"
         ) from None
     pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
     separator = len(ranks)

@@ -74,7 +74,7 @@ def _broken_mqar(subject: Subject) -> list[str]:
     symbols, tokens, pairs = subject.alphabet
     if symbols**tokens >= pairs:
         return _too_short(least_mqar)(subject)
-    return [f"has no key of its own for each of {pairs} pairs ({symbols} symbols to the power of {tokens}); use --pairs {symbols**tokens}"]
+    return [f"has no different key for each of {pairs} pairs ({symbols} symbols to the power of {tokens}); use --pairs {symbols**tokens}"]
 
 
 TASKS: dict[TaskName, Task] = {

@@ -46,7 +46,7 @@ class Meeting:
     nnodes: Annotated[str | None, Parameter(help="Hosts, or LEAST:MOST; start the same command on each. Default: 1.")] = None
     rdzv_endpoint: Annotated[str, Parameter(help="HOST:PORT where the hosts meet.")] = ""
     rdzv_id: Annotated[str, Parameter(help="Name of the meeting, equal on all hosts.")] = RDZV_ID
-    max_restarts: Annotated[int, Parameter(help="How often to start the processes anew, from the newest checkpoint.")] = 0
+    max_restarts: Annotated[int, Parameter(help="How often to restart the processes, from the newest checkpoint.")] = 0
 
     @property
     def hosts(self) -> str:

@@ -185,7 +185,7 @@ def local_device(wanted: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} has no CUDA device of its own (this host has {count}); use --nproc {max(count, 1)}"
+            f"LOCAL_RANK={local_rank} has no separate CUDA device (this host has {count}); use --nproc {max(count, 1)}"
             + ("" if count else " --set train.device=cpu")
         )
     return torch.device("cuda", local_rank)

@@ -40,7 +40,7 @@ def check_out_dir(findings: Preflight, out_dir: Path, *, resuming: bool = False)
         findings.failed.append(absent)
     elif other is not None:
         findings.failed.append(
-            f"--out={str(out_dir)!r} lies inside the run {str(other)!r} (a run never mixes with another); name a directory beside it"
+            f"--out={str(out_dir)!r} is inside the run {str(other)!r} (runs must not be nested); name a directory outside it"
         )
     else:
         findings.passed.append(f"out: {out_dir} {'goes on' if resuming else 'is free'}")

@@ -99,7 +99,7 @@ class DataTable(Table):
         if symbols**tokens < pairs:
             least = next(size for size in range(symbols, pairs + 1) if size**tokens >= pairs)
             found.append(
-                f"data.needle_pairs={pairs} have no keys of their own (needle_symbols={symbols} to the power of needle_tokens={tokens} are "
+                f"data.needle_pairs={pairs} have no different keys (needle_symbols={symbols} to the power of needle_tokens={tokens} are "
                 f"too few); use --set data.needle_symbols={least}"
             )
         if self.tokenizer == "byte" and 3 * symbols > 256:

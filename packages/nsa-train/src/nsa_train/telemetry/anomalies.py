@@ -177,7 +177,7 @@ class RankWatch:
         if self.age_s > 0:
             said = f"silent for {self.age_s:.0f} s by its timestamps, which prove nothing where clocks differ or were set"
         else:
-            said = f"its last event lies {-self.age_s:.0f} s ahead of this machine's clock: how long it has been silent is unknown"
+            said = f"its last event is {-self.age_s:.0f} s ahead of this machine's clock: how long it has been silent is unknown"
         return f"rank {self.rank}: {said}; a stall counts after {patience:.0f} s of watching without an event"
 
     def patience_s(self) -> float:

@@ -148,7 +148,7 @@ def _local(data: DataTable, reading: Reading) -> LocalShards:
     found = {kinds.get(path.suffix) for path in paths}
     if len(found) != 1 or None in found:
         raise DataError(
-            f"data.path={str(paths[0])!r} and its like are not all .parquet or all .jsonl (data.source='fineweb_edu' reads shards of one kind); "
+            f"data.path={str(paths[0])!r} and the others are not all .parquet or all .jsonl (data.source='fineweb_edu' reads shards of one kind); "
             "use a glob such as 'fineweb/**/*.parquet'"
         )
     empty = [path for path in paths if path.stat().st_size == 0]
